@@ -1,0 +1,53 @@
+# Every target sets up what it needs: a virtual environment in .venv from the pinned lock file.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check netns interop bench fuzz proto lock clean setup
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+
+$(STAMP): requirements/dev.lock pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(STAMP) ## the virtual environment, from requirements/dev.lock
+
+demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; KEEP=1 stays up
+	@$(PY) -m deploy.demo $(if $(KEEP),--keep)
+
+test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
+	$(PY) -m pytest -q
+
+check: $(STAMP) ## format, lint, types, unit tests: under a minute
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q -m 'not netns and not interop'
+
+netns: $(STAMP) ## only the tests that make network namespaces
+	$(PY) -m pytest -q -m netns
+
+interop: $(STAMP) ## the table of Envoy cases, in both roles
+	$(PY) -m tests.interop
+
+bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
+	$(PY) -m bench.compare
+
+proto: $(STAMP) ## regenerate xds/proto from its .proto files
+	$(PY) -m xds.proto.generate
+
+lock: ## resolve requirements/*.lock anew
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet pip-tools
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/runtime.lock pyproject.toml
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/dev.lock pyproject.toml requirements/dev.in
+
+clean: ## everything the targets above made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .run build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""What a source of configuration hands out, whichever way it came.
+
+A source is an ADS stream (state of the world or delta), a per-type stream over a Unix socket, or a
+watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """One named resource as its source sent it.
+
+    ``name`` comes from the wrapper where there is one (delta, ``envoy.service.discovery.v3.Resource``)
+    and from the message's own name field otherwise. ``version`` is the resource's own version in delta,
+    the response's version in state of the world. ``body`` is kept as sent: dumps show it and its unknown
+    fields survive.
+    """
+
+    name: str
+    version: str
+    body: AnyMessage
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One response of one type, unwrapped.
+
+    Attributes:
+        version: ``version_info`` (state of the world) or ``system_version_info`` (delta).
+        complete: what ``resources`` does not hold is gone. True for state-of-the-world LDS and CDS only.
+        removed: names deleted by the server, expired by TTL, or subscribed and not existing (delta).
+    """
+
+    type_url: str
+    version: str
+    resources: tuple[Resource, ...]
+    removed: tuple[str, ...] = ()
+    complete: bool = False
+
+
+class UpdateRejected(Exception):
+    """A receiver refuses (part of) an update; the source answers NACK with this text.
+
+    Raised after every valid resource of the update has been applied where the type allows that (LDS, CDS),
+    and before anything was applied where it does not (EDS, SDS, RDS, ECDS).
+    """
+
+
+#: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK; a receiver that warms resources
+#: returns when they are warm, and its source sends the ACK only then. Calls for one subscription never overlap.
+Receive = Callable[[Update], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class SubscriptionStats:
+    """Counters of one subscription, named as Envoy names them (``<scope>.update_attempt`` ...)."""
+
+    update_attempt: int = 0
+    update_success: int = 0
+    update_failure: int = 0
+    update_rejected: int = 0
+    init_fetch_timeout: int = 0
+    version_text: str = ""
+    update_times_ms: list[float] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """XxHash64 (seed 0) of :attr:`version_text`; 0 before the first accepted update."""
+        import xxhash
+
+        return xxhash.xxh64_intdigest(self.version_text) if self.update_success else 0
+
+
+class Subscription(Protocol):
+    """Interest in resources of one type; close it to end the interest."""
+
+    stats: SubscriptionStats
+
+    def set_names(self, names: Iterable[str]) -> None:
+        """Replace the names asked for. Not for wildcard subscriptions."""
+
+    def close(self) -> None:
+        """Unsubscribe; ``receive`` is not called again."""
+
+
+class ResourceSource(Protocol):
+    """Where resources come from."""
+
+    def subscribe(
+        self,
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        *,
+        initial_fetch_timeout_s: float = 15.0,
+        on_initial_timeout: Callable[[], None] | None = None,
+    ) -> Subscription:
+        """Ask for ``names`` of ``type_url``, or for all (``None``, the wildcard of LDS and CDS).
+
+        Args:
+            type_url: full, ``type.googleapis.com/...``.
+            names: resource names; ``None`` means wildcard.
+            receive: see :data:`Receive`.
+            initial_fetch_timeout_s: 0 waits for ever.
+            on_initial_timeout: called once if no update arrived in that time.
+        """
