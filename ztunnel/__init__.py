@@ -1,0 +1,1 @@
+"""The node tunnel proxy: the application that joins tunnels, configuration and interception."""

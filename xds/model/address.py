@@ -1,0 +1,85 @@
+"""Addresses as configuration names them."""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class SocketAddress(NamedTuple):
+    """Host and port. ``host`` is the canonical text of an IP address (IPv4-mapped IPv6 already unmapped).
+
+    Text, not an :mod:`ipaddress` object: it is what sockets return, what matcher inputs compare and what logs
+    print, once per connection each.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SocketAddress":
+        """Read ``ip:port``, IPv6 in brackets.
+
+        Raises:
+            ValueError: anything else, a host name included; the port must be 1 to 65535.
+        """
+        host, colon, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        if not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+            raise ValueError(f"not an ip:port: {text!r}")
+        address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+        if bracketed != (address.version == 6):
+            raise ValueError(f"not an ip:port: {text!r}")
+        return cls(canonical(address), int(port))
+
+
+def canonical(address: IpAddress | str) -> str:
+    """The one text form of an address: compressed, IPv4-mapped IPv6 as plain IPv4, no scope.
+
+    Raises:
+        ValueError: not an IP address.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0]) if isinstance(address, str) else address
+    if ip.version == 6 and ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return str(ip)
+
+
+@dataclass(frozen=True, slots=True)
+class InternalAddress:
+    """An endpoint inside this process: an internal listener, told apart by ``endpoint_id``."""
+
+    listener: str
+    endpoint_id: str
+
+    def __str__(self) -> str:
+        return f"envoy://{self.listener}/{self.endpoint_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipeAddress:
+    """A Unix domain socket."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAddress:
+    """A DNS name and port, for clusters that resolve (STRICT_DNS, LOGICAL_DNS)."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.port}"
+
+
+EndpointAddress = SocketAddress | InternalAddress | PipeAddress | NamedAddress

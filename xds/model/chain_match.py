@@ -1,0 +1,134 @@
+"""Choice of a filter chain by ``filter_chain_match``, the way without a matcher tree.
+
+Criteria are fixed one after the other, most specific value first, and never reconsidered: destination port,
+destination address, server name, transport protocol, application protocol, direct source address, source type,
+source address, source port (Envoy's order).
+"""
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from xds.model.address import IpNetwork
+from xds.model.facts import ConnectionFacts
+from xds.model.matcher import is_local, server_name_candidates
+
+
+class SourceType(Enum):
+    """Where a connection comes from."""
+
+    ANY = 0
+    SAME_IP_OR_LOOPBACK = 1
+    EXTERNAL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainMatch:
+    """Criteria of one chain; an empty criterion takes anything, at the least specific rank."""
+
+    destination_port: int | None = None
+    destination: tuple[IpNetwork, ...] = ()
+    server_names: tuple[str, ...] = ()
+    transport_protocol: str = ""
+    application_protocols: tuple[str, ...] = ()
+    direct_source: tuple[IpNetwork, ...] = ()
+    source_type: SourceType = SourceType.ANY
+    source: tuple[IpNetwork, ...] = ()
+    source_ports: tuple[int, ...] = ()
+
+
+class ChainSelector:
+    """Chains of one listener, indexed: cost does not grow with the number of per-pod chains.
+
+    Chains are grouped by port (the first criterion), and inside a group those that name single addresses are
+    found by dictionary. What is left of a group is narrowed criterion by criterion.
+    """
+
+    __slots__ = ("_by_port", "_matches")
+
+    def __init__(self, matches: Sequence[ChainMatch]) -> None:
+        self._matches = tuple(matches)
+        self._by_port: dict[int | None, _Group] = {}
+        for index, match in enumerate(self._matches):
+            self._by_port.setdefault(match.destination_port, _Group()).add(index, match)
+
+    def select(self, facts: ConnectionFacts) -> int | None:
+        """Index of the most specific match for a connection, ``None`` when there is none."""
+        group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
+        if group is None:
+            return None
+        left = group.candidates(facts.destination.host)
+        candidates = server_name_candidates(facts.server_name) if facts.server_name else []
+        for rank in (
+            lambda match: _longest(match.destination, facts.destination.host),
+            lambda match: _server_name(match.server_names, candidates),
+            lambda match: _exact(match.transport_protocol or None, facts.transport_protocol),
+            lambda match: _overlap(match.application_protocols, facts.application_protocols),
+            lambda match: _longest(match.direct_source, facts.direct_source.host),
+            lambda match: _source_type(match.source_type, facts),
+            lambda match: _longest(match.source, facts.source.host),
+            lambda match: _overlap(match.source_ports, (facts.source.port,)),
+        ):
+            left = self._narrow(left, rank)
+        return left[0] if left else None
+
+    def _narrow(self, left: list[int], rank: Callable[[ChainMatch], int | None]) -> list[int]:
+        """Keep the candidates of the best rank; ``None`` is no match at all."""
+        ranked = [(index, rank(self._matches[index])) for index in left]
+        best = max((value for _, value in ranked if value is not None), default=None)
+        return [index for index, value in ranked if value is not None and value == best]
+
+
+class _Group:
+    """Chains that share the port criterion."""
+
+    __slots__ = ("_by_host", "_rest")
+
+    def __init__(self) -> None:
+        self._by_host: dict[str, list[int]] = {}
+        self._rest: list[int] = []
+
+    def add(self, index: int, match: ChainMatch) -> None:
+        if match.destination and all(net.prefixlen == net.max_prefixlen for net in match.destination):
+            for net in match.destination:
+                self._by_host.setdefault(str(net.network_address), []).append(index)
+        else:
+            self._rest.append(index)
+
+    def candidates(self, host: str) -> list[int]:
+        return self._by_host.get(host, []) + self._rest
+
+
+def _exact(wanted: object | None, found: object) -> int | None:
+    if wanted is None:
+        return 0
+    return 1 if wanted == found else None
+
+
+def _overlap(wanted: Sequence[object], found: Sequence[object]) -> int | None:
+    if not wanted:
+        return 0
+    return 1 if any(value in wanted for value in found) else None
+
+
+def _longest(networks: tuple[IpNetwork, ...], host: str) -> int | None:
+    """Prefix length + 1 of the longest network that holds ``host``; 0 when any address will do."""
+    if not networks:
+        return 0
+    address = ipaddress.ip_address(host)
+    lengths = [net.prefixlen + 1 for net in networks if net.version == address.version and address in net]
+    return max(lengths, default=None)
+
+
+def _server_name(wanted: tuple[str, ...], candidates: list[str]) -> int | None:
+    if not wanted:
+        return 0
+    ranks = [len(candidates) - rank for rank, name in enumerate(candidates) if name in wanted]
+    return max(ranks, default=None)
+
+
+def _source_type(wanted: SourceType, facts: ConnectionFacts) -> int | None:
+    if wanted is SourceType.ANY:
+        return 0
+    return 1 if is_local(facts) == (wanted is SourceType.SAME_IP_OR_LOOPBACK) else None

@@ -1,0 +1,278 @@
+"""Clusters, endpoints and everything that decides which endpoint is next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from xds.model.address import EndpointAddress
+from xds.model.http import Http2Settings
+from xds.model.tls import ConfigSource, SecretRef, TlsContext
+
+Struct = Mapping[str, object]
+Metadata = Mapping[str, Struct]
+
+
+class Discovery(StrEnum):
+    """Where a cluster's hosts come from."""
+
+    STATIC = "STATIC"
+    STRICT_DNS = "STRICT_DNS"
+    LOGICAL_DNS = "LOGICAL_DNS"
+    EDS = "EDS"
+    ORIGINAL_DST = "ORIGINAL_DST"
+
+
+class LbPolicy(StrEnum):
+    """How a host is chosen."""
+
+    ROUND_ROBIN = "ROUND_ROBIN"
+    LEAST_REQUEST = "LEAST_REQUEST"
+    RANDOM = "RANDOM"
+    RING_HASH = "RING_HASH"
+    MAGLEV = "MAGLEV"
+    CLUSTER_PROVIDED = "CLUSTER_PROVIDED"
+
+
+class Health(StrEnum):
+    """``envoy.config.core.v3.HealthStatus``."""
+
+    UNKNOWN = "UNKNOWN"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DRAINING = "DRAINING"
+    TIMEOUT = "TIMEOUT"
+    DEGRADED = "DEGRADED"
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """Region, zone and sub-zone."""
+
+    region: str = ""
+    zone: str = ""
+    sub_zone: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One endpoint as configured. ``key`` tells endpoints of a cluster apart."""
+
+    address: EndpointAddress
+    hostname: str = ""
+    health: Health = Health.UNKNOWN
+    weight: int = 1
+    priority: int = 0
+    locality: Locality = Locality()
+    metadata: Metadata = field(default_factory=dict, hash=False)
+
+    @property
+    def key(self) -> str:
+        """The address as text: what EDS updates are compared by."""
+        return str(self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalityGroup:
+    """Endpoints of one locality at one priority. ``weight`` 0 means unset."""
+
+    locality: Locality
+    priority: int
+    weight: int
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAssignment:
+    """All endpoints of a cluster, and how full a priority must be before the next is used.
+
+    ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1.
+    """
+
+    cluster_name: str
+    groups: tuple[LocalityGroup, ...]
+    overprovisioning_factor: int = 140
+    drop: tuple[tuple[str, float], ...] = ()
+    weighted_priority_health: bool = False
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Every endpoint, in order."""
+        return tuple(endpoint for group in self.groups for endpoint in group.endpoints)
+
+
+# Transport sockets towards hosts.
+
+
+@dataclass(frozen=True, slots=True)
+class RawBuffer:
+    """Plain TCP."""
+
+
+@dataclass(frozen=True, slots=True)
+class InternalUpstream:
+    """``envoy.transport_sockets.internal_upstream``: hands metadata to an internal listener.
+
+    ``host`` and ``cluster`` are the metadata namespaces copied from the chosen host and from the cluster.
+    """
+
+    host: tuple[str, ...]
+    cluster: tuple[str, ...]
+    inner: "RawBuffer | TlsContext"
+
+
+TransportSocket = RawBuffer | InternalUpstream | TlsContext
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSocketMatch:
+    """Use ``socket`` for hosts whose ``envoy.transport_socket_match`` metadata holds all of ``criteria``."""
+
+    name: str
+    criteria: Struct = field(hash=False)
+    socket: TransportSocket = RawBuffer()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitBreakers:
+    """Limits of one priority; Envoy's defaults."""
+
+    max_connections: int = 1024
+    max_pending_requests: int = 1024
+    max_requests: int = 1024
+    max_retries: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlierDetection:
+    """When a host is taken out for a while; percentages are 0 to 100, Envoy's defaults."""
+
+    consecutive_5xx: int = 5
+    enforcing_consecutive_5xx: int = 100
+    consecutive_gateway_failure: int = 5
+    enforcing_consecutive_gateway_failure: int = 0
+    consecutive_local_origin_failure: int = 5
+    enforcing_consecutive_local_origin_failure: int = 100
+    split_external_local_origin_errors: bool = False
+    interval_s: float = 10.0
+    base_ejection_time_s: float = 30.0
+    max_ejection_time_s: float = 300.0
+    max_ejection_jitter_s: float = 0.0
+    max_ejection_percent: int = 10
+    always_eject_one_host: bool = False
+    enforcing_success_rate: int = 100
+    success_rate_minimum_hosts: int = 5
+    success_rate_request_volume: int = 100
+    success_rate_stdev_factor: int = 1900
+    failure_percentage_threshold: int = 85
+    enforcing_failure_percentage: int = 0
+    failure_percentage_minimum_hosts: int = 5
+    failure_percentage_request_volume: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginalDst:
+    """``OriginalDstLbConfig``. ``metadata_key`` is (namespace, path)."""
+
+    use_http_header: bool = False
+    http_header_name: str = "x-envoy-original-dst-host"
+    port_override: int = 0
+    metadata_key: tuple[str, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStart:
+    """Weight of a new host grows over ``window_s``; 0 is off."""
+
+    window_s: float = 0.0
+    aggression: float = 1.0
+    min_weight_percent: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balancing:
+    """Parameters of the policies and of the levels above them."""
+
+    policy: LbPolicy = LbPolicy.ROUND_ROBIN
+    choice_count: int = 2
+    active_request_bias: float = 1.0
+    slow_start: SlowStart = SlowStart()
+    ring_size_min: int = 1024
+    ring_size_max: int = 8_388_608
+    maglev_table_size: int = 65_537
+    panic_threshold: float = 50.0
+    locality_weighted: bool = False
+    update_merge_window_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """TCP keepalive towards hosts; ``None`` keeps the kernel's."""
+
+    probes: int | None = None
+    time_s: int | None = None
+    interval_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """One cluster.
+
+    Attributes:
+        http2: present when requests to it travel as HTTP/2 (``explicit_http_config.http2_protocol_options``).
+        eds_source: where endpoints are asked for, with :attr:`eds_name`.
+        assignment: inline endpoints (STATIC and DNS clusters).
+        breakers: limits of priority DEFAULT and HIGH.
+        content: digest of the message; an unchanged cluster is left alone.
+    """
+
+    name: str
+    discovery: Discovery
+    connect_timeout_s: float = 5.0
+    balancing: Balancing = Balancing()
+    transport_socket: TransportSocket = RawBuffer()
+    socket_matches: tuple[TransportSocketMatch, ...] = ()
+    http2: Http2Settings | None = None
+    assignment: LoadAssignment | None = None
+    eds_source: ConfigSource | None = None
+    eds_name: str = ""
+    eds_initial_fetch_timeout_s: float = 15.0
+    original_dst: OriginalDst | None = None
+    breakers: tuple[CircuitBreakers, CircuitBreakers] = (CircuitBreakers(), CircuitBreakers())
+    outlier: OutlierDetection | None = None
+    cleanup_interval_s: float = 5.0
+    dns_refresh_s: float = 5.0
+    respect_dns_ttl: bool = False
+    dns_family: str = "AUTO"
+    buffer_limit_bytes: int = 1_048_576
+    max_requests_per_connection: int = 0
+    connection_idle_timeout_s: float = 3600.0
+    close_on_health_failure: bool = False
+    per_downstream_pool: bool = False
+    keepalive: Keepalive | None = None
+    bind_source: str = ""
+    alt_stat_name: str = ""
+    metadata: Metadata = field(default_factory=dict, hash=False)
+    content: str = ""
+
+    @property
+    def sockets(self) -> tuple[TransportSocket, ...]:
+        """Every transport socket a host of this cluster may get."""
+        return (*(match.socket for match in self.socket_matches), self.transport_socket)
+
+    @property
+    def secret_refs(self) -> tuple[SecretRef, ...]:
+        """The secrets this cluster waits for."""
+        refs: list[SecretRef] = []
+        for socket in self.sockets:
+            inner = socket.inner if isinstance(socket, InternalUpstream) else socket
+            if isinstance(inner, TlsContext):
+                refs.extend(inner.secret_refs)
+        return tuple(dict.fromkeys(refs))
+
+    def transport_socket_for(self, metadata: Metadata) -> tuple[str, TransportSocket]:
+        """Name of the first match for a host and its socket; an empty name is the cluster's own socket."""
+        host = metadata.get("envoy.transport_socket_match", {})
+        for candidate in self.socket_matches:
+            if all(key in host and host[key] == value for key, value in candidate.criteria.items()):
+                return candidate.name, candidate.socket
+        return "", self.transport_socket

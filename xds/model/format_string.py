@@ -1,0 +1,145 @@
+"""Substitution format strings (``%DOWNSTREAM_REMOTE_ADDRESS%``), parsed; rendering is the application's.
+
+Syntax: ``%NAME%``, ``%NAME(argument)%``, ``%NAME(argument):length%``; ``%%`` is a percent sign. The header
+syntax of 2022, ``%DYNAMIC_METADATA(["tunnel", "destination"])%``, is read as its colon form.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xds.errors import ConfigError
+
+_COMMAND = re.compile(r"%([A-Z][A-Z0-9_]*)(?:\((.*?)\))?(?::(\d+))?%", re.DOTALL)
+
+#: Commands and whether they take an argument (``True`` must, ``None`` may).
+COMMANDS: Mapping[str, bool | None] = {
+    "START_TIME": None,
+    "BYTES_RECEIVED": False,
+    "BYTES_SENT": False,
+    "DURATION": False,
+    "PROTOCOL": False,
+    "RESPONSE_CODE": False,
+    "RESPONSE_CODE_DETAILS": None,
+    "CONNECTION_TERMINATION_DETAILS": False,
+    "RESPONSE_FLAGS": False,
+    "RESPONSE_FLAGS_LONG": False,
+    "UPSTREAM_HOST": False,
+    "UPSTREAM_REMOTE_ADDRESS": False,
+    "UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": False,
+    "UPSTREAM_REMOTE_PORT": False,
+    "UPSTREAM_CLUSTER": False,
+    "UPSTREAM_LOCAL_ADDRESS": False,
+    "UPSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": False,
+    "UPSTREAM_LOCAL_PORT": False,
+    "UPSTREAM_TRANSPORT_FAILURE_REASON": False,
+    "UPSTREAM_PEER_URI_SAN": False,
+    "UPSTREAM_REQUEST_ATTEMPT_COUNT": False,
+    "DOWNSTREAM_LOCAL_ADDRESS": False,
+    "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": False,
+    "DOWNSTREAM_LOCAL_PORT": False,
+    "DOWNSTREAM_REMOTE_ADDRESS": False,
+    "DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": False,
+    "DOWNSTREAM_REMOTE_PORT": False,
+    "DOWNSTREAM_DIRECT_REMOTE_ADDRESS": False,
+    "DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT": False,
+    "DOWNSTREAM_DIRECT_REMOTE_PORT": False,
+    "DOWNSTREAM_PEER_URI_SAN": False,
+    "DOWNSTREAM_PEER_DNS_SAN": False,
+    "DOWNSTREAM_LOCAL_URI_SAN": False,
+    "DOWNSTREAM_PEER_SUBJECT": False,
+    "DOWNSTREAM_TLS_VERSION": False,
+    "DOWNSTREAM_TLS_CIPHER": False,
+    "DOWNSTREAM_TRANSPORT_FAILURE_REASON": False,
+    "REQUESTED_SERVER_NAME": None,
+    "ROUTE_NAME": False,
+    "VIRTUAL_CLUSTER_NAME": False,
+    "FILTER_CHAIN_NAME": False,
+    "CONNECTION_ID": False,
+    "STREAM_ID": False,
+    "HOSTNAME": False,
+    "REQ": True,
+    "RESP": True,
+    "TRAILER": True,
+    "DYNAMIC_METADATA": True,
+    "UPSTREAM_METADATA": True,
+    "CLUSTER_METADATA": True,
+    "FILTER_STATE": True,
+    "ENVIRONMENT": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One operator: its name, its argument as written, and the length its text is cut to."""
+
+    name: str
+    argument: str = ""
+    max_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FormatString:
+    """Literal text and commands, in order."""
+
+    parts: tuple[str | Command, ...]
+
+    @property
+    def literal(self) -> str | None:
+        """The text, when there is no command in it."""
+        return "".join(map(str, self.parts)) if all(isinstance(p, str) for p in self.parts) else None
+
+
+def parse_format(text: str) -> FormatString:
+    """Parse a format string.
+
+    Raises:
+        ConfigError: unknown command, missing or unexpected argument, or a lone ``%``.
+    """
+    parts: list[str | Command] = []
+    position = 0
+    while position < len(text):
+        percent = text.find("%", position)
+        if percent < 0:
+            parts.append(text[position:])
+            break
+        if percent > position:
+            parts.append(text[position:percent])
+        if text.startswith("%%", percent):
+            parts.append("%")
+            position = percent + 2
+            continue
+        found = _COMMAND.match(text, percent)
+        if found is None:
+            raise ConfigError(f"format string: '%' at offset {percent} starts no command in {text!r}")
+        parts.append(_command(found))
+        position = found.end()
+    return FormatString(tuple(parts))
+
+
+def _command(found: "re.Match[str]") -> Command:
+    name, argument, length = found.groups()
+    takes = COMMANDS.get(name, ...)
+    if takes is ...:
+        raise ConfigError(f"format string: unknown command %{name}%")
+    if takes is True and not argument:
+        raise ConfigError(f"format string: %{name}% needs an argument")
+    if takes is False and argument is not None:
+        raise ConfigError(f"format string: %{name}% takes no argument")
+    if argument and name in ("DYNAMIC_METADATA", "UPSTREAM_METADATA", "CLUSTER_METADATA"):
+        argument = _colon_form(argument)
+    return Command(name, argument or "", int(length) if length else None)
+
+
+def _colon_form(argument: str) -> str:
+    """``["tunnel", "destination"]`` as ``tunnel:destination``; anything else unchanged."""
+    if not argument.startswith("["):
+        return argument
+    try:
+        keys = json.loads(argument)
+    except ValueError as error:
+        raise ConfigError(f"format string: bad key list {argument!r}") from error
+    if not keys or not all(isinstance(key, str) for key in keys):
+        raise ConfigError(f"format string: bad key list {argument!r}")
+    return ":".join(keys)

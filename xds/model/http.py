@@ -1,0 +1,105 @@
+"""HTTP connection manager: only what terminates CONNECT tunnels."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xds.model.access_log import AccessLog
+from xds.model.strings import StringMatch
+from xds.model.tls import ConfigSource
+
+if TYPE_CHECKING:
+    from xds.model.listener import WeightedCluster
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderMatch:
+    """A header predicate; ``match`` ``None`` means present."""
+
+    name: str
+    match: StringMatch | None
+    invert: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One route. ``connect`` routes match CONNECT and only CONNECT; path routes never match it.
+
+    Attributes:
+        path: ``None`` for a ``connect_matcher``.
+        clusters: empty with ``direct_status``.
+        tunnel: ``connect_config`` is present and CONNECT enabled: the payload goes to the cluster as raw TCP.
+        timeout_s: route timeout (Envoy's default 15 s); starts when the client has half-closed. 0 is off.
+        idle_timeout_s: overrides the connection manager's stream idle timeout; ``None`` does not.
+    """
+
+    name: str
+    path: StringMatch | None
+    headers: tuple[HeaderMatch, ...] = ()
+    clusters: "tuple[WeightedCluster, ...]" = ()
+    tunnel: bool = False
+    allow_post: bool = False
+    timeout_s: float = 15.0
+    idle_timeout_s: float | None = None
+    cluster_not_found_status: int = 503
+    direct_status: int = 0
+    direct_body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualHost:
+    """Routes for some authorities: exact, ``*.suffix``, ``prefix.*`` or ``*``; lower case."""
+
+    name: str
+    domains: tuple[str, ...]
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """``envoy.config.route.v3.RouteConfiguration``."""
+
+    name: str
+    virtual_hosts: tuple[VirtualHost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTableRef:
+    """A route table that comes by RDS."""
+
+    name: str
+    source: ConfigSource
+    initial_fetch_timeout_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Http2Settings:
+    """``Http2ProtocolOptions``; ``None`` keeps this proxy's own default."""
+
+    allow_connect: bool = False
+    max_concurrent_streams: int | None = None
+    initial_stream_window: int | None = None
+    initial_connection_window: int | None = None
+    keepalive_interval_s: float | None = None
+    keepalive_timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConnectionManager:
+    """``envoy.filters.network.http_connection_manager`` in front of CONNECT routes.
+
+    Attributes:
+        allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
+        stream_idle_timeout_s: Envoy's default is 300 s; 0 is off.
+    """
+
+    stat_prefix: str
+    routes: RouteTable | RouteTableRef
+    http2: Http2Settings
+    allows_connect: bool
+    codec: str = "auto"
+    server_name: str = "envoy"
+    stream_idle_timeout_s: float = 300.0
+    idle_timeout_s: float = 3600.0
+    drain_timeout_s: float = 5.0
+    max_request_headers_kb: int = 60
+    access_log: tuple[AccessLog, ...] = ()

@@ -1,0 +1,319 @@
+"""Listeners, filter chains and network filters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from xds.model.access_log import AccessLog
+from xds.model.address import SocketAddress
+from xds.model.chain_match import ChainMatch, ChainSelector
+from xds.model.facts import ConnectionFacts
+from xds.model.format_string import FormatString
+from xds.model.http import HttpConnectionManager
+from xds.model.matcher import Matcher
+from xds.model.policy import PolicyList
+from xds.model.tls import ConfigSource, SecretRef, TlsContext
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOption:
+    """``setsockopt(level, name, value)`` before bind, after bind or after listen."""
+
+    level: int
+    name: int
+    value: int | bytes
+    state: str = "prebind"
+
+
+# Listener filters. Each is a value; what it does to a connection is in ztunnel.listener_filters.
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalDst:
+    """``envoy.filters.listener.original_dst``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalSrc:
+    """``envoy.filters.listener.original_src``: upstream sockets keep the client's address and carry ``mark``."""
+
+    mark: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SetDstAddress:
+    """``istio.set_internal_dst_address.v1.Config``: addresses out of the ``tunnel`` metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsInspector:
+    """``envoy.filters.listener.tls_inspector``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpInspector:
+    """``envoy.filters.listener.http_inspector``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyProtocol:
+    """``envoy.filters.listener.proxy_protocol``."""
+
+    allow_without: bool = False
+    disallowed_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadMetadata:
+    """``envoy.filters.listener.workload_metadata``: baggage of the client by its address.
+
+    ``baggage`` maps an address to the header value that travels with its tunnels.
+    """
+
+    baggage: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredFilter:
+    """A listener filter whose configuration arrives by ECDS under ``name``."""
+
+    name: str
+    source: ConfigSource
+    type_urls: tuple[str, ...]
+    initial_fetch_timeout_s: float = 15.0
+    default: "ListenerFilter | None" = None
+    without_warming: bool = False
+
+
+ListenerFilter = (
+    OriginalDst
+    | OriginalSrc
+    | SetDstAddress
+    | TlsInspector
+    | HttpInspector
+    | ProxyProtocol
+    | WorkloadMetadata
+    | DiscoveredFilter
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDisabled:
+    """Predicate that skips a listener filter: a port range, or a combination of predicates."""
+
+    kind: str  # "port", "any", "or", "and", "not"
+    inner: "tuple[FilterDisabled, ...]" = ()
+    start: int = 0
+    end: int = 0
+
+    def holds(self, destination_port: int) -> bool:
+        """Whether the filter is switched off for connections to this port."""
+        match self.kind:
+            case "port":
+                return self.start <= destination_port < self.end
+            case "or":
+                return any(rule.holds(destination_port) for rule in self.inner)
+            case "and":
+                return all(rule.holds(destination_port) for rule in self.inner)
+            case "not":
+                return not self.inner[0].holds(destination_port)
+            case _:
+                return True
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerFilterEntry:
+    """A listener filter in its place."""
+
+    name: str
+    filter: ListenerFilter
+    disabled: FilterDisabled | None = None
+
+
+# Network filters.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rbac:
+    """``envoy.filters.network.rbac``.
+
+    Attributes:
+        rules: enforced; ``None`` permits everything.
+        shadow: judged and counted, never enforced.
+        log_only: action LOG: permits, and sets the access log hint.
+    """
+
+    stat_prefix: str
+    rules: PolicyList | None
+    shadow: PolicyList | None = None
+    shadow_prefix: str = ""
+    log_only: bool = False
+    delay_deny_s: float = 0.0
+
+
+class SharedWithUpstream(StrEnum):
+    """Whether a filter state object passes on through internal connections."""
+
+    NONE = "none"
+    ONCE = "once"
+    TRANSITIVE = "transitive"
+
+
+@dataclass(frozen=True, slots=True)
+class FilterStateValue:
+    """One object ``set_filter_state`` sets when a connection begins."""
+
+    key: str
+    value: FormatString
+    shared: SharedWithUpstream = SharedWithUpstream.NONE
+    skip_if_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SetFilterState:
+    """``envoy.filters.network.set_filter_state``."""
+
+    values: tuple[FilterStateValue, ...]
+
+
+class AppendAction(StrEnum):
+    """What to do when a header to add exists already."""
+
+    APPEND_IF_EXISTS_OR_ADD = "append"
+    ADD_IF_ABSENT = "add_if_absent"
+    OVERWRITE_IF_EXISTS_OR_ADD = "overwrite"
+    OVERWRITE_IF_EXISTS = "overwrite_if_exists"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderToAdd:
+    """One header of a tunnel request; lower-case name."""
+
+    name: str
+    value: FormatString
+    action: AppendAction = AppendAction.APPEND_IF_EXISTS_OR_ADD
+    keep_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunneling:
+    """``TcpProxy.tunneling_config``: carry the bytes in a CONNECT (or POST) request."""
+
+    hostname: FormatString
+    headers: tuple[HeaderToAdd, ...] = ()
+    use_post: bool = False
+    post_path: str = "/"
+    propagate_response_headers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedCluster:
+    """One choice of ``weighted_clusters``."""
+
+    name: str
+    weight: int
+    metadata_match: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpProxy:
+    """``envoy.filters.network.tcp_proxy``. A single cluster is one weighted cluster.
+
+    ``idle_timeout_s`` 0 never expires.
+    """
+
+    stat_prefix: str
+    clusters: tuple[WeightedCluster, ...]
+    tunneling: Tunneling | None = None
+    max_connect_attempts: int = 1
+    backoff_base_s: float = 0.0
+    backoff_max_s: float = 0.0
+    idle_timeout_s: float = 3600.0
+    max_duration_s: float = 0.0
+    hash_source_ip: bool = False
+    metadata_match: Mapping[str, object] = field(default_factory=dict, hash=False)
+    access_log: tuple[AccessLog, ...] = ()
+    log_on_connected: bool = False
+    log_interval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterChain:
+    """Transport socket, filters that judge or annotate, and the filter that takes the bytes.
+
+    Attributes:
+        content: digest of the message: an unchanged chain keeps its connections through an update.
+    """
+
+    name: str
+    match: ChainMatch
+    tls: TlsContext | None
+    rbac: tuple[Rbac, ...]
+    filter_state: tuple[SetFilterState, ...]
+    terminal: TcpProxy | HttpConnectionManager
+    content: str
+    transport_connect_timeout_s: float = 0.0
+
+    @property
+    def secret_refs(self) -> tuple[SecretRef, ...]:
+        """The secrets this chain waits for."""
+        return self.tls.secret_refs if self.tls is not None else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """One listener: a socket, or an internal one that only ``envoy_internal_address`` endpoints reach.
+
+    Attributes:
+        addresses: where to bind; empty for an internal listener.
+        matcher: replaces the chains' ``match`` when present.
+        content: digest of everything but the chains and the matcher: a change needs a new listener, a change
+            of the rest is made in place.
+    """
+
+    name: str
+    addresses: tuple[SocketAddress, ...]
+    internal: bool
+    chains: tuple[FilterChain, ...]
+    default_chain: FilterChain | None
+    matcher: Matcher | None
+    use_original_dst: bool = False
+    transparent: bool = False
+    freebind: bool = False
+    bind_to_port: bool = True
+    reuse_port: bool = True
+    backlog: int = 4096
+    socket_options: tuple[SocketOption, ...] = ()
+    listener_filters: tuple[ListenerFilterEntry, ...] = ()
+    listener_filters_timeout_s: float = 15.0
+    continue_on_filter_timeout: bool = False
+    access_log: tuple[AccessLog, ...] = ()
+    direction: str = "unspecified"
+    stat_prefix: str = ""
+    drain_modify_only: bool = False
+    content: str = ""
+
+    @cached_property
+    def _selector(self) -> ChainSelector:
+        return ChainSelector([chain.match for chain in self.chains])
+
+    @cached_property
+    def _by_name(self) -> dict[str, FilterChain]:
+        return {chain.name: chain for chain in self.chains}
+
+    def chain_for(self, facts: ConnectionFacts) -> FilterChain | None:
+        """The chain that takes a connection, ``None`` when it must be closed.
+
+        A matcher action that names no chain closes; it does not fall back to the default chain (as Envoy).
+        """
+        if self.matcher is not None:
+            name = self.matcher.evaluate(facts)
+            return self._by_name.get(name) if name is not None else self.default_chain
+        index = self._selector.select(facts)
+        return self.chains[index] if index is not None else self.default_chain
+
+    @property
+    def all_chains(self) -> tuple[FilterChain, ...]:
+        """Every chain, the default one last."""
+        return self.chains if self.default_chain is None else (*self.chains, self.default_chain)

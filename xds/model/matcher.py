@@ -1,0 +1,273 @@
+"""The unified matcher (``xds.type.matcher.v3.Matcher``), compiled.
+
+A tree of nodes that end in the name of a filter chain. Evaluation follows current Envoy: when a nested matcher
+finds nothing, the ``on_no_match`` of the enclosing level is tried (Envoy of 2022 ended the search there).
+The tree that ambient control planes send (port, source, destination, port) is exact maps only, so a decision
+costs four dictionary look-ups however many pods and services there are.
+"""
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
+
+from xds.model.address import IpAddress, IpNetwork
+from xds.model.facts import ConnectionFacts
+from xds.model.strings import StringMatch
+
+
+class InputKind(Enum):
+    """Inputs of ``envoy.extensions.matching.common_inputs.network.v3``."""
+
+    DESTINATION_IP = "DestinationIPInput"
+    DESTINATION_PORT = "DestinationPortInput"
+    SOURCE_IP = "SourceIPInput"
+    SOURCE_PORT = "SourcePortInput"
+    DIRECT_SOURCE_IP = "DirectSourceIPInput"
+    SOURCE_TYPE = "SourceTypeInput"
+    SERVER_NAME = "ServerNameInput"
+    TRANSPORT_PROTOCOL = "TransportProtocolInput"
+    APPLICATION_PROTOCOL = "ApplicationProtocolInput"
+    FILTER_STATE = "FilterStateInput"
+    DYNAMIC_METADATA = "DynamicMetadataInput"
+    NETWORK_NAMESPACE = "NetworkNamespaceInput"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input; ``key`` is a filter state key or metadata namespace, ``path`` the path below the latter."""
+
+    kind: InputKind
+    key: str = ""
+    path: tuple[str, ...] = ()
+
+    def read(self, facts: ConnectionFacts) -> str | None:
+        """The input's text, ``None`` when it has no value."""
+        return _READERS[self.kind](self, facts)
+
+
+def _source_type(_: Input, facts: ConnectionFacts) -> str | None:
+    return "local" if is_local(facts) else None
+
+
+def _application_protocols(_: Input, facts: ConnectionFacts) -> str | None:
+    return ",".join(f"'{protocol}'" for protocol in facts.application_protocols) or None
+
+
+def _metadata(wanted: Input, facts: ConnectionFacts) -> str | None:
+    value: object = facts.metadata.get(wanted.key)
+    for step in wanted.path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+_READERS: dict[InputKind, Callable[[Input, ConnectionFacts], str | None]] = {
+    InputKind.DESTINATION_IP: lambda _, facts: facts.destination.host,
+    InputKind.DESTINATION_PORT: lambda _, facts: str(facts.destination.port),
+    InputKind.SOURCE_IP: lambda _, facts: facts.source.host,
+    InputKind.SOURCE_PORT: lambda _, facts: str(facts.source.port),
+    InputKind.DIRECT_SOURCE_IP: lambda _, facts: facts.direct_source.host,
+    InputKind.SOURCE_TYPE: _source_type,
+    InputKind.SERVER_NAME: lambda _, facts: facts.server_name or None,
+    InputKind.TRANSPORT_PROTOCOL: lambda _, facts: facts.transport_protocol or None,
+    InputKind.APPLICATION_PROTOCOL: _application_protocols,
+    InputKind.FILTER_STATE: lambda wanted, facts: facts.filter_state.get(wanted.key),
+    InputKind.DYNAMIC_METADATA: _metadata,
+    InputKind.NETWORK_NAMESPACE: lambda _wanted, _facts: None,
+}
+
+
+def is_local(facts: ConnectionFacts) -> bool:
+    """Whether the connection comes from this host: same address at both ends, or loopback."""
+    return facts.source.host == facts.destination.host or ipaddress.ip_address(facts.source.host).is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class OnMatch:
+    """What a hit leads to: the name of a filter chain, or the next matcher.
+
+    With ``keep_matching`` the action is passed over and the search goes on.
+    """
+
+    target: "str | Matcher"
+    keep_matching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMap:
+    """``exact_match_map``: the input's text is a key."""
+
+    input: Input
+    entries: Mapping[str, OnMatch]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMap:
+    """``prefix_match_map``: longest key that is a prefix of the input; shorter ones when it leads nowhere."""
+
+    input: Input
+    entries: Mapping[str, OnMatch]
+
+
+@dataclass(frozen=True, slots=True)
+class IpRange:
+    """One range of an IP matcher. ``exclusive``: no shorter range is tried when this one leads nowhere."""
+
+    network: IpNetwork
+    on_match: OnMatch
+    exclusive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IpTree:
+    """``xds.type.matcher.v3.IPMatcher``: ``ranges`` sorted longest prefix first, then as given."""
+
+    input: Input
+    ranges: tuple[IpRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNameTree:
+    """``xds.type.matcher.v3.ServerNameMatcher``: exact names, then ``*.suffix`` by length, then ``*``."""
+
+    input: Input
+    entries: Mapping[str, OnMatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """``single_predicate``; an input without value never matches."""
+
+    input: Input
+    match: StringMatch
+
+
+@dataclass(frozen=True, slots=True)
+class AllPredicates:
+    """``and_matcher``."""
+
+    predicates: tuple["Predicate", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyPredicate:
+    """``or_matcher``."""
+
+    predicates: tuple["Predicate", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotPredicate:
+    """``not_matcher``."""
+
+    predicate: "Predicate"
+
+
+Predicate = Single | AllPredicates | AnyPredicate | NotPredicate
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherList:
+    """``matcher_list``: the first predicate that holds."""
+
+    matchers: tuple[tuple[Predicate, OnMatch], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """One level: where to look, and what to do when nothing is found there."""
+
+    lookup: ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList
+    on_no_match: OnMatch | None = None
+
+    def evaluate(self, facts: ConnectionFacts) -> str | None:
+        """The chain name this connection leads to, ``None`` when no action was reached."""
+        for hit in _hits(self.lookup, facts):
+            chain = _follow(hit, facts)
+            if chain is not None:
+                return chain
+        return _follow(self.on_no_match, facts) if self.on_no_match is not None else None
+
+
+def _follow(hit: OnMatch, facts: ConnectionFacts) -> str | None:
+    target = hit.target
+    chain = target if isinstance(target, str) else target.evaluate(facts)
+    return None if hit.keep_matching else chain
+
+
+def _hits(
+    lookup: ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList, facts: ConnectionFacts
+) -> "list[OnMatch]":
+    """Entries to follow, best first."""
+    if isinstance(lookup, MatcherList):
+        return [hit for predicate, hit in lookup.matchers if holds(predicate, facts)]
+    text = lookup.input.read(facts)
+    if text is None:
+        return []
+    match lookup:
+        case ExactMap(_, entries):
+            return [entries[text]] if text in entries else []
+        case PrefixMap(_, entries):
+            prefixes = (text[:length] for length in range(len(text), -1, -1))
+            return [entries[prefix] for prefix in prefixes if prefix in entries]
+        case IpTree(_, ranges):
+            return _ip_hits(ranges, text)
+        case ServerNameTree(_, entries):
+            return [entries[name] for name in server_name_candidates(text) if name in entries]
+        case _:
+            assert_never(lookup)
+
+
+def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
+    try:
+        address: IpAddress = ipaddress.ip_address(text)
+    except ValueError:
+        return []
+    hits: list[OnMatch] = []
+    for candidate in ranges:
+        if candidate.network.version == address.version and address in candidate.network:
+            hits.append(candidate.on_match)
+            if candidate.exclusive:
+                break
+    return hits
+
+
+def server_name_candidates(name: str) -> list[str]:
+    """A server name, then its wildcards from the longest: ``a.b.c``, ``*.b.c``, ``*.c``, ``*``."""
+    labels = name.lower().split(".")
+    wildcards = ["*." + ".".join(labels[cut:]) for cut in range(1, len(labels))]
+    return [name.lower(), *wildcards, "*"]
+
+
+def holds(predicate: Predicate, facts: ConnectionFacts) -> bool:
+    """Whether a predicate of a matcher list is true of the connection."""
+    match predicate:
+        case Single(source, match):
+            text = source.read(facts)
+            return text is not None and match.matches(text)
+        case AllPredicates(predicates):
+            return all(holds(inner, facts) for inner in predicates)
+        case AnyPredicate(predicates):
+            return any(holds(inner, facts) for inner in predicates)
+        case NotPredicate(inner):
+            return not holds(inner, facts)
+        case _:
+            assert_never(predicate)
+
+
+def chain_names(matcher: Matcher) -> set[str]:
+    """Every chain name an action of the tree mentions, existing or not."""
+    lookup = matcher.lookup
+    if isinstance(lookup, MatcherList):
+        hits = [hit for _, hit in lookup.matchers]
+    elif isinstance(lookup, IpTree):
+        hits = [candidate.on_match for candidate in lookup.ranges]
+    else:
+        hits = list(lookup.entries.values())
+    if matcher.on_no_match is not None:
+        hits.append(matcher.on_no_match)
+    names: set[str] = set()
+    for hit in hits:
+        names |= {hit.target} if isinstance(hit.target, str) else chain_names(hit.target)
+    return names

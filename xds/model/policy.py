@@ -1,0 +1,142 @@
+"""Authorization as one form for every source: lists of tiers of policies, over one condition language.
+
+Envoy's RBAC filters, Istio's policies, Kubernetes NetworkPolicy and Calico's tiers each compile to one
+:class:`PolicyList`; all lists of a connection must allow it. The judge is ``ztunnel.policy.engine``.
+
+A policy that holds something no reader understands never gets here: its dialect refuses it, or, where the
+resource must live on, replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from xds.model.address import IpNetwork
+from xds.model.strings import StringMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """True."""
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """False."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Every condition holds; true when empty."""
+
+    conditions: tuple["Condition", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """At least one condition holds; false when empty."""
+
+    conditions: tuple["Condition", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """The condition does not hold."""
+
+    condition: "Condition"
+
+
+@dataclass(frozen=True, slots=True)
+class Authenticated:
+    """The peer showed a verified certificate; with ``name``, one of its names matches.
+
+    Names are tried as Envoy tries them: each URI SAN, then each DNS SAN, and the subject only when the
+    certificate has neither.
+    """
+
+    name: StringMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIp:
+    """The peer's address is in ``network``."""
+
+    network: IpNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationIp:
+    """The original destination's address is in ``network``."""
+
+    network: IpNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationPort:
+    """The original destination's port is in ``[start, end)``."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerName:
+    """The TLS server name the client asked for matches; no server name is the empty string."""
+
+    match: StringMatch
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicMetadata:
+    """The string at ``path`` of the connection's dynamic metadata matches (never, when there is none)."""
+
+    namespace: str
+    path: tuple[str, ...]
+    match: StringMatch
+
+
+Condition = (
+    Always
+    | Never
+    | AllOf
+    | AnyOf
+    | Not
+    | Authenticated
+    | SourceIp
+    | DestinationIp
+    | DestinationPort
+    | ServerName
+    | DynamicMetadata
+)
+
+
+class Verdict(StrEnum):
+    """What a rule, a tier's default or a list's end says."""
+
+    ALLOW = "allow"
+    DENY = "deny"
+    PASS = "pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When ``condition`` holds, ``verdict``. ``name`` is what logs and denials print."""
+
+    name: str
+    verdict: Verdict
+    condition: Condition
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Policies in order, first hit decides; a tier that does not decide ends in ``default``."""
+
+    policies: tuple[Policy, ...]
+    default: Verdict = Verdict.PASS
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyList:
+    """Tiers in order; a tier that passes hands on to the next, the last to ``end``."""
+
+    tiers: tuple[Tier, ...]
+    end: Verdict

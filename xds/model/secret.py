@@ -1,0 +1,66 @@
+"""Key material as SDS delivers it. ``repr`` never shows a key."""
+
+from dataclasses import dataclass, field
+
+from xds.model.strings import StringMatch
+
+
+@dataclass(frozen=True, slots=True)
+class SanMatch:
+    """A subject alternative name of type ``uri``, ``dns``, ``ip``, ``email`` or ``other`` matches.
+
+    ``any`` is Envoy's deprecated untyped form.
+    """
+
+    san_type: str
+    match: StringMatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """A certificate chain, leaf first, with its private key; both PEM."""
+
+    chain_pem: bytes
+    key_pem: bytes = field(repr=False)
+    password: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """How to verify a peer.
+
+    Attributes:
+        trusted_ca_pem: roots; ``None`` verifies nothing (the Envoy of 2022 towards servers).
+        san_matches: at least one must match one SAN, when there are any.
+        certificate_hashes: lower-case hex SHA-256 of acceptable leaf certificates (DER).
+        spki_hashes: base64 SHA-256 of acceptable public keys (SubjectPublicKeyInfo).
+    """
+
+    trusted_ca_pem: bytes | None = None
+    crl_pem: bytes | None = None
+    san_matches: tuple[SanMatch, ...] = ()
+    certificate_hashes: tuple[str, ...] = ()
+    spki_hashes: tuple[str, ...] = ()
+    allow_expired: bool = False
+    accept_untrusted: bool = False
+    only_leaf_crl: bool = False
+    max_verify_depth: int | None = None
+
+    def merged(self, dynamic: "Validation") -> "Validation":
+        """``combined_validation_context``: ``dynamic`` (SDS) over this default, repeated fields joined."""
+        return Validation(
+            trusted_ca_pem=dynamic.trusted_ca_pem or self.trusted_ca_pem,
+            crl_pem=dynamic.crl_pem or self.crl_pem,
+            san_matches=self.san_matches + dynamic.san_matches,
+            certificate_hashes=self.certificate_hashes + dynamic.certificate_hashes,
+            spki_hashes=self.spki_hashes + dynamic.spki_hashes,
+            allow_expired=self.allow_expired or dynamic.allow_expired,
+            accept_untrusted=self.accept_untrusted or dynamic.accept_untrusted,
+            only_leaf_crl=self.only_leaf_crl or dynamic.only_leaf_crl,
+            max_verify_depth=(
+                dynamic.max_verify_depth if dynamic.max_verify_depth is not None else self.max_verify_depth
+            ),
+        )
+
+
+Secret = Certificate | Validation

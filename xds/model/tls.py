@@ -1,0 +1,78 @@
+"""TLS contexts of listeners and clusters, with their secrets still by name."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from xds.model.secret import Certificate, Validation
+
+
+class TlsVersion(IntEnum):
+    """TLS protocol versions this proxy speaks, ordered."""
+
+    TLS12 = 12
+    TLS13 = 13
+
+
+@dataclass(frozen=True, slots=True)
+class AdsSource:
+    """Resources come over the process's aggregated stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Resources come from a watched file."""
+
+    path: str
+    watched_directory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSource:
+    """Resources come over a stream of their own to ``cluster``; ``delta`` picks the protocol variant."""
+
+    cluster: str
+    delta: bool = False
+
+
+ConfigSource = AdsSource | FileSource | GrpcSource
+
+
+@dataclass(frozen=True, slots=True)
+class SecretRef:
+    """A secret by name, and where to ask for it. 0 waits for ever."""
+
+    name: str
+    source: ConfigSource
+    initial_fetch_timeout_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsContext:
+    """Everything a handshake needs, besides the secrets that the references name.
+
+    Attributes:
+        certificate: own certificate, inline or by reference; ``None`` shows none (clients only).
+        validation: inline part of how to verify the peer.
+        validation_ref: SDS part, merged over ``validation``.
+        require_peer_certificate: refuse a peer without certificate. Servers: also implied by SAN matchers and
+            pins, as in Envoy.
+        sni: server name a client sends; empty sends none (HBONE).
+    """
+
+    certificate: Certificate | SecretRef | None
+    validation: Validation | None = None
+    validation_ref: SecretRef | None = None
+    alpn: tuple[str, ...] = ()
+    min_version: TlsVersion = TlsVersion.TLS12
+    max_version: TlsVersion = TlsVersion.TLS13
+    cipher_suites: tuple[str, ...] = ()
+    curves: tuple[str, ...] = ()
+    require_peer_certificate: bool = False
+    sni: str = ""
+    key_log_path: str = ""
+
+    @property
+    def secret_refs(self) -> tuple[SecretRef, ...]:
+        """The secrets this context waits for."""
+        candidates = (self.certificate, self.validation_ref)
+        return tuple(ref for ref in candidates if isinstance(ref, SecretRef))

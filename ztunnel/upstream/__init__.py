@@ -1,0 +1,1 @@
+"""Clusters at run time: hosts, balancing, health, limits."""

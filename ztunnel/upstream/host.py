@@ -1,0 +1,145 @@
+"""One upstream host, and a cluster's hosts by priority and locality."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """An endpoint with what this process has seen of it.
+
+    It survives EDS updates that leave its address unchanged, so counters, ejection and slow start go on.
+    Counter names are those of ``/clusters``.
+    """
+
+    endpoint: Endpoint
+    added_at: float = 0.0
+    cx_active: int = 0
+    cx_connect_fail: int = 0
+    cx_total: int = 0
+    rq_active: int = 0
+    rq_error: int = 0
+    rq_success: int = 0
+    rq_timeout: int = 0
+    rq_total: int = 0
+    ejected: bool = False
+
+    @property
+    def active(self) -> int:
+        """Work in flight: what least-request balancing compares."""
+        return self.cx_active + self.rq_active
+
+    @property
+    def healthy(self) -> bool:
+        """Usable without reservation."""
+        return not self.ejected and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
+
+    @property
+    def degraded(self) -> bool:
+        """Usable only when healthy capacity is short."""
+        return not self.ejected and self.endpoint.health is Health.DEGRADED
+
+    @property
+    def flags(self) -> str:
+        """``health_flags`` of ``/clusters``."""
+        flags = []
+        if self.ejected:
+            flags.append("/failed_outlier_check")
+        if self.endpoint.health in (Health.UNHEALTHY, Health.DRAINING, Health.TIMEOUT):
+            flags.append("/failed_eds_health")
+        elif self.endpoint.health is Health.DEGRADED:
+            flags.append("/degraded_eds_health")
+        return "".join(flags) or "healthy"
+
+    def __str__(self) -> str:
+        return self.endpoint.key
+
+
+@dataclass(slots=True)
+class HostGroup:
+    """Hosts of one locality at one priority. ``weight`` 0 means unset."""
+
+    locality: Locality
+    weight: int
+    hosts: list[Host]
+
+
+@dataclass(slots=True)
+class PriorityLevel:
+    """One priority: its localities, and the partition of its hosts by usability."""
+
+    groups: list[HostGroup]
+    hosts: list[Host] = field(default_factory=list)
+    healthy: list[Host] = field(default_factory=list)
+    degraded: list[Host] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        """Partition anew; after any change of health or ejection."""
+        self.hosts = [host for group in self.groups for host in group.hosts]
+        self.healthy = [host for host in self.hosts if host.healthy]
+        self.degraded = [host for host in self.hosts if host.degraded]
+
+
+class HostSet:
+    """All hosts of a cluster."""
+
+    def __init__(self) -> None:
+        self.levels: list[PriorityLevel] = []
+        self.overprovisioning = 1.4
+        self._by_key: dict[str, Host] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Every host, in configured order."""
+        return list(self._by_key.values())
+
+    def get(self, key: str) -> Host | None:
+        """The host at an address, if there is one."""
+        return self._by_key.get(key)
+
+    def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
+        """Make the hosts those of ``assignment``; returns the hosts that are gone.
+
+        A host whose address stays keeps its object; its endpoint (health, weight, metadata) is replaced.
+        """
+        old = self._by_key
+        self._by_key = {}
+        top = max((group.priority for group in assignment.groups), default=-1)
+        levels = [PriorityLevel([]) for _ in range(top + 1)]
+        for group in assignment.groups:
+            hosts: list[Host] = []
+            for endpoint in group.endpoints:
+                if endpoint.key in self._by_key:
+                    continue
+                host = old.get(endpoint.key)
+                if host is None:
+                    host = Host(endpoint, added_at=now)
+                else:
+                    host.endpoint = endpoint
+                self._by_key[endpoint.key] = host
+                hosts.append(host)
+            levels[group.priority].groups.append(HostGroup(group.locality, group.weight, hosts))
+        self.levels = levels
+        self.overprovisioning = assignment.overprovisioning_factor / 100
+        self.refresh()
+        return [host for key, host in old.items() if key not in self._by_key]
+
+    def refresh(self) -> None:
+        """Partition every level anew."""
+        for level in self.levels:
+            level.refresh()
+
+    @property
+    def healthy_count(self) -> int:
+        """``membership_healthy``."""
+        return sum(len(level.healthy) for level in self.levels)
+
+    @property
+    def degraded_count(self) -> int:
+        """``membership_degraded``."""
+        return sum(len(level.degraded) for level in self.levels)
