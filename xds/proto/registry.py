@@ -1,0 +1,141 @@
+"""Every message type this project knows, found by name or type URL.
+
+Importing this module imports all generated modules. What is not here may still arrive: an ``Any`` of an
+unknown type stays packed, and :func:`unpack` says so with :class:`UnknownType`.
+"""
+
+import importlib
+import pkgutil
+from functools import cache
+from pathlib import Path
+
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from xds.errors import XdsError
+from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
+
+TYPE_URL_PREFIX = "type.googleapis.com/"
+
+_GENERATED = ("envoy", "google", "istio", "udpa", "xds")
+_WELL_KNOWN = ("any", "duration", "empty", "field_mask", "struct", "timestamp", "wrappers")
+
+
+class UnknownType(XdsError):
+    """No message type has this name.
+
+    Attributes:
+        type_url: as found, with or without the part before the last slash.
+    """
+
+    def __init__(self, type_url: str) -> None:
+        super().__init__(type_url)
+        self.type_url = type_url
+
+    def __str__(self) -> str:
+        return f"Unable to find the message type of {self.type_url!r}"
+
+
+class MalformedMessage(XdsError):
+    """The bytes are not a message of the type they claim to be.
+
+    Attributes:
+        type_url: the claim.
+    """
+
+    def __init__(self, type_url: str) -> None:
+        super().__init__(type_url)
+        self.type_url = type_url
+
+    def __str__(self) -> str:
+        return f"Unable to unpack as {self.type_url.rpartition('/')[2]}: the bytes are malformed"
+
+
+def type_url(message: type[Message] | Message) -> str:
+    """Return the type URL of a message or its class."""
+    return TYPE_URL_PREFIX + message.DESCRIPTOR.full_name
+
+
+@cache
+def message_for(type_url: str) -> type[Message]:
+    """Return the class for ``type.googleapis.com/<full name>``; any prefix will do, or none.
+
+    Raises:
+        UnknownType: nothing of that name is generated here.
+    """
+    name = type_url.rpartition("/")[2]
+    try:
+        descriptor = descriptor_pool.Default().FindMessageTypeByName(name)
+    except KeyError:
+        raise UnknownType(type_url) from None
+    return message_factory.GetMessageClass(descriptor)
+
+
+def unpack(packed: AnyMessage) -> Message:
+    """Return the message inside, in today's form (see :func:`normalise`).
+
+    Raises:
+        UnknownType: its type is not known.
+        MalformedMessage: its bytes do not parse.
+    """
+    return parse(packed.type_url, packed.value)
+
+
+def parse(type_url: str, data: bytes) -> Message:
+    """Return ``data`` as a message of that type.
+
+    Raises:
+        UnknownType: the type is not known.
+        MalformedMessage: the bytes do not parse.
+    """
+    message = message_for(type_url)()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        raise MalformedMessage(type_url) from None
+    normalise(message)
+    return message
+
+
+def pack(message: Message) -> AnyMessage:
+    """Return ``message`` as an ``Any``; maps in key order, so that equal messages give equal bytes."""
+    packed = AnyMessage()
+    packed.Pack(message, deterministic=True)
+    return packed
+
+
+def normalise(message: Message) -> None:
+    """Move what older peers send on other wire types to where readers look for it.
+
+    ``Cluster.OriginalDstLbConfig.upstream_port_override`` is a ``UInt32Value``; the private API of the 2022
+    preview build had a plain ``uint32`` of the same number, which a parser keeps as an unknown field.
+    """
+    if isinstance(message, Cluster) and message.HasField("original_dst_lb_config"):
+        _normalise_port_override(message.original_dst_lb_config)
+
+
+def _normalise_port_override(config: Cluster.OriginalDstLbConfig) -> None:
+    number = config.UPSTREAM_PORT_OVERRIDE_FIELD_NUMBER
+    unknown = UnknownFieldSet(config)
+    fields = [unknown[index] for index in range(len(unknown))]
+    # Varint is wire type 0; the last one wins, as for any singular field.
+    plain = [field.data for field in fields if field.field_number == number and field.wire_type == 0]
+    if plain:
+        # There is no way to drop a single unknown field; the packed original keeps the others.
+        config.DiscardUnknownFields()
+        config.upstream_port_override.value = plain[-1] & 0xFFFFFFFF
+
+
+def _import_generated() -> None:
+    for name in _WELL_KNOWN:
+        importlib.import_module(f"google.protobuf.{name}_pb2")
+    here = Path(__file__).parent
+    for top in _GENERATED:
+        for module in pkgutil.walk_packages([str(here / top)], f"{__package__}.{top}."):
+            if module.name.endswith("_pb2"):
+                importlib.import_module(module.name)
+
+
+_import_generated()
