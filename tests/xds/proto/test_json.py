@@ -1,0 +1,354 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.wrappers_pb2 import StringValue
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.errors import ConfigError
+from xds.proto import json as xds_json
+from xds.proto import registry
+from xds.proto.dump import to_dict, to_json
+from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
+from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster, OutlierDetection
+from xds.proto.envoy.config.core.v3.core_pb2 import DataSource, SocketOption, TypedExtensionConfig
+from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
+from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3.tcp_proxy_pb2 import TcpProxy
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import TlsParameters
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
+from xds.proto.xds.type.matcher.v3.matcher_pb2 import Matcher
+from xds.proto.xds.type.v3.type_pb2 import TypedStruct
+
+REFERENCE = Path(__file__).parents[2] / "data" / "reference"
+
+
+def read(text: str, message_type: type[Any]) -> Any:
+    parsed = xds_json.parse_text(text, message_type)
+    assert parsed.unknown_fields == ()
+    return parsed.message
+
+
+def error_of(text: str, message_type: type[Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        xds_json.parse_text(text, message_type)
+    return caught.value
+
+
+# ---------------------------------------------------------------------- the reference configuration
+
+
+@pytest.mark.parametrize(
+    ("name", "message_type"),
+    [
+        ("w1/bootstrap", Bootstrap),
+        ("w1/lds", DiscoveryResponse),
+        ("w1/cds", DiscoveryResponse),
+        ("w2/bootstrap", Bootstrap),
+        ("w2/lds", DiscoveryResponse),
+        ("w2/cds", DiscoveryResponse),
+        ("w2/eds", DiscoveryResponse),
+    ],
+)
+def test_reference_configuration_parses_and_round_trips(name: str, message_type: type[Any]) -> None:
+    parsed = xds_json.parse_text((REFERENCE / f"{name}.yaml").read_text(), message_type)
+    assert parsed.unknown_fields == ()
+    assert parsed.unknown_types == ()
+    again = xds_json.parse_text(to_json(parsed.message), message_type)
+    assert again == parsed
+    assert message_type.FromString(parsed.message.SerializeToString()) == parsed.message
+
+
+def _reference_resource(name: str, index: int) -> dict[str, Any]:
+    response = read((REFERENCE / f"{name}.yaml").read_text(), DiscoveryResponse)
+    shown: dict[str, Any] = to_dict(response)["resources"][index]
+    return shown
+
+
+def test_dumped_outbound_listener_has_envoys_key_order() -> None:
+    shown = _reference_resource("w2/lds", 0)
+    assert list(shown) == [
+        "@type",
+        "name",
+        "address",
+        "filter_chains",
+        "use_original_dst",
+        "listener_filters",
+        "transparent",
+        "socket_options",
+        "access_log",
+        "default_filter_chain",
+        "filter_chain_matcher",
+    ]
+    assert shown["socket_options"] == [
+        {"description": "mark of packets this listener sends", "level": "1", "name": "36", "int_value": "1025"}
+    ]
+
+
+def test_dumped_tunnel_cluster_has_envoys_key_order() -> None:
+    assert list(_reference_resource("w2/cds", 1)) == [
+        "@type",
+        "name",
+        "type",
+        "connect_timeout",
+        "lb_policy",
+        "cleanup_interval",
+        "transport_socket",
+        "original_dst_lb_config",
+        "typed_extension_protocol_options",
+    ]
+
+
+def test_matcher_levels_of_the_reference_are_found() -> None:
+    response = read((REFERENCE / "w2/lds.yaml").read_text(), DiscoveryResponse)
+    listener = registry.unpack(response.resources[0])
+    assert isinstance(listener, Listener)
+    matcher: Matcher = listener.filter_chain_matcher
+    assert set(matcher.matcher_tree.exact_match_map.map) == {"15001"}
+    by_source = matcher.on_no_match.matcher
+    by_destination = by_source.matcher_tree.exact_match_map.map["10.244.2.3"].matcher
+    assert set(by_destination.matcher_tree.exact_match_map.map) == {
+        "10.96.183.192",
+        "10.244.1.23",
+        "10.244.2.23",
+        "10.244.2.22",
+    }
+    action = by_source.on_no_match.action
+    assert registry.unpack(action.typed_config) == StringValue(value="PassthroughFilterChain")
+
+
+# ---------------------------------------------------------------------- what is accepted
+
+
+def test_both_name_styles() -> None:
+    assert read('{"useOriginalDst": true}', Listener) == read("use_original_dst: true", Listener)
+
+
+def test_enums_by_name_and_number() -> None:
+    assert read("state: STATE_LISTENING", SocketOption).state == SocketOption.STATE_LISTENING
+    assert read("state: 2", SocketOption).state == SocketOption.STATE_LISTENING
+    assert read("state: 77", SocketOption).state == 77
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "nanos"),
+    [("2s", 2, 0), ("0.250s", 0, 250_000_000), ("0s", 0, 0), ("1.5s", 1, 500_000_000)],
+)
+def test_durations(text: str, seconds: int, nanos: int) -> None:
+    duration = read(f"connect_timeout: {text}", Cluster).connect_timeout
+    assert (duration.seconds, duration.nanos) == (seconds, nanos)
+
+
+def test_64_bit_integers_as_string_and_number() -> None:
+    assert read('level: "9007199254740993"', SocketOption).level == 9007199254740993
+    assert read("level: 9007199254740993", SocketOption).level == 9007199254740993
+
+
+def test_wrappers_are_bare_values_and_present_even_when_zero() -> None:
+    detection = read("consecutive_5xx: 0", OutlierDetection)
+    assert detection.HasField("consecutive_5xx")
+    assert detection.consecutive_5xx.value == 0
+
+
+def test_present_but_empty_messages_are_present() -> None:
+    listener = read("internal_listener: {}", Listener)
+    assert listener.WhichOneof("listener_specifier") == "internal_listener"
+
+
+def test_null_means_absent() -> None:
+    assert read("name: ~\naddress:\nuse_original_dst: null", Listener) == Listener()
+
+
+def test_well_known_types_in_any_are_under_value() -> None:
+    text = 'typed_config: {"@type": type.googleapis.com/google.protobuf.StringValue, value: chain}'
+    assert registry.unpack(read(text, TypedExtensionConfig).typed_config) == StringValue(value="chain")
+
+
+def test_typed_struct_inside_any_of_the_2022_listener_filter() -> None:
+    text = """
+    typed_config:
+      "@type": type.googleapis.com/xds.type.v3.TypedStruct
+      type_url: type.googleapis.com/istio.set_internal_dst_address.v1.Config
+      value: {}
+    """
+    message = registry.unpack(read(text, TypedExtensionConfig).typed_config)
+    assert isinstance(message, TypedStruct)
+    assert message.type_url == "type.googleapis.com/istio.set_internal_dst_address.v1.Config"
+
+
+def test_struct_takes_any_json() -> None:
+    message = read('{"a": [1, "x", null, {"b": true}], "c": {}}', Struct)
+    assert to_dict(message) == {"a": [1, "x", None, {"b": True}], "c": {}}
+
+
+def test_bytes_are_base64_in_both_alphabets() -> None:
+    assert read("inline_bytes: -_8=", DataSource).inline_bytes == b"\xfb\xff"
+    assert read("inline_bytes: +/8", DataSource).inline_bytes == b"\xfb\xff"
+
+
+def test_yaml_reads_words_and_dates_as_text() -> None:
+    for word in ("no", "on", "yes", "2022-09-07", "12:30", "0o17"):
+        assert read(f"name: {word}", Listener).name == word
+
+
+def test_yaml_keys_are_text() -> None:
+    text = "exact_match_map: {map: {9080: {keep_matching: true}, true: {}}}"
+    assert set(read(text, Matcher.MatcherTree).exact_match_map.map) == {"9080", "true"}
+
+
+def test_yaml_anchors_and_merge_keys() -> None:
+    text = """
+    thresholds:
+    - &base {max_connections: 5, max_retries: 2}
+    - {<<: *base, priority: HIGH, max_retries: 9}
+    """
+    from xds.proto.envoy.config.cluster.v3.cluster_pb2 import CircuitBreakers
+
+    second = read(text, CircuitBreakers).thresholds[1]
+    assert (second.max_connections.value, second.max_retries.value) == (5, 9)
+
+
+# ---------------------------------------------------------------------- what is reported or refused
+
+
+def test_unknown_fields_are_reported_by_path() -> None:
+    text = """
+    name: l
+    colour: red
+    filter_chains:
+    - filters:
+      - name: f
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy
+          stat_prefix: s
+          extra: 1
+    """
+    parsed = xds_json.parse_text(text, Listener)
+    assert parsed.unknown_fields == ("colour", "filter_chains[0].filters[0].typed_config.extra")
+    proxy = registry.unpack(parsed.message.filter_chains[0].filters[0].typed_config)
+    assert proxy == TcpProxy(stat_prefix="s")
+
+
+def test_any_of_an_unknown_type_becomes_a_typed_struct() -> None:
+    text = 'typed_config: {"@type": type.googleapis.com/acme.Filter, depth: 3}'
+    parsed = xds_json.parse_text(text, TypedExtensionConfig)
+    assert parsed.unknown_types == (("typed_config", "type.googleapis.com/acme.Filter"),)
+    inner = registry.unpack(parsed.message.typed_config)
+    assert isinstance(inner, TypedStruct)
+    assert inner.type_url == "type.googleapis.com/acme.Filter"
+    assert dict(inner.value) == {"depth": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (
+            """
+            resources:
+            - "@type": type.googleapis.com/envoy.config.listener.v3.Listener
+              filter_chains:
+              - {}
+              - filters:
+                - typed_config:
+                    "@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy
+                    stat_prefix: 5
+            """,
+            "resources[0].filter_chains[1].filters[0].typed_config.stat_prefix",
+        ),
+        ('{"version_info": 1}', "version_info"),
+        ('{"resources": {}}', "resources"),
+        ('{"resources": [null]}', "resources[0]"),
+        ('{"resources": [{"name": "x"}]}', "resources[0]"),
+        ('{"canary": "true"}', "canary"),
+    ],
+)
+def test_errors_name_the_place(text: str, path: str) -> None:
+    error = error_of(text, DiscoveryResponse)
+    assert error.path == path
+    assert str(error).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message_type", "path", "reason"),
+    [
+        ("level: 1.5", SocketOption, "level", "expected an integer"),
+        ("level: 9223372036854775808", SocketOption, "level", "from -9223372036854775808"),
+        ("level: true", SocketOption, "level", "expected an integer"),
+        ("state: STATE_NONE", SocketOption, "state", "one of STATE_PREBIND, STATE_BOUND"),
+        ("int_value: 1\nbuf_value: AA==", SocketOption, "buf_value", "only one of 'int_value' and 'buf_value'"),
+        ("inline_bytes: '*'", DataSource, "inline_bytes", "base64"),
+        ("connect_timeout: 2", Cluster, "connect_timeout", "expected a string"),
+        ("connect_timeout: 2m", Cluster, "connect_timeout", "such as 2s"),
+        (
+            "common_lb_config: {healthy_panic_threshold: 50}",
+            Cluster,
+            "common_lb_config.healthy_panic_threshold",
+            "object",
+        ),
+        ("useOriginalDst: true\nuse_original_dst: true", Listener, "use_original_dst", "given twice"),
+        ("name: [a]", Listener, "name", "a list"),
+        ("name: a\nname: b", Listener, "", "duplicate key 'name'"),
+        ("name: 'a", Listener, "", "not valid YAML"),
+        ('{"name" "x"}', Listener, "", "not valid JSON"),
+        ("- a", Listener, "", "expected an object for envoy.config.listener.v3.Listener"),
+        ("", Listener, "", "found null"),
+        ('{"name": "\\ud800"}', Listener, "name", "surrogate"),
+        (
+            "metadata: {filter_metadata: {tunnel: 5}}",
+            Cluster,
+            'metadata.filter_metadata["tunnel"]',
+            "expected an object",
+        ),
+    ],
+)
+def test_refusals(text: str, message_type: type[Any], path: str, reason: str) -> None:
+    error = error_of(text, message_type)
+    assert error.path == path
+    assert reason in error.reason
+
+
+def test_nesting_without_end_is_refused() -> None:
+    assert "nested" in error_of("&a\non_no_match: {matcher: *a}", Matcher).reason
+    assert "nested" in error_of("a: &a [*a]", Struct).reason
+    assert "nested" in error_of("[" * 100_000, Struct).reason
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["@type", "name", "value", "address", "filter_chains", "typed_config", "listener_filters"]
+            )
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON_VALUES)
+def test_any_value_is_read_or_refused(value: object) -> None:
+    try:
+        parsed = xds_json.parse_value(value, Listener)
+    except ConfigError:
+        return
+    Listener.FromString(parsed.message.SerializeToString())
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        xds_json.parse_text(text, Listener)
+    except ConfigError:
+        pass
+
+
+def test_tls_versions_keep_their_mixed_case() -> None:
+    assert to_dict(read("tls_minimum_protocol_version: TLSv1_3", TlsParameters)) == {
+        "tls_minimum_protocol_version": "TLSv1_3"
+    }

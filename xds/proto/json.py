@@ -1,0 +1,491 @@
+"""JSON and YAML -> message, as Envoy reads its configuration.
+
+Field names are accepted in snake_case and lowerCamelCase, enums by name or number, 64-bit integers as
+string or number, wrappers as bare values, ``Any`` as an object with ``@type``. Three things differ from
+protobuf's own JSON reader, and are why this module exists:
+
+* errors name the place: ``resources[0].filter_chains[1].filters[0].typed_config.stat_prefix: ...``;
+* unknown fields are left out, as Envoy does for dynamic resources, but *reported* (:attr:`Parsed.unknown_fields`);
+* an ``Any`` of a type not known here becomes an ``Any`` of ``xds.type.v3.TypedStruct``, which exists for
+  configuration whose message nobody has: one odd extension refuses its resource, not the whole file.
+
+The way back is :mod:`xds.proto.dump`; its ``@bytes`` form of unknown types is read here.
+"""
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, cast
+
+import yaml
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from xds.errors import ConfigError
+from xds.proto import registry
+from xds.proto.xds.type.v3.type_pb2 import TypedStruct
+
+#: Protobuf's own limit. Envoy's configuration stays below 40; YAML aliases can nest without end.
+MAX_DEPTH = 100
+
+WRAPPERS = frozenset(
+    f"google.protobuf.{kind}Value"
+    for kind in ("Bool", "Bytes", "Double", "Float", "Int32", "Int64", "String", "UInt32", "UInt64")
+)
+
+_M = TypeVar("_M", bound=Message)
+
+_INTEGER_RANGES = {
+    FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed(Generic[_M]):
+    """A message, and what of the text it does not hold.
+
+    Attributes:
+        unknown_fields: paths of fields the message type does not have.
+        unknown_types: path and type URL of each ``Any`` that became a ``TypedStruct``.
+    """
+
+    message: _M
+    unknown_fields: tuple[str, ...] = ()
+    unknown_types: tuple[tuple[str, str], ...] = ()
+
+
+def parse_text(text: str, message_type: type[_M]) -> Parsed[_M]:
+    """Read one JSON or YAML document.
+
+    Raises:
+        ConfigError: the text is neither, or does not fit the message type.
+    """
+    return parse_value(load(text), message_type)
+
+
+def parse_value(value: object, message_type: type[_M], *, path: str = "") -> Parsed[_M]:
+    """Read what :func:`load` returned; ``path`` is put before the paths of errors and reports.
+
+    Raises:
+        ConfigError: ``value`` does not fit.
+    """
+    reader = _Reader()
+    message = message_type()
+    reader.message(message, value, path, 0)
+    registry.normalise(message)
+    return Parsed(
+        message=message,
+        unknown_fields=tuple(reader.unknown_fields),
+        unknown_types=tuple(reader.unknown_types),
+    )
+
+
+# ---------------------------------------------------------------------- text -> plain values
+
+
+def load(text: str) -> object:
+    """Return the plain values of a JSON or YAML document.
+
+    YAML is read by the rules of its version 1.2, as JSON would be: ``no`` and ``12:30`` are strings,
+    dates too, and mapping keys are always text.
+
+    Raises:
+        ConfigError: a syntax error, with line and column.
+    """
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            json_error = error
+        except RecursionError:
+            raise ConfigError("nested too deeply") from None
+        try:
+            return _load_yaml(text)  # flow style YAML also starts with a bracket
+        except ConfigError:
+            raise ConfigError(f"not valid JSON: {json_error}") from None
+    return _load_yaml(text)
+
+
+def _load_yaml(text: str) -> object:
+    try:
+        return yaml.load(text, Loader=_Loader)  # derived from SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError("nested too deeply") from None
+    except ValueError as error:  # characters YAML does not allow, integers of 5,000 digits
+        raise ConfigError(f"not valid YAML: {error}") from None
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
+    """The safe loader with the types of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # the base class is not annotated as ClassVar
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, object]:
+        own = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = (
+            next((key for key in own if own.count(key) > 1), None) if len(own) != len(set(map(str, own))) else None
+        )
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice!r}", node.start_mark)
+        self.flatten_mapping(node)
+        result: dict[str, object] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+            result[str(key.value)] = self.construct_object(value, deep=deep)
+        return result
+
+
+def _add_core_schema() -> None:
+    import re
+
+    for tag, pattern, first in (
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("null", r"~|null|Null|NULL|", "~nN"),
+        ("int", r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+        (
+            "float",
+            r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+            "-+0123456789.",
+        ),
+        ("merge", r"<<", "<"),
+    ):
+        _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), [*first])
+    # The empty scalar (`key:`) is looked up under the empty character.
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^$"), [""])
+
+
+_add_core_schema()
+
+
+# ---------------------------------------------------------------------- plain values -> message
+
+
+@cache
+def _fields_by_name(descriptor: Descriptor) -> dict[str, FieldDescriptor]:
+    fields = {field.json_name: field for field in descriptor.fields}
+    fields.update({field.name: field for field in descriptor.fields})
+    return fields
+
+
+def map_entry(field: FieldDescriptor) -> Descriptor | None:
+    """Return the entry type (fields ``key`` and ``value``) of a map field, None for other fields."""
+    entry = field.message_type
+    return entry if entry is not None and entry.has_options and entry.GetOptions().map_entry else None
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str | bytes) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "an object"
+        case _:
+            return "a list"
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.unknown_fields: list[str] = []
+        self.unknown_types: list[tuple[str, str]] = []
+
+    def message(self, message: Message, value: object, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", path)
+        descriptor = message.DESCRIPTOR
+        if descriptor.file.name.startswith("google/protobuf/"):
+            if descriptor.full_name in WRAPPERS:
+                field = cast(FieldDescriptor, descriptor.fields_by_name["value"])
+                setattr(message, "value", self.scalar(field, value, path))  # noqa: B010
+                return
+            if self.well_known(message, value, path, depth):
+                return
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"expected an object for {descriptor.full_name}, found {_kind(value)} {_shown(value)}", path
+            )
+        self.fields(message, value, path, depth)
+
+    def fields(self, message: Message, value: Mapping[Any, object], path: str, depth: int) -> None:
+        known = _fields_by_name(message.DESCRIPTOR)
+        seen: set[str] = set()
+        oneofs: dict[str, str] = {}
+        for key, item in value.items():
+            if key == "@type":  # only Any gives it a meaning; elsewhere it restates the field's type
+                continue
+            field = known.get(str(key))
+            if field is None:
+                self.unknown_fields.append(_under(path, str(key)))
+                continue
+            inner = _under(path, field.name)
+            if field.name in seen:
+                raise ConfigError(f"given twice, once as {key!r}", inner)
+            seen.add(field.name)
+            if item is None and not _takes_null(field):
+                continue
+            oneof = field.containing_oneof
+            if oneof is not None:
+                if oneof.name in oneofs:
+                    raise ConfigError(f"only one of {oneofs[oneof.name]!r} and {field.name!r} may be set", inner)
+                oneofs[oneof.name] = field.name
+            self.field(message, field, item, inner, depth)
+
+    def field(self, message: Message, field: FieldDescriptor, value: object, path: str, depth: int) -> None:
+        entry = map_entry(field)
+        if entry is not None:
+            self.map(getattr(message, field.name), entry, value, path, depth)
+        elif field.is_repeated:
+            if not isinstance(value, list | tuple):
+                raise ConfigError(f"expected a list, found {_kind(value)} {_shown(value)}", path)
+            target = getattr(message, field.name)
+            for index, item in enumerate(value):
+                inner = f"{path}[{index}]"
+                if field.type == FieldDescriptor.TYPE_MESSAGE:
+                    self.message(target.add(), item, inner, depth + 1)
+                else:
+                    target.append(self.scalar(field, item, inner))
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            target = getattr(message, field.name)
+            target.SetInParent()
+            self.message(target, value, path, depth + 1)
+        else:
+            setattr(message, field.name, self.scalar(field, value, path))
+
+    def map(self, target: Any, entry: Descriptor, value: object, path: str, depth: int) -> None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected an object, found {_kind(value)} {_shown(value)}", path)
+        key_field, value_field = entry.fields_by_name["key"], entry.fields_by_name["value"]
+        for raw, item in value.items():
+            inner = f"{path}[{json.dumps(str(raw), ensure_ascii=False)}]"
+            key = self.map_key(key_field, raw, inner)
+            if value_field.type == FieldDescriptor.TYPE_MESSAGE:
+                self.message(target[key], item, inner, depth + 1)
+            else:
+                target[key] = self.scalar(value_field, item, inner)
+
+    def map_key(self, field: FieldDescriptor, raw: object, path: str) -> object:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            return str(raw)
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL and raw in ("true", "false"):
+            return raw == "true"
+        return self.scalar(field, raw, path)
+
+    # ------------------------------------------------------------------ scalars
+
+    def scalar(self, field: FieldDescriptor, value: object, path: str) -> Any:
+        kind = field.cpp_type
+        if kind == FieldDescriptor.CPPTYPE_BOOL:
+            if isinstance(value, bool):
+                return value
+            raise ConfigError(f"expected true or false, found {_shown(value)}", path)
+        if kind == FieldDescriptor.CPPTYPE_STRING:
+            if field.type == FieldDescriptor.TYPE_BYTES:
+                return _bytes(value, path)
+            return _string(value, path)
+        if kind == FieldDescriptor.CPPTYPE_ENUM:
+            return _enum(field.enum_type, value, path)
+        if kind in _INTEGER_RANGES:
+            low, high = _INTEGER_RANGES[kind]
+            return _integer(value, low, high, path)
+        return _float(value, path)
+
+    # ------------------------------------------------------------------ well-known types
+
+    def well_known(self, message: Message, value: object, path: str, depth: int) -> bool:
+        """Fill ``message`` if its JSON form is special; False if it is an ordinary message."""
+        match message:
+            case AnyMessage():
+                self.any(message, value, path, depth)
+            case Struct():
+                self.struct(message, value, path, depth)
+            case Value():
+                self.value(message, value, path, depth)
+            case ListValue():
+                self.list_value(message, value, path, depth)
+            case Duration() | Timestamp() | FieldMask():
+                text = _string(value, path)
+                try:
+                    message.FromJsonString(text)
+                except (ValueError, OverflowError):
+                    example = {"Duration": "2s or 0.250s", "Timestamp": "2022-09-07T12:00:00Z"}.get(
+                        message.DESCRIPTOR.name, "a.b,c"
+                    )
+                    raise ConfigError(f"expected a value such as {example}, found {_shown(text)}", path) from None
+            case _:
+                return False
+        return True
+
+    def any(self, message: AnyMessage, value: object, path: str, depth: int) -> None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected an object with @type, found {_kind(value)} {_shown(value)}", path)
+        if not value:
+            return
+        type_url = value.get("@type")
+        if not isinstance(type_url, str) or not type_url:
+            raise ConfigError("an Any needs @type", path)
+        if "/" not in type_url:
+            raise ConfigError(
+                f"expected @type with a slash, such as type.googleapis.com/..., found {type_url!r}", path
+            )
+        if "@bytes" in value:
+            message.type_url, message.value = type_url, _bytes(value["@bytes"], _under(path, "@bytes"))
+            return
+        try:
+            inner = registry.message_for(type_url)()
+        except registry.UnknownType:
+            self.unknown_types.append((path, type_url))
+            stand_in = TypedStruct(type_url=type_url)
+            plain = {key: item for key, item in value.items() if key != "@type"}
+            self.struct(stand_in.value, plain, path, depth + 1)
+            message.CopyFrom(registry.pack(stand_in))
+            return
+        if has_value_form(inner):
+            if "value" not in value:
+                raise ConfigError(f"{inner.DESCRIPTOR.full_name} in an Any needs the field value", path)
+            self.message(inner, value["value"], _under(path, "value"), depth + 1)
+        else:
+            self.message(inner, value, path, depth + 1)
+        registry.normalise(inner)
+        message.value = inner.SerializeToString(deterministic=True)
+        message.type_url = type_url
+
+    def struct(self, message: Struct, value: object, path: str, depth: int) -> None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected an object, found {_kind(value)} {_shown(value)}", path)
+        for key, item in value.items():
+            self.value(message.fields[str(key)], item, f"{path}[{json.dumps(str(key))}]", depth + 1)
+
+    def list_value(self, message: ListValue, value: object, path: str, depth: int) -> None:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"expected a list, found {_kind(value)} {_shown(value)}", path)
+        for index, item in enumerate(value):
+            self.value(message.values.add(), item, f"{path}[{index}]", depth + 1)
+
+    def value(self, message: Value, value: object, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", path)
+        match value:
+            case None:
+                message.null_value = 0  # type: ignore[assignment]  # NullValue.NULL_VALUE
+            case bool():
+                message.bool_value = value
+            case int() | float():
+                message.number_value = _float(value, path)
+            case str():
+                message.string_value = _string(value, path)
+            case Mapping():
+                message.struct_value.SetInParent()
+                self.struct(message.struct_value, value, path, depth)
+            case list() | tuple():
+                message.list_value.SetInParent()
+                self.list_value(message.list_value, value, path, depth)
+            case _:
+                raise ConfigError(f"no JSON value: {_shown(value)}", path)
+
+
+def has_value_form(message: Message) -> bool:
+    """Whether the type's JSON form is not an object of its fields, so that an ``Any`` puts it under ``value``."""
+    name = message.DESCRIPTOR.full_name
+    if name in WRAPPERS:
+        return True
+    return name in {
+        f"google.protobuf.{n}"
+        for n in ("Any", "Duration", "FieldMask", "ListValue", "Struct", "Timestamp", "Value")
+    }
+
+
+def _takes_null(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.full_name == Value.DESCRIPTOR.full_name
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _string(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"expected a string, found {_kind(value)} {_shown(value)}", path)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON's \ud800
+        raise ConfigError("not valid Unicode: a lone surrogate", path) from None
+    return value
+
+
+def _bytes(value: object, path: str) -> bytes:
+    text = _string(value, path).replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise ConfigError(f"expected base64, found {_shown(value)}", path) from None
+
+
+def _enum(descriptor: EnumDescriptor | None, value: object, path: str) -> int:
+    assert descriptor is not None, path
+    if isinstance(value, str) and value in descriptor.values_by_name:
+        return descriptor.values_by_name[value].number
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # Numbers without a name are kept, as on the wire (proto3 enums are open).
+        return _integer(value, *_INTEGER_RANGES[FieldDescriptor.CPPTYPE_INT32], path)
+    names = ", ".join(descriptor.values_by_name)
+    raise ConfigError(f"expected one of {names}, found {_shown(value)}", path)
+
+
+def _integer(value: object, low: int, high: int, path: str) -> int:
+    number: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, float) and value.is_integer():
+        number = int(value)
+    elif isinstance(value, str) and value.strip() == value and len(value) <= 20:
+        try:
+            number = int(value) if value.isascii() and "_" not in value else None
+        except ValueError:
+            number = None
+    if number is None:
+        raise ConfigError(f"expected an integer, found {_kind(value)} {_shown(value)}", path)
+    if not low <= number <= high:
+        raise ConfigError(f"expected an integer from {low} to {high}, found {number}", path)
+    return number
+
+
+def _float(value: object, path: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError("number out of range", path) from None
+    if isinstance(value, str):
+        special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+        if value in special:
+            return special[value]
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    raise ConfigError(f"expected a number, found {_kind(value)} {_shown(value)}", path)
