@@ -1,0 +1,1 @@
+"""Dialects: what control planes send, compiled to ``xds.model``."""

@@ -205,6 +205,18 @@ class Balancing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Subsets:
+    """``lb_subset_config``: which metadata keys make subsets, and what serves when no subset fits.
+
+    ``fallback`` is ``NO_FALLBACK``, ``ANY_ENDPOINT`` or ``DEFAULT_SUBSET`` (then ``default``).
+    """
+
+    selectors: tuple[frozenset[str], ...]
+    fallback: str = "NO_FALLBACK"
+    default: Struct = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
     """TCP keepalive towards hosts; ``None`` keeps the kernel's."""
 
@@ -229,6 +241,7 @@ class Cluster:
     discovery: Discovery
     connect_timeout_s: float = 5.0
     balancing: Balancing = Balancing()
+    subsets: Subsets | None = None
     transport_socket: TransportSocket = RawBuffer()
     socket_matches: tuple[TransportSocketMatch, ...] = ()
     http2: Http2Settings | None = None

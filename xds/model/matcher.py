@@ -174,11 +174,14 @@ class MatcherList:
     matchers: tuple[tuple[Predicate, OnMatch], ...]
 
 
+Lookup = ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList
+
+
 @dataclass(frozen=True, slots=True)
 class Matcher:
     """One level: where to look, and what to do when nothing is found there."""
 
-    lookup: ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList
+    lookup: Lookup
     on_no_match: OnMatch | None = None
 
     def evaluate(self, facts: ConnectionFacts) -> str | None:
@@ -196,9 +199,7 @@ def _follow(hit: OnMatch, facts: ConnectionFacts) -> str | None:
     return None if hit.keep_matching else chain
 
 
-def _hits(
-    lookup: ExactMap | PrefixMap | IpTree | ServerNameTree | MatcherList, facts: ConnectionFacts
-) -> "list[OnMatch]":
+def _hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
     """Entries to follow, best first."""
     if isinstance(lookup, MatcherList):
         return [hit for predicate, hit in lookup.matchers if holds(predicate, facts)]

@@ -58,9 +58,10 @@ class Authenticated:
 
 @dataclass(frozen=True, slots=True)
 class SourceIp:
-    """The peer's address is in ``network``."""
+    """The peer's address is in ``network``; ``direct`` looks past a PROXY header at the socket's peer."""
 
     network: IpNetwork
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

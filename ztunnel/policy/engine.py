@@ -61,8 +61,9 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
             if facts.peer is None:
                 return False
             return name is None or any(name.matches(text) for text in facts.peer.names)
-        case p.SourceIp(network):
-            return ipaddress.ip_address(facts.source.host) in network
+        case p.SourceIp(network, direct):
+            source = facts.direct_source if direct else facts.source
+            return ipaddress.ip_address(source.host) in network
         case p.DestinationIp(network):
             return ipaddress.ip_address(facts.destination.host) in network
         case p.DestinationPort(start, end):

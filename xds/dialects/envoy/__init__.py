@@ -1,0 +1,27 @@
+"""Envoy's dialect: LDS, CDS, EDS, RDS, SDS and ECDS messages to model values.
+
+Every compiler either returns a value that the proxy obeys in full, or raises ``ConfigError`` with the path of the
+offending field. Fields this proxy does not obey are refused by name (:func:`reading.only`), except those that
+change nothing here; so a new field in a message is an error until somebody decided what it means.
+
+Three generations of the ambient configuration (2022) are understood; they differ in names only, apart from
+what ``listener_filters`` and ``tls`` say about ``set_dst_address`` and SAN lists.
+"""
+
+from xds.dialects.envoy.cluster import compile_cluster
+from xds.dialects.envoy.endpoint import compile_assignment
+from xds.dialects.envoy.listener import compile_listener
+from xds.dialects.envoy.listener_filters import compile_listener_filter
+from xds.dialects.envoy.reading import Surroundings
+from xds.dialects.envoy.route import compile_route_table
+from xds.dialects.envoy.tls import compile_secret
+
+__all__ = [
+    "Surroundings",
+    "compile_assignment",
+    "compile_cluster",
+    "compile_listener",
+    "compile_listener_filter",
+    "compile_route_table",
+    "compile_secret",
+]

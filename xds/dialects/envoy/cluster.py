@@ -1,0 +1,408 @@
+"""CDS clusters."""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from xds.dialects.envoy.endpoint import compile_assignment
+from xds.dialects.envoy.filters import compile_http2
+from xds.dialects.envoy.reading import (
+    Surroundings,
+    at,
+    config_source,
+    constraint,
+    digest,
+    fetch_timeout,
+    metadata,
+    nothing_unknown,
+    only,
+    required,
+    seconds,
+    socket_address,
+    struct,
+    unpack,
+    unpack_as,
+    wrapped,
+)
+from xds.dialects.envoy.tls import compile_upstream
+from xds.errors import ConfigError, Unsupported
+from xds.model import cluster as model
+from xds.model.http import Http2Settings
+from xds.proto.envoy.config.cluster.v3 import cluster_pb2 as proto
+from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.extensions.transport_sockets.internal_upstream.v3.internal_upstream_pb2 import (
+    InternalUpstreamTransport,
+)
+from xds.proto.envoy.extensions.transport_sockets.raw_buffer.v3.raw_buffer_pb2 import RawBuffer
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import UpstreamTlsContext
+from xds.proto.envoy.extensions.upstreams.http.v3.http_pb2 import HttpProtocolOptions
+
+_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_DNS = (model.Discovery.STRICT_DNS, model.Discovery.LOGICAL_DNS)
+
+
+def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
+    """One cluster.
+
+    Raises:
+        ConfigError: with the path of the first thing that cannot be obeyed.
+    """
+    only(
+        message,
+        "name",
+        "type",
+        "eds_cluster_config",
+        "connect_timeout",
+        "per_connection_buffer_limit_bytes",
+        "lb_policy",
+        "max_requests_per_connection",
+        "circuit_breakers",
+        "http_protocol_options",
+        "http2_protocol_options",
+        "dns_refresh_rate",
+        "dns_failure_refresh_rate",
+        "dns_lookup_family",
+        "outlier_detection",
+        "cleanup_interval",
+        "upstream_bind_config",
+        "lb_subset_config",
+        "transport_socket",
+        "metadata",
+        "common_lb_config",
+        "alt_stat_name",
+        "common_http_protocol_options",
+        "upstream_connection_options",
+        "close_connections_on_host_health_failure",
+        "ignore_health_on_host_removal",  # there are no active health checks here
+        "load_assignment",
+        "original_dst_lb_config",
+        "least_request_lb_config",
+        "round_robin_lb_config",
+        "typed_extension_protocol_options",
+        "respect_dns_ttl",
+        "transport_socket_matches",
+        "connection_pool_per_downstream_connection",
+    )
+    required(message, "name")
+    if message.WhichOneof("cluster_discovery_type") == "cluster_type":
+        raise Unsupported("custom cluster types are not supported", "cluster_type")
+    discovery = model.Discovery(proto.Cluster.DiscoveryType.Name(message.type))
+    with at("common_lb_config"):
+        only(
+            message.common_lb_config,
+            "healthy_panic_threshold",
+            "zone_aware_lb_config",  # needs a local cluster; without one Envoy ignores it too
+            "locality_weighted_lb_config",
+            "update_merge_window",
+        )
+    eds = message.eds_cluster_config
+    eds_source = None
+    if discovery is model.Discovery.EDS:
+        with at("eds_cluster_config", "eds_config"):
+            eds_source = config_source(eds.eds_config)
+    http2, idle = _http(message)
+    return model.Cluster(
+        name=message.name,
+        discovery=discovery,
+        connect_timeout_s=_positive(message, "connect_timeout", 5.0),
+        balancing=_balancing(message, discovery),
+        subsets=_subsets(message),
+        transport_socket=_own_socket(message, surroundings),
+        socket_matches=_socket_matches(message, surroundings),
+        http2=http2,
+        assignment=_assignment(message, discovery),
+        eds_source=eds_source,
+        eds_name=eds.service_name or message.name,
+        eds_initial_fetch_timeout_s=fetch_timeout(eds.eds_config),
+        original_dst=_original_dst(message, discovery),
+        breakers=_breakers(message),
+        outlier=_outlier(message.outlier_detection) if message.HasField("outlier_detection") else None,
+        cleanup_interval_s=_positive(message, "cleanup_interval", 5.0),
+        dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
+        respect_dns_ttl=message.respect_dns_ttl,
+        dns_family=proto.Cluster.DnsLookupFamily.Name(message.dns_lookup_family),
+        buffer_limit_bytes=wrapped(message, "per_connection_buffer_limit_bytes", 1 << 20),
+        max_requests_per_connection=wrapped(message, "max_requests_per_connection", 0),
+        connection_idle_timeout_s=idle,
+        close_on_health_failure=message.close_connections_on_host_health_failure,
+        per_downstream_pool=message.connection_pool_per_downstream_connection,
+        keepalive=_keepalive(message),
+        bind_source=_bind_source(message),
+        alt_stat_name=message.alt_stat_name,
+        metadata=metadata(message.metadata),
+        content=digest(message),
+    )
+
+
+def _positive(message: Message, field: str, default: float) -> float:
+    value = seconds(message, field, default)
+    if value <= 0:
+        raise constraint(message, field, "value must be greater than 0s")
+    return value
+
+
+def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Balancing:
+    name = proto.Cluster.LbPolicy.Name(message.lb_policy)
+    if name == "LOAD_BALANCING_POLICY_CONFIG":
+        raise Unsupported("load_balancing_policy is not supported; use lb_policy", "lb_policy")
+    policy = model.LbPolicy(name)
+    provided = policy is model.LbPolicy.CLUSTER_PROVIDED
+    if discovery is model.Discovery.ORIGINAL_DST and not provided:
+        raise ConfigError(
+            f"cluster: LB policy {name} is not valid for Cluster type ORIGINAL_DST. Only 'CLUSTER_PROVIDED' is "
+            "allowed with cluster type 'ORIGINAL_DST'"
+        )
+    if provided and discovery is not model.Discovery.ORIGINAL_DST:
+        raise ConfigError(
+            f"cluster: LB policy CLUSTER_PROVIDED cannot be combined with cluster type {discovery}", "lb_policy"
+        )
+    common = message.common_lb_config
+    least = message.least_request_lb_config
+    choices = wrapped(least, "choice_count", 2)
+    if choices < 2:
+        raise constraint(least, "choice_count", "value must be greater than or equal to 2")
+    panic = 50.0
+    if common.HasField("healthy_panic_threshold"):
+        panic = common.healthy_panic_threshold.value
+    slow = message.round_robin_lb_config.slow_start_config
+    if message.HasField("least_request_lb_config"):
+        slow = least.slow_start_config
+    return model.Balancing(
+        policy=policy,
+        choice_count=choices,
+        active_request_bias=(
+            least.active_request_bias.default_value if least.HasField("active_request_bias") else 1.0
+        ),
+        slow_start=model.SlowStart(
+            window_s=seconds(slow, "slow_start_window", 0.0),
+            aggression=slow.aggression.default_value if slow.HasField("aggression") else 1.0,
+            min_weight_percent=slow.min_weight_percent.value if slow.HasField("min_weight_percent") else 10.0,
+        ),
+        panic_threshold=panic,
+        locality_weighted=common.HasField("locality_weighted_lb_config"),
+        update_merge_window_s=seconds(common, "update_merge_window", 1.0),
+    )
+
+
+def _subsets(message: proto.Cluster) -> model.Subsets | None:
+    if not message.HasField("lb_subset_config"):
+        return None
+    with at("lb_subset_config"):
+        config = message.lb_subset_config
+        nothing_unknown(config)
+        return model.Subsets(
+            selectors=tuple(frozenset(selector.keys) for selector in config.subset_selectors),
+            fallback=proto.Cluster.LbSubsetConfig.LbSubsetFallbackPolicy.Name(config.fallback_policy),
+            default=struct(config.default_subset),
+        )
+
+
+def _assignment(message: proto.Cluster, discovery: model.Discovery) -> model.LoadAssignment | None:
+    if not message.HasField("load_assignment"):
+        if discovery in _DNS:
+            raise ConfigError(f"a {discovery} cluster needs a load_assignment", "load_assignment")
+        if discovery is model.Discovery.STATIC:
+            return model.LoadAssignment(cluster_name=message.name, groups=())
+        return None
+    if discovery in (model.Discovery.EDS, model.Discovery.ORIGINAL_DST):
+        raise ConfigError(f"cluster: load assignment is not valid for Cluster type {discovery}", "load_assignment")
+    with at("load_assignment"):
+        assignment = compile_assignment(message.load_assignment, names=discovery in _DNS)
+    if discovery is model.Discovery.LOGICAL_DNS and len(assignment.endpoints) != 1:
+        raise ConfigError(
+            "LOGICAL_DNS clusters must have a single locality_lb_endpoint and a single lb_endpoint",
+            "load_assignment",
+        )
+    return assignment
+
+
+def _original_dst(message: proto.Cluster, discovery: model.Discovery) -> model.OriginalDst | None:
+    if discovery is not model.Discovery.ORIGINAL_DST:
+        return None
+    config = message.original_dst_lb_config
+    with at("original_dst_lb_config"):
+        port = wrapped(config, "upstream_port_override", 0)
+        if port > 65535:
+            raise constraint(config, "upstream_port_override", "value must be less than or equal to 65535")
+        if config.http_header_name and not config.use_http_header:
+            raise ConfigError(
+                f"ORIGINAL_DST cluster: invalid config http_header_name={config.http_header_name} and "
+                "use_http_header is false. Set use_http_header to true if http_header_name is desired."
+            )
+        key = None
+        if config.HasField("metadata_key"):
+            key = (config.metadata_key.key, tuple(segment.key for segment in config.metadata_key.path))
+    return model.OriginalDst(
+        use_http_header=config.use_http_header,
+        http_header_name=config.http_header_name.lower() or "x-envoy-original-dst-host",
+        port_override=port,
+        metadata_key=key,
+    )
+
+
+def _own_socket(message: proto.Cluster, surroundings: Surroundings) -> model.TransportSocket:
+    if not message.HasField("transport_socket"):
+        return model.RawBuffer()
+    with at("transport_socket"):
+        return _socket(message.transport_socket, surroundings)
+
+
+def _socket_matches(message: proto.Cluster, surroundings: Surroundings) -> tuple[model.TransportSocketMatch, ...]:
+    matches = []
+    for index, match in enumerate(message.transport_socket_matches):
+        with at("transport_socket_matches", index):
+            required(match, "name")
+            with at("transport_socket"):
+                socket = _socket(match.transport_socket, surroundings)
+            matches.append(model.TransportSocketMatch(match.name, struct(match.match), socket))
+    return tuple(matches)
+
+
+def _socket(message: core.TransportSocket, surroundings: Surroundings) -> model.TransportSocket:
+    if not message.HasField("typed_config") and message.name == "envoy.transport_sockets.raw_buffer":
+        return model.RawBuffer()
+    with at("typed_config"):
+        config = unpack(message.typed_config, message.name)
+        match config:
+            case RawBuffer():
+                return model.RawBuffer()
+            case UpstreamTlsContext():
+                return compile_upstream(config, surroundings)
+            case InternalUpstreamTransport():
+                return _internal(config, surroundings)
+            case _:
+                raise Unsupported(f"no such transport socket: {config.DESCRIPTOR.full_name}")
+
+
+def _internal(message: InternalUpstreamTransport, surroundings: Surroundings) -> model.InternalUpstream:
+    namespaces: dict[str, list[str]] = {"host": [], "cluster": []}
+    for index, source in enumerate(message.passthrough_metadata):
+        kind = source.kind.WhichOneof("kind")
+        if kind not in namespaces:
+            raise Unsupported(
+                f"metadata of kind '{kind}' cannot be passed on", f"passthrough_metadata[{index}].kind"
+            )
+        namespaces[kind].append(source.name)
+    with at("transport_socket"):
+        inner = _socket(message.transport_socket, surroundings)
+    if isinstance(inner, model.InternalUpstream):
+        raise ConfigError("internal_upstream inside internal_upstream", "transport_socket")
+    return model.InternalUpstream(tuple(namespaces["host"]), tuple(namespaces["cluster"]), inner)
+
+
+def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float]:
+    """HTTP/2 settings, if requests travel as HTTP/2, and how long a connection without streams lives."""
+    http2 = None
+    if message.HasField("http2_protocol_options"):
+        with at("http2_protocol_options"):
+            http2 = compile_http2(message.http2_protocol_options)
+    idle = seconds(message.common_http_protocol_options, "idle_timeout", 3600.0)
+    for key, packed in message.typed_extension_protocol_options.items():
+        with at(f"typed_extension_protocol_options[{key!r}]"):
+            if key != _HTTP_OPTIONS:
+                raise Unsupported(
+                    f"Didn't find a registered network or http filter or protocol options "
+                    f"implementation for name: '{key}'"
+                )
+            options = unpack_as(packed, HttpProtocolOptions, key)
+            only(
+                options,
+                "common_http_protocol_options",
+                "explicit_http_config",
+                "use_downstream_protocol_config",
+                "auto_config",
+            )
+            idle = seconds(options.common_http_protocol_options, "idle_timeout", idle)
+            # use_downstream_protocol_config matters to HTTP traffic only, which never comes this way.
+            if options.explicit_http_config.HasField("http2_protocol_options"):
+                with at("explicit_http_config", "http2_protocol_options"):
+                    http2 = compile_http2(options.explicit_http_config.http2_protocol_options)
+            elif options.auto_config.HasField("http2_protocol_options"):
+                with at("auto_config", "http2_protocol_options"):
+                    http2 = compile_http2(options.auto_config.http2_protocol_options)
+    return http2, idle
+
+
+def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.CircuitBreakers]:
+    if message.circuit_breakers.per_host_thresholds:
+        raise Unsupported("per_host_thresholds are not supported", "circuit_breakers.per_host_thresholds")
+    limits = [model.CircuitBreakers(), model.CircuitBreakers()]
+    for index, threshold in enumerate(message.circuit_breakers.thresholds):
+        with at("circuit_breakers", "thresholds", index):
+            only(
+                threshold,
+                "priority",
+                "max_connections",
+                "max_pending_requests",
+                "max_requests",
+                "max_retries",
+                "track_remaining",
+                "max_connection_pools",
+            )
+            limits[threshold.priority] = model.CircuitBreakers(
+                max_connections=wrapped(threshold, "max_connections", 1024),
+                max_pending_requests=wrapped(threshold, "max_pending_requests", 1024),
+                max_requests=wrapped(threshold, "max_requests", 1024),
+                max_retries=wrapped(threshold, "max_retries", 3),
+            )
+    return limits[0], limits[1]
+
+
+_OUTLIER_INTEGERS = (
+    "consecutive_5xx",
+    "enforcing_consecutive_5xx",
+    "consecutive_gateway_failure",
+    "enforcing_consecutive_gateway_failure",
+    "consecutive_local_origin_failure",
+    "enforcing_consecutive_local_origin_failure",
+    "max_ejection_percent",
+    "enforcing_success_rate",
+    "success_rate_minimum_hosts",
+    "success_rate_request_volume",
+    "success_rate_stdev_factor",
+    "failure_percentage_threshold",
+    "enforcing_failure_percentage",
+    "failure_percentage_minimum_hosts",
+    "failure_percentage_request_volume",
+)
+
+
+def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
+    values: dict[str, Any] = {}
+    for field in _OUTLIER_INTEGERS:
+        if message.HasField(field):  # type: ignore[arg-type]  # the stub wants a literal
+            value = getattr(message, field).value
+            if ("percent" in field or "enforcing" in field) and value > 100:
+                raise constraint(message, field, "value must be less than or equal to 100")
+            values[field] = value
+    with at("outlier_detection"):
+        return model.OutlierDetection(
+            interval_s=_positive(message, "interval", 10.0),
+            base_ejection_time_s=_positive(message, "base_ejection_time", 30.0),
+            max_ejection_time_s=_positive(message, "max_ejection_time", 300.0),
+            max_ejection_jitter_s=seconds(message, "max_ejection_time_jitter", 0.0),
+            split_external_local_origin_errors=message.split_external_local_origin_errors,
+            always_eject_one_host=wrapped(message, "always_eject_one_host", False),
+            **values,
+        )
+
+
+def _keepalive(message: proto.Cluster) -> model.Keepalive | None:
+    options = message.upstream_connection_options
+    if not options.HasField("tcp_keepalive"):
+        return None
+    keepalive = options.tcp_keepalive
+    return model.Keepalive(
+        probes=wrapped(keepalive, "keepalive_probes", None),
+        time_s=wrapped(keepalive, "keepalive_time", None),
+        interval_s=wrapped(keepalive, "keepalive_interval", None),
+    )
+
+
+def _bind_source(message: proto.Cluster) -> str:
+    if not message.HasField("upstream_bind_config"):
+        return ""
+    with at("upstream_bind_config"):
+        only(message.upstream_bind_config, "source_address")
+        with at("source_address"):
+            return socket_address(message.upstream_bind_config.source_address).host

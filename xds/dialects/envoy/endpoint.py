@@ -1,0 +1,127 @@
+"""EDS: cluster load assignments."""
+
+from collections.abc import Mapping
+
+from xds.dialects.envoy.reading import at, constraint, endpoint_address, metadata, only, required, wrapped
+from xds.errors import ConfigError, Unsupported
+from xds.model import cluster as model
+from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as proto
+from xds.proto.envoy.type.v3 import type_pb2
+
+_HEALTH = {
+    core.UNKNOWN: model.Health.UNKNOWN,
+    core.HEALTHY: model.Health.HEALTHY,
+    core.UNHEALTHY: model.Health.UNHEALTHY,
+    core.DRAINING: model.Health.DRAINING,
+    core.TIMEOUT: model.Health.TIMEOUT,
+    core.DEGRADED: model.Health.DEGRADED,
+}
+_DENOMINATORS = {
+    type_pb2.FractionalPercent.HUNDRED: 100,
+    type_pb2.FractionalPercent.TEN_THOUSAND: 10_000,
+    type_pb2.FractionalPercent.MILLION: 1_000_000,
+}
+_MOST_PRIORITIES = 128  # as Envoy
+
+
+def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = False) -> model.LoadAssignment:
+    """The endpoints of one cluster.
+
+    Args:
+        message: an EDS resource or an inline ``load_assignment``.
+        names: DNS names are allowed as addresses (STRICT_DNS and LOGICAL_DNS clusters).
+
+    Raises:
+        ConfigError: a weight of 0, a malformed address, priorities with a gap.
+    """
+    only(message, "cluster_name", "endpoints", "policy", "named_endpoints")
+    required(message, "cluster_name")
+    groups = []
+    for index, group in enumerate(message.endpoints):
+        with at("endpoints", index):
+            groups.append(_group(group, message.named_endpoints, names))
+    priorities = {group.priority for group in groups}
+    if priorities and max(priorities) + 1 != len(priorities):
+        raise ConfigError(f"Unexpected non-consecutive priorities for cluster {message.cluster_name}", "endpoints")
+    with at("policy"):
+        only(
+            message.policy,
+            "drop_overloads",
+            "overprovisioning_factor",
+            "endpoint_stale_after",
+            "weighted_priority_health",
+        )
+        factor = wrapped(message.policy, "overprovisioning_factor", 140)
+        if factor == 0:
+            raise constraint(message.policy, "overprovisioning_factor", "value must be greater than 0")
+        drop = tuple(
+            (entry.category, entry.drop_percentage.numerator / _DENOMINATORS[entry.drop_percentage.denominator])
+            for entry in message.policy.drop_overloads
+        )
+    return model.LoadAssignment(
+        cluster_name=message.cluster_name,
+        groups=tuple(groups),
+        overprovisioning_factor=factor,
+        drop=drop,
+        weighted_priority_health=message.policy.weighted_priority_health,
+    )
+
+
+def _group(
+    message: proto.LocalityLbEndpoints, named: Mapping[str, proto.Endpoint], names: bool
+) -> model.LocalityGroup:
+    only(message, "locality", "lb_endpoints", "load_balancing_weight", "priority", "proximity", "metadata")
+    if message.priority >= _MOST_PRIORITIES:
+        raise constraint(message, "priority", f"value must be less than or equal to {_MOST_PRIORITIES - 1}")
+    if message.HasField("load_balancing_weight") and message.load_balancing_weight.value == 0:
+        raise constraint(message, "load_balancing_weight", "value must be greater than or equal to 1")
+    locality = model.Locality(message.locality.region, message.locality.zone, message.locality.sub_zone)
+    group_metadata = metadata(message.metadata)
+    endpoints = []
+    for index, endpoint in enumerate(message.lb_endpoints):
+        with at("lb_endpoints", index):
+            endpoints.append(_endpoint(endpoint, named, names, locality, message.priority, group_metadata))
+    return model.LocalityGroup(
+        locality=locality,
+        priority=message.priority,
+        weight=message.load_balancing_weight.value,
+        endpoints=tuple(endpoints),
+    )
+
+
+def _endpoint(
+    message: proto.LbEndpoint,
+    named: Mapping[str, proto.Endpoint],
+    names: bool,
+    locality: model.Locality,
+    priority: int,
+    group_metadata: model.Metadata,
+) -> model.Endpoint:
+    only(message, "endpoint", "endpoint_name", "health_status", "metadata", "load_balancing_weight")
+    weight = wrapped(message, "load_balancing_weight", 1)
+    if weight == 0:
+        raise constraint(message, "load_balancing_weight", "value must be greater than or equal to 1")
+    if message.health_status not in _HEALTH:
+        raise ConfigError(f"unknown health status {message.health_status}", "health_status")
+    if message.WhichOneof("host_identifier") == "endpoint_name":
+        if message.endpoint_name not in named:
+            raise ConfigError(f"no such named endpoint: {message.endpoint_name}", "endpoint_name")
+        endpoint = named[message.endpoint_name]
+    else:
+        endpoint = message.endpoint
+    with at("endpoint"):
+        only(endpoint, "address", "health_check_config", "hostname")
+        if not endpoint.HasField("address"):
+            raise Unsupported("an endpoint without address is not supported", "address")
+        with at("address"):
+            address = endpoint_address(endpoint.address, names=names)
+    return model.Endpoint(
+        address=address,
+        hostname=endpoint.hostname,
+        health=_HEALTH[message.health_status],
+        weight=weight,
+        priority=priority,
+        locality=locality,
+        metadata={**group_metadata, **metadata(message.metadata)},
+    )

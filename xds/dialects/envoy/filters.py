@@ -1,0 +1,298 @@
+"""Network filters: TCP proxy, HTTP connection manager, RBAC, filter state."""
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message
+
+from xds.dialects.envoy.access_log import compile_access_logs
+from xds.dialects.envoy.rbac import compile_rbac
+from xds.dialects.envoy.reading import (
+    Surroundings,
+    at,
+    config_source,
+    constraint,
+    fetch_timeout,
+    format_text,
+    metadata,
+    only,
+    required,
+    seconds,
+    unpack,
+    wrapped,
+)
+from xds.dialects.envoy.route import compile_route_table
+from xds.errors import ConfigError, Unsupported
+from xds.model import http as http_model
+from xds.model import listener as model
+from xds.model.format_string import parse_format
+from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.extensions.filters.common.set_filter_state.v3 import set_filter_state_pb2 as state
+from xds.proto.envoy.extensions.filters.http.router.v3.router_pb2 import Router
+from xds.proto.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    http_connection_manager_pb2 as hcm,
+)
+from xds.proto.envoy.extensions.filters.network.rbac.v3.rbac_pb2 import RBAC
+from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_state_pb2 import (
+    Config as SetFilterState,
+)
+from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
+
+NetworkFilter = model.Rbac | model.SetFilterState | model.TcpProxy | http_model.HttpConnectionManager
+
+
+def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilter:
+    """A network filter from its configuration message.
+
+    Raises:
+        Unsupported: a type that is no network filter here.
+    """
+    match message:
+        case RBAC():
+            return compile_rbac(message)
+        case SetFilterState():
+            return _set_filter_state(message, surroundings)
+        case tcp.TcpProxy():
+            return _tcp_proxy(message, surroundings)
+        case hcm.HttpConnectionManager():
+            return _connection_manager(message, surroundings)
+        case _:
+            raise Unsupported(f"no such network filter: {message.DESCRIPTOR.full_name}")
+
+
+def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> model.SetFilterState:
+    shared = {
+        state.FilterStateValue.NONE: model.SharedWithUpstream.NONE,
+        state.FilterStateValue.ONCE: model.SharedWithUpstream.ONCE,
+        state.FilterStateValue.TRANSITIVE: model.SharedWithUpstream.TRANSITIVE,
+    }
+    values = []
+    for index, value in enumerate(message.on_new_connection):
+        with at("on_new_connection", index):
+            required(value, "object_key")
+            with at("format_string"):
+                text = format_text(value.format_string, surroundings)
+            sharing = shared[value.shared_with_upstream]
+            values.append(model.FilterStateValue(value.object_key, text, sharing, value.skip_if_empty))
+    return model.SetFilterState(tuple(values))
+
+
+def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpProxy:
+    only(
+        message,
+        "stat_prefix",
+        "cluster",
+        "weighted_clusters",
+        "access_log",
+        "max_connect_attempts",
+        "idle_timeout",
+        "metadata_match",
+        "hash_policy",
+        "tunneling_config",
+        "max_downstream_connection_duration",
+        "access_log_flush_interval",
+        "flush_access_log_on_connected",
+        "access_log_options",
+        "backoff_options",
+    )
+    required(message, "stat_prefix")
+    attempts = wrapped(message, "max_connect_attempts", 1)
+    if attempts < 1:
+        raise constraint(message, "max_connect_attempts", "value must be greater than or equal to 1")
+    tunneling = None
+    if message.HasField("tunneling_config"):
+        with at("tunneling_config"):
+            tunneling = _tunneling(message.tunneling_config)
+    for index, policy in enumerate(message.hash_policy):
+        if policy.WhichOneof("policy_specifier") != "source_ip":
+            raise Unsupported("only source_ip is supported", f"hash_policy[{index}]")
+    options = message.access_log_options
+    return model.TcpProxy(
+        stat_prefix=message.stat_prefix,
+        clusters=_clusters(message),
+        tunneling=tunneling,
+        max_connect_attempts=attempts,
+        backoff_base_s=seconds(message.backoff_options, "base_interval", 0.0),
+        backoff_max_s=seconds(message.backoff_options, "max_interval", 0.0),
+        idle_timeout_s=seconds(message, "idle_timeout", 3600.0),
+        max_duration_s=seconds(message, "max_downstream_connection_duration", 0.0),
+        hash_source_ip=bool(message.hash_policy),
+        metadata_match=metadata(message.metadata_match).get("envoy.lb", {}),
+        access_log=compile_access_logs(message.access_log, surroundings),
+        log_on_connected=message.flush_access_log_on_connected or options.flush_access_log_on_connected,
+        log_interval_s=seconds(
+            options, "access_log_flush_interval", seconds(message, "access_log_flush_interval", 0.0)
+        ),
+    )
+
+
+def _clusters(message: tcp.TcpProxy) -> tuple[model.WeightedCluster, ...]:
+    kind = message.WhichOneof("cluster_specifier")
+    if kind == "cluster":
+        required(message, "cluster")
+        return (model.WeightedCluster(message.cluster, 1),)
+    if kind == "weighted_clusters":
+        choices = []
+        with at(kind):
+            if not message.weighted_clusters.clusters:
+                raise constraint(message.weighted_clusters, "clusters", "value must contain at least 1 item(s)")
+            for index, choice in enumerate(message.weighted_clusters.clusters):
+                with at("clusters", index):
+                    required(choice, "name")
+                    if choice.weight < 1:
+                        raise constraint(choice, "weight", "value must be greater than or equal to 1")
+                    subset = metadata(choice.metadata_match).get("envoy.lb", {})
+                    choices.append(model.WeightedCluster(choice.name, choice.weight, subset))
+        return tuple(choices)
+    raise constraint(message, "cluster_specifier", "value is required")
+
+
+def _tunneling(message: tcp.TcpProxy.TunnelingConfig) -> model.Tunneling:
+    only(message, "hostname", "use_post", "headers_to_add", "propagate_response_headers", "post_path")
+    required(message, "hostname")
+    with at("hostname"):
+        hostname = parse_format(message.hostname)
+    return model.Tunneling(
+        hostname=hostname,
+        headers=tuple(_headers(message.headers_to_add)),
+        use_post=message.use_post,
+        post_path=message.post_path or "/",
+        propagate_response_headers=message.propagate_response_headers,
+    )
+
+
+def _headers(messages: Iterable[core.HeaderValueOption]) -> Iterable[model.HeaderToAdd]:
+    actions = {
+        core.HeaderValueOption.APPEND_IF_EXISTS_OR_ADD: model.AppendAction.APPEND_IF_EXISTS_OR_ADD,
+        core.HeaderValueOption.ADD_IF_ABSENT: model.AppendAction.ADD_IF_ABSENT,
+        core.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD: model.AppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        core.HeaderValueOption.OVERWRITE_IF_EXISTS: model.AppendAction.OVERWRITE_IF_EXISTS,
+    }
+    for index, option in enumerate(messages):
+        with at("headers_to_add", index):
+            with at("header"):
+                only(option.header, "key", "value")
+                required(option.header, "key")
+                name = option.header.key.lower()
+                if name.startswith(":") or name == "host":
+                    raise ConfigError(":-prefixed or host headers may not be modified", "key")
+                if not name.isascii() or any(char <= " " or char in ':"(),/;<=>?@[\\]{}\x7f' for char in name):
+                    raise ConfigError(f"not a header name: {option.header.key!r}", "key")
+                with at("value"):
+                    value = parse_format(option.header.value)
+            action = actions[option.append_action]
+            if option.HasField("append") and not option.append.value:
+                action = model.AppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+            yield model.HeaderToAdd(name, value, action, option.keep_empty_value)
+
+
+def _connection_manager(
+    message: hcm.HttpConnectionManager, surroundings: Surroundings
+) -> http_model.HttpConnectionManager:
+    only(
+        message,
+        "codec_type",
+        "stat_prefix",
+        "rds",
+        "route_config",
+        "http_filters",
+        "http_protocol_options",
+        "http2_protocol_options",
+        "server_name",
+        "drain_timeout",
+        "access_log",
+        "use_remote_address",
+        "generate_request_id",
+        "forward_client_cert_details",
+        "set_current_client_cert_details",
+        "upgrade_configs",
+        "stream_idle_timeout",
+        "delayed_close_timeout",
+        "request_timeout",
+        "max_request_headers_kb",
+        "normalize_path",
+        "merge_slashes",
+        "server_header_transformation",
+        "common_http_protocol_options",
+        "request_headers_timeout",
+    )
+    required(message, "stat_prefix")
+    if message.codec_type not in (hcm.HttpConnectionManager.AUTO, hcm.HttpConnectionManager.HTTP2):
+        raise Unsupported("tunnels are HTTP/2; only AUTO and HTTP2 are supported", "codec_type")
+    _http_filters(message.http_filters)
+    upgrade = False
+    for index, config in enumerate(message.upgrade_configs):
+        with at("upgrade_configs", index):
+            only(config, "upgrade_type", "enabled")
+            if config.upgrade_type.upper() == "CONNECT":
+                upgrade = wrapped(config, "enabled", True)
+    with at("http2_protocol_options"):
+        http2 = compile_http2(message.http2_protocol_options)
+    common = message.common_http_protocol_options
+    return http_model.HttpConnectionManager(
+        stat_prefix=message.stat_prefix,
+        routes=_routes(message, surroundings),
+        http2=http2,
+        allows_connect=upgrade and http2.allow_connect,
+        codec="http2" if message.codec_type == hcm.HttpConnectionManager.HTTP2 else "auto",
+        server_name=message.server_name or "envoy",
+        stream_idle_timeout_s=seconds(message, "stream_idle_timeout", 300.0),
+        idle_timeout_s=seconds(common, "idle_timeout", 3600.0),
+        drain_timeout_s=seconds(message, "drain_timeout", 5.0),
+        max_request_headers_kb=wrapped(message, "max_request_headers_kb", 60),
+        access_log=compile_access_logs(message.access_log, surroundings),
+    )
+
+
+def _routes(
+    message: hcm.HttpConnectionManager, surroundings: Surroundings
+) -> http_model.RouteTable | http_model.RouteTableRef:
+    kind = message.WhichOneof("route_specifier")
+    if kind == "route_config":
+        with at(kind):
+            return compile_route_table(message.route_config, surroundings)
+    if kind == "rds":
+        with at(kind):
+            required(message.rds, "route_config_name")
+            with at("config_source"):
+                source = config_source(message.rds.config_source)
+                timeout = fetch_timeout(message.rds.config_source)
+        return http_model.RouteTableRef(message.rds.route_config_name, source, timeout)
+    raise constraint(message, "route_specifier", "value is required")
+
+
+def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
+    """Only the router: a filter we do not run might be the one that authorises."""
+    present = [(index, config) for index, config in enumerate(filters) if not config.disabled]
+    for index, config in present:
+        with at("http_filters", index, "typed_config"):
+            if config.is_optional and config.WhichOneof("config_type") is None:
+                continue
+            message = unpack(config.typed_config, config.name)
+            if not isinstance(message, Router):
+                raise Unsupported(f"no such HTTP filter: {message.DESCRIPTOR.full_name}")
+    if not present:
+        raise ConfigError("no terminal HTTP filter (envoy.filters.http.router)", "http_filters")
+
+
+def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Settings:
+    """HTTP/2 options; ranges as RFC 9113 and Envoy demand."""
+    streams = wrapped(message, "max_concurrent_streams", None)
+    stream_window = wrapped(message, "initial_stream_window_size", None)
+    connection_window = wrapped(message, "initial_connection_window_size", None)
+    if streams is not None and not 1 <= streams <= 0x7FFFFFFF:
+        raise constraint(message, "max_concurrent_streams", "value must be inside range [1, 2147483647]")
+    for field, window in (
+        ("initial_stream_window_size", stream_window),
+        ("initial_connection_window_size", connection_window),
+    ):
+        if window is not None and not 65535 <= window <= 0x7FFFFFFF:
+            raise constraint(message, field, "value must be inside range [65535, 2147483647]")
+    keepalive = message.connection_keepalive
+    return http_model.Http2Settings(
+        allow_connect=message.allow_connect,
+        max_concurrent_streams=streams,
+        initial_stream_window=stream_window,
+        initial_connection_window=connection_window,
+        keepalive_interval_s=seconds(keepalive, "interval", 0.0) or None,
+        keepalive_timeout_s=seconds(keepalive, "timeout", 0.0) or None,
+    )

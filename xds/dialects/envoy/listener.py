@@ -1,0 +1,306 @@
+"""LDS listeners."""
+
+import itertools
+from collections.abc import Sequence
+
+from xds.dialects.envoy.access_log import compile_access_logs
+from xds.dialects.envoy.filters import compile_filter
+from xds.dialects.envoy.listener_filters import compile_entry
+from xds.dialects.envoy.matcher import compile_matcher
+from xds.dialects.envoy.reading import (
+    Surroundings,
+    at,
+    constraint,
+    digest,
+    network,
+    only,
+    required,
+    seconds,
+    socket_address,
+    unpack,
+    unpack_as,
+    wrapped,
+)
+from xds.dialects.envoy.tls import compile_downstream
+from xds.errors import ConfigError, Unsupported
+from xds.model import listener as model
+from xds.model.address import IpNetwork, SocketAddress
+from xds.model.chain_match import ChainMatch, SourceType
+from xds.model.http import HttpConnectionManager
+from xds.model.matcher import Matcher
+from xds.model.tls import TlsContext
+from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.config.listener.v3 import listener_pb2 as proto
+from xds.proto.envoy.extensions.transport_sockets.raw_buffer.v3.raw_buffer_pb2 import RawBuffer
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import DownstreamTlsContext
+
+_STATES = {
+    core.SocketOption.STATE_PREBIND: "prebind",
+    core.SocketOption.STATE_BOUND: "bound",
+    core.SocketOption.STATE_LISTENING: "listening",
+}
+_DIRECTIONS = {core.UNSPECIFIED: "unspecified", core.INBOUND: "inbound", core.OUTBOUND: "outbound"}
+
+
+def compile_listener(message: proto.Listener, surroundings: Surroundings) -> model.Listener:
+    """One listener with its chains.
+
+    Raises:
+        ConfigError: with the path of the first thing that cannot be obeyed.
+    """
+    only(
+        message,
+        "name",
+        "address",
+        "additional_addresses",
+        "internal_listener",
+        "filter_chains",
+        "default_filter_chain",
+        "filter_chain_matcher",
+        "use_original_dst",
+        "per_connection_buffer_limit_bytes",
+        "metadata",
+        "drain_type",
+        "listener_filters",
+        "transparent",
+        "freebind",
+        "tcp_fast_open_queue_length",
+        "socket_options",
+        "listener_filters_timeout",
+        "traffic_direction",
+        "continue_on_listener_filters_timeout",
+        "connection_balance_config",
+        "access_log",
+        "tcp_backlog_size",
+        "bind_to_port",
+        "deprecated_v1",
+        "stat_prefix",
+        "enable_reuse_port",
+        "ignore_global_conn_limit",
+        "max_connections_to_accept_per_socket_event",
+        "bypass_overload_manager",
+    )
+    required(message, "name")
+    if not message.filter_chains and not message.HasField("default_filter_chain"):
+        raise ConfigError(f"error adding listener '{message.name}': no filter chains specified", "filter_chains")
+    chains = []
+    for index, chain in enumerate(message.filter_chains):
+        with at("filter_chains", index):
+            chains.append(_chain(chain, surroundings))
+    default = None
+    if message.HasField("default_filter_chain"):
+        with at("default_filter_chain"):
+            default = _chain(message.default_filter_chain, surroundings)
+    matcher = _matcher(message, chains)
+    filters = []
+    for index, entry in enumerate(message.listener_filters):
+        with at("listener_filters", index):
+            filters.append(compile_entry(entry, surroundings))
+    options = []
+    for index, option in enumerate(message.socket_options):
+        with at("socket_options", index):
+            options.append(_socket_option(option))
+    internal = message.HasField("internal_listener")
+    return model.Listener(
+        name=message.name,
+        addresses=() if internal else _addresses(message),
+        internal=internal,
+        chains=tuple(chains),
+        default_chain=default,
+        matcher=matcher,
+        use_original_dst=wrapped(message, "use_original_dst", False),
+        transparent=wrapped(message, "transparent", False),
+        freebind=wrapped(message, "freebind", False),
+        bind_to_port=wrapped(message, "bind_to_port", wrapped(message.deprecated_v1, "bind_to_port", True)),
+        reuse_port=wrapped(message, "enable_reuse_port", True),
+        backlog=wrapped(message, "tcp_backlog_size", 4096),
+        socket_options=tuple(options),
+        listener_filters=tuple(filters),
+        listener_filters_timeout_s=seconds(message, "listener_filters_timeout", 15.0),
+        continue_on_filter_timeout=message.continue_on_listener_filters_timeout,
+        access_log=compile_access_logs(message.access_log, surroundings),
+        direction=_DIRECTIONS[message.traffic_direction],
+        stat_prefix=message.stat_prefix,
+        drain_modify_only=message.drain_type == proto.Listener.MODIFY_ONLY,
+        content=_frame_digest(message),
+    )
+
+
+def _frame_digest(message: proto.Listener) -> str:
+    """Digest of what cannot change in place: everything but chains and matcher."""
+    frame = proto.Listener()
+    frame.CopyFrom(message)
+    for field in ("filter_chains", "default_filter_chain", "filter_chain_matcher"):
+        frame.ClearField(field)
+    return digest(frame)
+
+
+def _addresses(message: proto.Listener) -> tuple[SocketAddress, ...]:
+    if not message.HasField("address"):
+        raise ConfigError(f"error adding listener named '{message.name}': address is necessary", "address")
+    addresses = []
+    wanted = [("address", message.address)]
+    for index, extra in enumerate(message.additional_addresses):
+        if extra.HasField("socket_options"):
+            raise Unsupported("per-address socket options are not supported", f"additional_addresses[{index}]")
+        wanted.append((f"additional_addresses[{index}].address", extra.address))
+    for path, address in wanted:
+        with at(path):
+            if address.WhichOneof("address") != "socket_address":
+                raise Unsupported("listeners bind to IP addresses only")
+            with at("socket_address"):
+                addresses.append(socket_address(address.socket_address))
+    return tuple(addresses)
+
+
+def _socket_option(option: core.SocketOption) -> model.SocketOption:
+    value: int | bytes = option.buf_value if option.WhichOneof("value") == "buf_value" else option.int_value
+    return model.SocketOption(option.level, option.name, value, _STATES[option.state])
+
+
+def _matcher(message: proto.Listener, chains: Sequence[model.FilterChain]) -> Matcher | None:
+    if not message.HasField("filter_chain_matcher"):
+        _refuse_overlap(message.name, chains)
+        return None
+    names: set[str] = set()
+    for index, chain in enumerate(chains):
+        if not chain.name:
+            raise ConfigError(
+                "filter chain matcher requires a name for each filter chain", f"filter_chains[{index}]"
+            )
+        if chain.name in names:
+            raise ConfigError(
+                f"error adding listener '{message.name}': \"name\" field is not unique: '{chain.name}'",
+                f"filter_chains[{index}].name",
+            )
+        names.add(chain.name)
+    with at("filter_chain_matcher"):
+        return compile_matcher(message.filter_chain_matcher)
+
+
+def _refuse_overlap(listener: str, chains: Sequence[model.FilterChain]) -> None:
+    seen: dict[tuple[object, ...], int] = {}
+    for index, chain in enumerate(chains):
+        match = chain.match
+        for key in itertools.product(
+            (match.destination_port,),
+            match.destination or (None,),
+            match.server_names or (None,),
+            (match.transport_protocol,),
+            match.application_protocols or (None,),
+            match.direct_source or (None,),
+            (match.source_type,),
+            match.source or (None,),
+            match.source_ports or (None,),
+        ):
+            if key in seen:
+                raise ConfigError(
+                    f"error adding listener '{listener}': filter chain '{chain.name}' has the same matching rules "
+                    f"defined as '{chains[seen[key]].name}'. multiple filter chains with overlapping matching "
+                    "rules are defined",
+                    f"filter_chains[{index}].filter_chain_match",
+                )
+            seen[key] = index
+
+
+def _chain(message: proto.FilterChain, surroundings: Surroundings) -> model.FilterChain:
+    only(
+        message,
+        "filter_chain_match",
+        "filters",
+        "metadata",
+        "transport_socket",
+        "name",
+        "transport_socket_connect_timeout",
+    )
+    rbac: list[model.Rbac] = []
+    state: list[model.SetFilterState] = []
+    terminal: model.TcpProxy | HttpConnectionManager | None = None
+    for index, entry in enumerate(message.filters):
+        with at("filters", index):
+            if entry.WhichOneof("config_type") != "typed_config":
+                raise Unsupported("network filters are configured inline only", "config_discovery")
+            if terminal is not None:
+                raise ConfigError("a filter follows the terminal filter of its chain")
+            with at("typed_config"):
+                found = compile_filter(unpack(entry.typed_config, entry.name), surroundings)
+            match found:
+                case model.Rbac():
+                    rbac.append(found)
+                case model.SetFilterState():
+                    state.append(found)
+                case _:
+                    terminal = found
+    if terminal is None:
+        raise ConfigError(
+            "a filter chain needs tcp_proxy or http_connection_manager as its last filter", "filters"
+        )
+    with at("filter_chain_match"):
+        match_ = _match(message.filter_chain_match)
+    with at("transport_socket"):
+        tls = _transport_socket(message, surroundings)
+    return model.FilterChain(
+        name=message.name,
+        match=match_,
+        tls=tls,
+        rbac=tuple(rbac),
+        filter_state=tuple(state),
+        terminal=terminal,
+        content=digest(message),
+        transport_connect_timeout_s=seconds(message, "transport_socket_connect_timeout", 0.0),
+    )
+
+
+def _transport_socket(message: proto.FilterChain, surroundings: Surroundings) -> TlsContext | None:
+    if not message.HasField("transport_socket"):
+        return None
+    socket = message.transport_socket
+    if not socket.HasField("typed_config") and socket.name == "envoy.transport_sockets.raw_buffer":
+        return None
+    with at("typed_config"):
+        if socket.typed_config.Is(RawBuffer.DESCRIPTOR):
+            return None
+        return compile_downstream(unpack_as(socket.typed_config, DownstreamTlsContext, socket.name), surroundings)
+
+
+def _match(message: proto.FilterChainMatch) -> ChainMatch:
+    only(
+        message,
+        "prefix_ranges",
+        "source_prefix_ranges",
+        "source_ports",
+        "destination_port",
+        "transport_protocol",
+        "application_protocols",
+        "server_names",
+        "source_type",
+        "direct_source_prefix_ranges",
+    )
+    port = wrapped(message, "destination_port", None)
+    if port is not None and not 1 <= port <= 65535:
+        raise constraint(message, "destination_port", "value must be inside range [1, 65535]")
+    for name in message.server_names:
+        if "*" in name.removeprefix("*."):
+            raise ConfigError(
+                f'error adding listener: partial wildcards are not supported in "server_names": {name}',
+                "server_names",
+            )
+    return ChainMatch(
+        destination_port=port,
+        destination=_networks(message, "prefix_ranges"),
+        server_names=tuple(name.lower() for name in message.server_names),
+        transport_protocol=message.transport_protocol,
+        application_protocols=tuple(message.application_protocols),
+        direct_source=_networks(message, "direct_source_prefix_ranges"),
+        source_type=SourceType(message.source_type),
+        source=_networks(message, "source_prefix_ranges"),
+        source_ports=tuple(message.source_ports),
+    )
+
+
+def _networks(message: proto.FilterChainMatch, field: str) -> tuple[IpNetwork, ...]:
+    networks = []
+    for index, cidr in enumerate(getattr(message, field)):
+        with at(field, index):
+            networks.append(network(cidr))
+    return tuple(networks)

@@ -1,0 +1,173 @@
+"""``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
+
+from google.protobuf.wrappers_pb2 import StringValue
+
+from xds.dialects.envoy.reading import at, constraint, network, only, string_match, unpack, unpack_as
+from xds.errors import ConfigError, Unsupported
+from xds.model import matcher as model
+from xds.proto.envoy.extensions.matching.common_inputs.network.v3 import network_pb2 as inputs
+from xds.proto.xds.core.v3 import core_pb2 as xds_core
+from xds.proto.xds.type.matcher.v3 import matcher_pb2 as proto
+
+
+def compile_matcher(message: proto.Matcher) -> model.Matcher:
+    """A matcher whose actions are names of filter chains.
+
+    Raises:
+        ConfigError: no lookup, an empty map, or an unknown input or action.
+    """
+    kind = message.WhichOneof("matcher_type")
+    lookup: model.Lookup
+    if kind == "matcher_tree":
+        with at("matcher_tree"):
+            lookup = _tree(message.matcher_tree)
+    elif kind == "matcher_list":
+        with at("matcher_list"):
+            lookup = _list(message.matcher_list)
+    else:
+        raise constraint(message, "matcher_type", "value is required")
+    on_no_match = None
+    if message.HasField("on_no_match"):
+        with at("on_no_match"):
+            on_no_match = _on_match(message.on_no_match)
+    return model.Matcher(lookup, on_no_match)
+
+
+def _on_match(message: proto.Matcher.OnMatch) -> model.OnMatch:
+    kind = message.WhichOneof("on_match")
+    if kind == "matcher":
+        with at("matcher"):
+            return model.OnMatch(compile_matcher(message.matcher), message.keep_matching)
+    if kind == "action":
+        with at("action", "typed_config"):
+            action = unpack_as(message.action.typed_config, StringValue, message.action.name)
+        return model.OnMatch(action.value, message.keep_matching)
+    raise constraint(message, "on_match", "value is required")
+
+
+def _tree(
+    message: proto.Matcher.MatcherTree,
+) -> model.ExactMap | model.PrefixMap | model.IpTree | model.ServerNameTree:
+    with at("input"):
+        source = _input(message.input)
+    kind = message.WhichOneof("tree_type")
+    if kind == "exact_match_map":
+        with at("exact_match_map"):
+            return model.ExactMap(source, _map(message.exact_match_map))
+    if kind == "prefix_match_map":
+        with at("prefix_match_map"):
+            return model.PrefixMap(source, _map(message.prefix_match_map))
+    if kind == "custom_match":
+        with at("custom_match", "typed_config"):
+            return _custom(source, message.custom_match)
+    raise constraint(message, "tree_type", "value is required")
+
+
+def _map(message: proto.Matcher.MatcherTree.MatchMap) -> dict[str, model.OnMatch]:
+    if not message.map:
+        raise constraint(message, "map", "value must contain at least 1 pair(s)")
+    entries = {}
+    for key, value in message.map.items():
+        with at(f"map[{key!r}]"):
+            entries[key] = _on_match(value)
+    return entries
+
+
+def _custom(source: model.Input, config: xds_core.TypedExtensionConfig) -> model.IpTree | model.ServerNameTree:
+    message = unpack(config.typed_config, config.name)
+    if isinstance(message, proto.IPMatcher):
+        return model.IpTree(source, _ranges(message))
+    if isinstance(message, proto.ServerNameMatcher):
+        return model.ServerNameTree(source, _domains(message))
+    raise Unsupported(f"no such custom matcher: {message.DESCRIPTOR.full_name}")
+
+
+def _ranges(message: proto.IPMatcher) -> tuple[model.IpRange, ...]:
+    ranges = []
+    for index, entry in enumerate(message.range_matchers):
+        with at("range_matchers", index):
+            if not entry.ranges:
+                raise constraint(entry, "ranges", "value must contain at least 1 item(s)")
+            with at("on_match"):
+                on_match = _on_match(entry.on_match)
+            for position, cidr in enumerate(entry.ranges):
+                with at("ranges", position):
+                    ranges.append(model.IpRange(network(cidr), on_match, entry.exclusive))
+    if not ranges:
+        raise constraint(message, "range_matchers", "value must contain at least 1 item(s)")
+    return tuple(sorted(ranges, key=lambda entry: -entry.network.prefixlen))
+
+
+def _domains(message: proto.ServerNameMatcher) -> dict[str, model.OnMatch]:
+    entries: dict[str, model.OnMatch] = {}
+    for index, entry in enumerate(message.domain_matchers):
+        with at("domain_matchers", index):
+            with at("on_match"):
+                on_match = _on_match(entry.on_match)
+            for domain in entry.domains:
+                if "*" in domain.removeprefix("*.") and domain != "*":
+                    raise ConfigError(f"'{domain}' is not a name, '*' or '*.' and a name", "domains")
+                if domain.lower() in entries:
+                    raise ConfigError(f"duplicate domain '{domain}'", "domains")
+                entries[domain.lower()] = on_match
+    if not entries:
+        raise constraint(message, "domain_matchers", "value must contain at least 1 item(s)")
+    return entries
+
+
+def _list(message: proto.Matcher.MatcherList) -> model.MatcherList:
+    if not message.matchers:
+        raise constraint(message, "matchers", "value must contain at least 1 item(s)")
+    matchers = []
+    for index, entry in enumerate(message.matchers):
+        with at("matchers", index):
+            with at("predicate"):
+                predicate = _predicate(entry.predicate)
+            with at("on_match"):
+                matchers.append((predicate, _on_match(entry.on_match)))
+    return model.MatcherList(tuple(matchers))
+
+
+def _predicate(message: proto.Matcher.MatcherList.Predicate) -> model.Predicate:
+    kind = message.WhichOneof("match_type")
+    if kind == "single_predicate":
+        single = message.single_predicate
+        with at("single_predicate"):
+            only(single, "input", "value_match")
+            if not single.HasField("value_match"):
+                raise constraint(single, "matcher", "value is required")
+            with at("input"):
+                source = _input(single.input)
+            with at("value_match"):
+                return model.Single(source, string_match(single.value_match))
+    if kind == "not_matcher":
+        with at("not_matcher"):
+            return model.NotPredicate(_predicate(message.not_matcher))
+    if kind in ("and_matcher", "or_matcher"):
+        inner = message.and_matcher if kind == "and_matcher" else message.or_matcher
+        if len(inner.predicate) < 2:
+            raise constraint(inner, "predicate", "value must contain at least 2 item(s)")
+        predicates = []
+        for index, predicate in enumerate(inner.predicate):
+            with at(kind, "predicate", index):
+                predicates.append(_predicate(predicate))
+        if kind == "and_matcher":
+            return model.AllPredicates(tuple(predicates))
+        return model.AnyPredicate(tuple(predicates))
+    raise constraint(message, "match_type", "value is required")
+
+
+def _input(config: xds_core.TypedExtensionConfig) -> model.Input:
+    with at("typed_config"):
+        message = unpack(config.typed_config, config.name)
+        name = message.DESCRIPTOR.name
+        if message.DESCRIPTOR.file.package != inputs.DESCRIPTOR.package:
+            raise Unsupported(f"no such matching input: {message.DESCRIPTOR.full_name}")
+        kind = model.InputKind(name)
+        if isinstance(message, inputs.FilterStateInput):
+            return model.Input(kind, message.key)
+        if isinstance(message, inputs.DynamicMetadataInput):
+            return model.Input(kind, message.filter, tuple(segment.key for segment in message.path))
+        if kind is model.InputKind.NETWORK_NAMESPACE:
+            raise Unsupported("listeners in other network namespaces are not supported")
+        return model.Input(kind)

@@ -1,0 +1,192 @@
+"""``envoy.config.rbac.v3.RBAC`` to policy lists.
+
+A permission or principal that says nothing known, a CEL condition or any field we cannot name is refused: a
+policy obeyed in part would let somebody in, or lock somebody out, whom its author did not mean.
+"""
+
+from collections.abc import Iterable
+
+from xds.dialects.envoy.reading import (
+    at,
+    constraint,
+    network,
+    nothing_unknown,
+    only,
+    required,
+    seconds,
+    string_match,
+)
+from xds.errors import ConfigError, Unsupported
+from xds.model import policy as p
+from xds.model.listener import Rbac
+from xds.proto.envoy.config.rbac.v3 import rbac_pb2 as config
+from xds.proto.envoy.extensions.filters.network.rbac.v3 import rbac_pb2 as network_rbac
+from xds.proto.envoy.type.matcher.v3 import matcher_pb2
+
+
+def compile_rbac(message: network_rbac.RBAC) -> Rbac:
+    """The network filter.
+
+    ``CONTINUOUS`` enforcement judges on every read in Envoy; nothing judged here changes between two reads of
+    a connection, and a change of policy is applied to live connections anyway, so both types behave alike.
+    """
+    nothing_unknown(message)
+    only(
+        message,
+        "rules",
+        "shadow_rules",
+        "stat_prefix",
+        "enforcement_type",
+        "shadow_rules_stat_prefix",
+        "delay_deny",
+    )
+    required(message, "stat_prefix")
+    rules = shadow = None
+    if message.HasField("rules"):
+        with at("rules"):
+            rules = compile_rules(message.rules)
+    if message.HasField("shadow_rules"):
+        with at("shadow_rules"):
+            shadow = compile_rules(message.shadow_rules)
+    return Rbac(
+        stat_prefix=message.stat_prefix,
+        rules=rules,
+        shadow=shadow,
+        shadow_prefix=message.shadow_rules_stat_prefix,
+        log_only=message.HasField("rules") and message.rules.action == config.RBAC.LOG,
+        delay_deny_s=seconds(message, "delay_deny", 0.0),
+    )
+
+
+def compile_rules(message: config.RBAC) -> p.PolicyList:
+    """One list of one tier: ALLOW denies what no policy matches, DENY allows it, LOG allows everything.
+
+    Policies are judged in key order, so that the name in a denial does not depend on the order of a map.
+    """
+    nothing_unknown(message)
+    only(message, "action", "policies")
+    verdicts = {
+        config.RBAC.ALLOW: (p.Verdict.ALLOW, p.Verdict.DENY),
+        config.RBAC.DENY: (p.Verdict.DENY, p.Verdict.ALLOW),
+        config.RBAC.LOG: (p.Verdict.ALLOW, p.Verdict.ALLOW),
+    }
+    if message.action not in verdicts:
+        raise ConfigError(f"unknown action {message.action}", "action")
+    hit, end = verdicts[message.action]
+    policies = []
+    for name in sorted(message.policies):
+        with at(f"policies[{name!r}]"):
+            policies.append(p.Policy(name, hit, _policy(message.policies[name])))
+    return p.PolicyList((p.Tier(tuple(policies)),), end)
+
+
+def _policy(message: config.Policy) -> p.Condition:
+    nothing_unknown(message)
+    if message.HasField("condition") or message.HasField("checked_condition"):
+        raise Unsupported("CEL conditions are not supported", "condition")
+    if not message.permissions:
+        raise constraint(message, "permissions", "value must contain at least 1 item(s)")
+    if not message.principals:
+        raise constraint(message, "principals", "value must contain at least 1 item(s)")
+    with at("permissions"):
+        permissions = p.AnyOf(tuple(_permissions(message.permissions)))
+    with at("principals"):
+        principals = p.AnyOf(tuple(_principals(message.principals)))
+    return p.AllOf((permissions, principals))
+
+
+def _permissions(messages: Iterable[config.Permission]) -> Iterable[p.Condition]:
+    for index, message in enumerate(messages):
+        with at(f"[{index}]"):
+            yield _permission(message)
+
+
+def _permission(message: config.Permission) -> p.Condition:
+    nothing_unknown(message)
+    kind = message.WhichOneof("rule")
+    match kind:
+        case "any":
+            return p.Always()
+        case "and_rules" | "or_rules":
+            rules = message.and_rules if kind == "and_rules" else message.or_rules
+            if not rules.rules:
+                raise constraint(rules, "rules", "value must contain at least 1 item(s)")
+            with at(kind, "rules"):
+                inner = tuple(_permissions(rules.rules))
+            return p.AllOf(inner) if kind == "and_rules" else p.AnyOf(inner)
+        case "not_rule":
+            with at("not_rule"):
+                return p.Not(_permission(message.not_rule))
+        case "destination_ip":
+            with at("destination_ip"):
+                return p.DestinationIp(network(message.destination_ip))
+        case "destination_port":
+            if message.destination_port > 65535:
+                raise constraint(message, "destination_port", "value must be less than or equal to 65535")
+            return p.DestinationPort(message.destination_port, message.destination_port + 1)
+        case "destination_port_range":
+            return p.DestinationPort(message.destination_port_range.start, message.destination_port_range.end)
+        case "requested_server_name":
+            with at("requested_server_name"):
+                return p.ServerName(string_match(message.requested_server_name))
+        case "metadata":
+            with at("metadata"):
+                return _metadata(message.metadata)
+        case "header" | "url_path":
+            return p.Never()  # there is no HTTP request at this layer (as Envoy's network filter)
+        case None:
+            raise constraint(message, "rule", "value is required")
+        case _:
+            raise Unsupported("this kind of permission is not supported", kind)
+
+
+def _principals(messages: Iterable[config.Principal]) -> Iterable[p.Condition]:
+    for index, message in enumerate(messages):
+        with at(f"[{index}]"):
+            yield _principal(message)
+
+
+def _principal(message: config.Principal) -> p.Condition:
+    nothing_unknown(message)
+    kind = message.WhichOneof("identifier")
+    match kind:
+        case "any":
+            return p.Always()
+        case "and_ids" | "or_ids":
+            ids = message.and_ids if kind == "and_ids" else message.or_ids
+            if not ids.ids:
+                raise constraint(ids, "ids", "value must contain at least 1 item(s)")
+            with at(kind, "ids"):
+                inner = tuple(_principals(ids.ids))
+            return p.AllOf(inner) if kind == "and_ids" else p.AnyOf(inner)
+        case "not_id":
+            with at("not_id"):
+                return p.Not(_principal(message.not_id))
+        case "authenticated":
+            with at("authenticated"):
+                nothing_unknown(message.authenticated)
+                if not message.authenticated.HasField("principal_name"):
+                    return p.Authenticated()
+                with at("principal_name"):
+                    return p.Authenticated(string_match(message.authenticated.principal_name))
+        case "source_ip" | "direct_remote_ip" | "remote_ip":
+            with at(kind):
+                return p.SourceIp(network(getattr(message, kind)), kind == "direct_remote_ip")
+        case "metadata":
+            with at("metadata"):
+                return _metadata(message.metadata)
+        case "header" | "url_path":
+            return p.Never()
+        case None:
+            raise constraint(message, "identifier", "value is required")
+        case _:
+            raise Unsupported("this kind of principal is not supported", kind)
+
+
+def _metadata(message: matcher_pb2.MetadataMatcher) -> p.Condition:
+    if message.value.WhichOneof("match_pattern") != "string_match":
+        raise Unsupported("metadata is matched by string only", "value")
+    with at("value", "string_match"):
+        match = string_match(message.value.string_match)
+    found = p.DynamicMetadata(message.filter, tuple(segment.key for segment in message.path), match)
+    return p.Not(found) if message.invert else found

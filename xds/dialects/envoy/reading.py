@@ -1,0 +1,357 @@
+"""What all compilers of this dialect share: paths in errors, refusal of fields, and the small messages."""
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf import json_format
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from xds.errors import ConfigError, Unsupported
+from xds.model.address import (
+    EndpointAddress,
+    InternalAddress,
+    IpNetwork,
+    NamedAddress,
+    PipeAddress,
+    SocketAddress,
+    canonical,
+)
+from xds.model.format_string import FormatString, parse_format
+from xds.model.strings import StringMatch
+from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
+from xds.proto import registry
+from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as envoy_matcher
+from xds.proto.udpa.type.v1 import type_pb2 as udpa_type
+from xds.proto.xds.core.v3 import core_pb2 as xds_core
+from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
+from xds.proto.xds.type.v3 import type_pb2 as xds_type
+
+M = TypeVar("M", bound=Message)
+
+_TYPED_STRUCTS = (xds_type.TypedStruct, udpa_type.TypedStruct)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What configuration may refer to outside itself.
+
+    Attributes:
+        read_file: contents of a file; raises ``OSError``.
+        environment: for ``environment_variable`` data sources.
+        cluster_id: the cluster's name in baggage (node metadata ``CLUSTER_ID``).
+    """
+
+    read_file: Callable[[str], bytes]
+    environment: Mapping[str, str]
+    cluster_id: str = "Kubernetes"
+
+
+@contextmanager
+def at(*steps: str | int) -> Iterator[None]:
+    """Put a path in front of the errors raised inside: ``at("filters", 0, "typed_config")``."""
+    try:
+        yield
+    except ConfigError as error:
+        path = ""
+        for step in steps:
+            path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+        raise error.under(path) from error.__cause__
+
+
+def only(message: Message, *names: str) -> None:
+    """Refuse every set field but these.
+
+    Raises:
+        Unsupported: names the first other field that is set.
+    """
+    for field, _ in message.ListFields():
+        if field.name not in names:
+            raise Unsupported("this proxy does not support this field", field.name)
+
+
+def nothing_unknown(message: Message) -> None:
+    """Refuse fields that our protobuf does not even name; for messages where ignorance would loosen security."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise Unsupported(f"unknown field number {unknown[0].field_number} in a security setting")
+
+
+def constraint(message: Message, field: str, rule: str) -> ConfigError:
+    """The error of a violated constraint, in Envoy's words."""
+    camel = "".join(part.capitalize() for part in field.split("_"))
+    name = f"{message.DESCRIPTOR.name}ValidationError.{camel}"
+    return ConfigError(f"Proto constraint validation failed ({name}: {rule})", field)
+
+
+def required(message: Message, field: str) -> None:
+    """Refuse an empty string."""
+    if not getattr(message, field):
+        raise constraint(message, field, "value length must be at least 1 characters")
+
+
+def unpack(packed: AnyMessage, name: str) -> Message:
+    """The message inside a typed config; a ``TypedStruct`` becomes the message it stands for.
+
+    Raises:
+        ConfigError: unknown type (in Envoy's words) or malformed bytes.
+    """
+    try:
+        message = registry.unpack(packed)
+    except registry.UnknownType:
+        raise _unregistered(name, packed.type_url) from None
+    except registry.MalformedMessage as error:
+        raise ConfigError(str(error)) from None
+    if isinstance(message, _TYPED_STRUCTS):
+        return _from_struct(message.type_url, message.value, name)
+    return message
+
+
+def _unregistered(name: str, type_url: str) -> Unsupported:
+    bare = type_url.rpartition("/")[2]
+    return Unsupported(f"Didn't find a registered implementation for '{name}' with type URL: '{bare}'")
+
+
+def _from_struct(type_url: str, value: Struct, name: str) -> Message:
+    try:
+        message = registry.message_for(type_url)()
+        json_format.ParseDict(json_format.MessageToDict(value), message)
+    except registry.UnknownType:
+        raise _unregistered(name, type_url) from None
+    except json_format.ParseError as error:
+        raise ConfigError(str(error)) from None
+    return message
+
+
+def unpack_as(packed: AnyMessage, expected: type[M], name: str) -> M:
+    """Like :func:`unpack`, for a slot that takes one type only."""
+    message = unpack(packed, name)
+    if not isinstance(message, expected):
+        raise _unregistered(name, packed.type_url)
+    return message
+
+
+def digest(message: Message) -> str:
+    """A digest that is equal for equal messages, unknown fields included."""
+    return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+def seconds(message: Message, field: str, default: float) -> float:
+    """A duration field in seconds; ``default`` when unset.
+
+    Raises:
+        ConfigError: negative.
+    """
+    if not message.HasField(field):
+        return default
+    value = getattr(message, field)
+    assert isinstance(value, Duration)
+    total = value.seconds + value.nanos / 1e9
+    if total < 0:
+        raise ConfigError("a duration must not be negative", field)
+    return total
+
+
+def wrapped(message: Message, field: str, default: Any) -> Any:
+    """The value of a wrapper field (``UInt32Value`` ...), ``default`` when unset."""
+    return getattr(message, field).value if message.HasField(field) else default
+
+
+def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
+    """A CIDR range; bits beyond the prefix are dropped, an IPv4-mapped range becomes IPv4.
+
+    Raises:
+        ConfigError: not an address, or a prefix longer than it.
+    """
+    try:
+        host = canonical(cidr.address_prefix)
+        return ipaddress.ip_network((host, cidr.prefix_len.value), strict=False)
+    except ValueError as error:
+        raise ConfigError(f"malformed CIDR {cidr.address_prefix}/{cidr.prefix_len.value}: {error}") from None
+
+
+def socket_address(address: core.SocketAddress) -> SocketAddress:
+    """An IP address and numeric port.
+
+    Raises:
+        ConfigError: a name instead of an address, a named port, UDP, or a namespace.
+    """
+    only(address, "protocol", "address", "port_value", "resolver_name", "ipv4_compat")
+    if address.protocol != core.SocketAddress.TCP:
+        raise Unsupported("only TCP is carried", "protocol")
+    if address.port_value > 65535:
+        raise constraint(address, "port_value", "value must be less than or equal to 65535")
+    try:
+        return SocketAddress(canonical(address.address), address.port_value)
+    except ValueError:
+        raise ConfigError(f"malformed IP address: {address.address}", "address") from None
+
+
+def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
+    """The address of an endpoint; ``names`` allows DNS names (clusters that resolve)."""
+    kind = address.WhichOneof("address")
+    if kind == "socket_address":
+        with at("socket_address"):
+            try:
+                return socket_address(address.socket_address)
+            except ConfigError:
+                if not names or not address.socket_address.address:
+                    raise
+                return NamedAddress(address.socket_address.address, address.socket_address.port_value)
+    if kind == "envoy_internal_address":
+        internal = address.envoy_internal_address
+        with at("envoy_internal_address"):
+            required(internal, "server_listener_name")
+        return InternalAddress(internal.server_listener_name, internal.endpoint_id)
+    if kind == "pipe":
+        with at("pipe"):
+            required(address.pipe, "path")
+        return PipeAddress(address.pipe.path)
+    raise constraint(address, "address", "value is required")
+
+
+def string_match(matcher: envoy_matcher.StringMatcher | xds_matcher.StringMatcher) -> StringMatch:
+    """A string matcher.
+
+    Raises:
+        ConfigError: no pattern, an extension, or a regular expression that does not compile.
+    """
+    only(matcher, "exact", "prefix", "suffix", "safe_regex", "contains", "ignore_case")
+    kind = matcher.WhichOneof("match_pattern")
+    if kind is None:
+        raise constraint(matcher, "match_pattern", "value is required")
+    if kind == "safe_regex":
+        return regex_match(matcher.safe_regex.regex)
+    value = getattr(matcher, kind)
+    if kind != "exact" and not value:
+        raise constraint(matcher, kind, "value length must be at least 1 characters")
+    return StringMatch(kind, value.lower() if matcher.ignore_case else value, matcher.ignore_case)
+
+
+def regex_match(pattern: str) -> StringMatch:
+    """A full-match regular expression.
+
+    The syntax is RE2's as far as Python's ``re`` shares it; what the two read differently (look-around,
+    back-references) RE2 refuses, so it is refused here.
+    """
+    if not pattern:
+        raise ConfigError("regex must not be empty", "safe_regex")
+    if re.search(r"\(\?(?:[=!<]|P=|\()|\\[1-9]", pattern.replace("(?P<", "(")):
+        raise ConfigError(f"invalid regex '{pattern}': RE2 has no look-around or back-references", "safe_regex")
+    try:
+        return StringMatch("regex", pattern)
+    except re.error as error:
+        raise ConfigError(f"invalid regex '{pattern}': {error}", "safe_regex") from None
+
+
+def config_source(source: core.ConfigSource) -> ConfigSource:
+    """Where resources come from.
+
+    Raises:
+        ConfigError: nothing named, or REST.
+    """
+    kind = source.WhichOneof("config_source_specifier")
+    if kind == "ads":
+        return AdsSource()
+    if kind == "path":
+        return FileSource(source.path)
+    if kind == "path_config_source":
+        with at("path_config_source"):
+            required(source.path_config_source, "path")
+        return FileSource(source.path_config_source.path, source.path_config_source.watched_directory.path)
+    if kind == "api_config_source":
+        with at("api_config_source"):
+            return api_config_source(source.api_config_source)
+    if kind == "self":
+        return AdsSource()
+    raise constraint(source, "config_source_specifier", "value is required")
+
+
+def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
+    """A gRPC stream of its own, to a cluster by name."""
+    kinds = core.ApiConfigSource
+    if source.api_type in (kinds.AGGREGATED_GRPC, kinds.AGGREGATED_DELTA_GRPC):
+        return AdsSource()
+    if source.api_type not in (kinds.GRPC, kinds.DELTA_GRPC):
+        raise Unsupported("only gRPC and delta gRPC are supported", "api_type")
+    if len(source.grpc_services) != 1:
+        raise ConfigError("exactly one gRPC service is needed", "grpc_services")
+    service = source.grpc_services[0]
+    with at("grpc_services", 0):
+        if service.WhichOneof("target_specifier") != "envoy_grpc":
+            raise Unsupported("only envoy_grpc is supported", "target_specifier")
+        with at("envoy_grpc"):
+            required(service.envoy_grpc, "cluster_name")
+    return GrpcSource(service.envoy_grpc.cluster_name, source.api_type == kinds.DELTA_GRPC)
+
+
+def fetch_timeout(source: core.ConfigSource) -> float:
+    """``initial_fetch_timeout``: 15 s unless set, 0 is for ever."""
+    return seconds(source, "initial_fetch_timeout", 15.0)
+
+
+def data(source: core.DataSource, surroundings: Surroundings) -> bytes:
+    """The bytes of a data source.
+
+    Raises:
+        ConfigError: unreadable file, unset variable, or nothing named.
+    """
+    kind = source.WhichOneof("specifier")
+    if kind == "inline_bytes":
+        return source.inline_bytes
+    if kind == "inline_string":
+        return source.inline_string.encode()
+    if kind == "filename":
+        try:
+            return surroundings.read_file(source.filename)
+        except OSError as error:
+            raise ConfigError(f"cannot read {source.filename}: {error.strerror}", "filename") from None
+    if kind == "environment_variable":
+        value = surroundings.environment.get(source.environment_variable)
+        if value is None:
+            raise ConfigError(f"{source.environment_variable} is not set", "environment_variable")
+        return value.encode()
+    raise constraint(source, "specifier", "value is required")
+
+
+def format_text(message: core.SubstitutionFormatString, surroundings: Surroundings) -> FormatString:
+    """A text format.
+
+    Raises:
+        ConfigError: JSON where text is needed, or a bad format string.
+    """
+    kind = message.WhichOneof("format")
+    if kind == "text_format":
+        return parse_format(message.text_format)
+    if kind == "text_format_source":
+        with at("text_format_source"):
+            return parse_format(data(message.text_format_source, surroundings).decode())
+    raise ConfigError("a text format is needed here", "format")
+
+
+def struct(message: Struct) -> dict[str, Any]:
+    """A protobuf struct as plain values; numbers stay floats."""
+    return {key: _value(value) for key, value in message.fields.items()}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return struct(value.struct_value)
+    if kind == "list_value":
+        return [_value(item) for item in value.list_value.values]
+    return None if kind in (None, "null_value") else getattr(value, kind)
+
+
+def metadata(message: core.Metadata) -> dict[str, dict[str, Any]]:
+    """``filter_metadata`` as plain values."""
+    return {namespace: struct(value) for namespace, value in message.filter_metadata.items()}

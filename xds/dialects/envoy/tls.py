@@ -1,0 +1,244 @@
+"""TLS contexts and secrets."""
+
+import re
+from dataclasses import replace
+
+from xds.dialects.envoy.reading import (
+    Surroundings,
+    at,
+    config_source,
+    constraint,
+    data,
+    fetch_timeout,
+    nothing_unknown,
+    only,
+    required,
+    string_match,
+)
+from xds.errors import ConfigError, Unsupported
+from xds.model.secret import Certificate, SanMatch, Secret, Validation
+from xds.model.tls import AdsSource, SecretRef, TlsContext, TlsVersion
+from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2 as proto
+
+_VERSIONS = {proto.TlsParameters.TLSv1_2: TlsVersion.TLS12, proto.TlsParameters.TLSv1_3: TlsVersion.TLS13}
+_SAN_TYPES = {
+    proto.SubjectAltNameMatcher.EMAIL: "email",
+    proto.SubjectAltNameMatcher.DNS: "dns",
+    proto.SubjectAltNameMatcher.URI: "uri",
+    proto.SubjectAltNameMatcher.IP_ADDRESS: "ip",
+    proto.SubjectAltNameMatcher.OTHER_NAME: "other",
+}
+
+
+def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surroundings) -> TlsContext:
+    """A server's context.
+
+    A client certificate is demanded when the context says so, and, as in Envoy, when it says how the client's
+    name or key must look. Session tickets are never issued, so how to key them is accepted and unused.
+    """
+    nothing_unknown(message)
+    only(
+        message,
+        "common_tls_context",
+        "require_client_certificate",
+        "disable_stateless_session_resumption",
+        "session_timeout",
+        "session_ticket_keys",
+    )
+    context = _common(message.common_tls_context, surroundings, server=True)
+    if context.certificate is None:
+        raise ConfigError("No TLS certificates found for server context", "common_tls_context.tls_certificates")
+    return replace(context, require_peer_certificate=message.require_client_certificate.value)
+
+
+def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
+    """A client's context; renegotiation and session resumption do not exist here."""
+    nothing_unknown(message)
+    only(message, "common_tls_context", "sni", "max_session_keys", "enforce_rsa_key_usage")
+    context = _common(message.common_tls_context, surroundings, server=False)
+    return replace(context, sni=message.sni)
+
+
+def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, server: bool) -> TlsContext:
+    with at("common_tls_context"):
+        nothing_unknown(message)
+        only(
+            message,
+            "tls_params",
+            "tls_certificates",
+            "tls_certificate_sds_secret_configs",
+            "validation_context",
+            "validation_context_sds_secret_config",
+            "combined_validation_context",
+            "alpn_protocols",
+            "key_log",
+        )
+        with at("tls_params"):
+            low, high = _versions(message.tls_params, server=server)
+        validation, validation_ref = _validation_source(message, surroundings)
+        return TlsContext(
+            certificate=_certificate_source(message, surroundings),
+            validation=validation,
+            validation_ref=validation_ref,
+            alpn=tuple(message.alpn_protocols),
+            min_version=low,
+            max_version=high,
+            cipher_suites=tuple(message.tls_params.cipher_suites),
+            curves=tuple(message.tls_params.ecdh_curves),
+            key_log_path=message.key_log.path,
+        )
+
+
+def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion, TlsVersion]:
+    """TLS_AUTO is 1.2 to 1.3. Older than 1.2 is refused: no library we would trust still speaks it."""
+    only(
+        params,
+        "tls_minimum_protocol_version",
+        "tls_maximum_protocol_version",
+        "cipher_suites",
+        "ecdh_curves",
+    )
+    auto = proto.TlsParameters.TLS_AUTO
+    versions = []
+    for field, default in (
+        ("tls_minimum_protocol_version", TlsVersion.TLS12),
+        ("tls_maximum_protocol_version", TlsVersion.TLS13),
+    ):
+        value = getattr(params, field)
+        if value != auto and value not in _VERSIONS:
+            raise Unsupported("only TLSv1_2 and TLSv1_3 are supported", field)
+        versions.append(default if value == auto else _VERSIONS[value])
+    if versions[0] > versions[1]:
+        raise ConfigError("minimum version is above maximum version", "tls_minimum_protocol_version")
+    return versions[0], versions[1]
+
+
+def _certificate_source(
+    message: proto.CommonTlsContext, surroundings: Surroundings
+) -> Certificate | SecretRef | None:
+    count = len(message.tls_certificates) + len(message.tls_certificate_sds_secret_configs)
+    if count > 1:
+        raise Unsupported("only one certificate per context is supported", "tls_certificates")
+    if message.tls_certificate_sds_secret_configs:
+        with at("tls_certificate_sds_secret_configs", 0):
+            return _secret_ref(message.tls_certificate_sds_secret_configs[0])
+    if message.tls_certificates:
+        with at("tls_certificates", 0):
+            return _certificate(message.tls_certificates[0], surroundings)
+    return None
+
+
+def _validation_source(
+    message: proto.CommonTlsContext, surroundings: Surroundings
+) -> tuple[Validation | None, SecretRef | None]:
+    kind = message.WhichOneof("validation_context_type")
+    if kind == "validation_context":
+        with at(kind):
+            return _validation(message.validation_context, surroundings), None
+    if kind == "validation_context_sds_secret_config":
+        with at(kind):
+            return None, _secret_ref(message.validation_context_sds_secret_config)
+    if kind == "combined_validation_context":
+        combined = message.combined_validation_context
+        with at(kind):
+            nothing_unknown(combined)
+            with at("default_validation_context"):
+                default = _validation(combined.default_validation_context, surroundings)
+            with at("validation_context_sds_secret_config"):
+                return default, _secret_ref(combined.validation_context_sds_secret_config)
+    return None, None
+
+
+def _secret_ref(message: proto.SdsSecretConfig) -> SecretRef:
+    required(message, "name")
+    if not message.HasField("sds_config"):
+        return SecretRef(message.name, AdsSource(), 0.0)  # a static secret of that name
+    with at("sds_config"):
+        return SecretRef(message.name, config_source(message.sds_config), fetch_timeout(message.sds_config))
+
+
+def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
+    """A certificate or a validation context.
+
+    Raises:
+        ConfigError: another kind of secret, or unusable contents.
+    """
+    kind = message.WhichOneof("type")
+    if kind == "tls_certificate":
+        with at(kind):
+            return _certificate(message.tls_certificate, surroundings)
+    if kind == "validation_context":
+        with at(kind):
+            return _validation(message.validation_context, surroundings)
+    raise Unsupported("only tls_certificate and validation_context secrets are supported", kind or "type")
+
+
+def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> Certificate:
+    only(message, "certificate_chain", "private_key", "password", "watched_directory")
+    for field in ("certificate_chain", "private_key"):
+        if not message.HasField(field):
+            raise ConfigError("a certificate needs certificate_chain and private_key", field)
+    with at("certificate_chain"):
+        chain = data(message.certificate_chain, surroundings)
+    with at("private_key"):
+        key = data(message.private_key, surroundings)
+    password = None
+    if message.HasField("password"):
+        with at("password"):
+            password = data(message.password, surroundings)
+    return Certificate(chain_pem=chain, key_pem=key, password=password)
+
+
+def _validation(message: proto.CertificateValidationContext, surroundings: Surroundings) -> Validation:
+    nothing_unknown(message)
+    only(
+        message,
+        "trusted_ca",
+        "verify_certificate_hash",
+        "verify_certificate_spki",
+        "crl",
+        "allow_expired_certificate",
+        "match_subject_alt_names",
+        "match_typed_subject_alt_names",
+        "trust_chain_verification",
+        "watched_directory",
+        "only_verify_leaf_cert_crl",
+        "max_verify_depth",
+    )
+    trusted = crl = None
+    if message.HasField("trusted_ca"):
+        with at("trusted_ca"):
+            trusted = data(message.trusted_ca, surroundings)
+    if message.HasField("crl"):
+        with at("crl"):
+            crl = data(message.crl, surroundings)
+    names = []
+    for index, untyped in enumerate(message.match_subject_alt_names):
+        with at("match_subject_alt_names", index):
+            names.append(SanMatch("any", string_match(untyped)))
+    for index, typed in enumerate(message.match_typed_subject_alt_names):
+        with at("match_typed_subject_alt_names", index):
+            nothing_unknown(typed)
+            only(typed, "san_type", "matcher")
+            if typed.san_type not in _SAN_TYPES:
+                raise constraint(typed, "san_type", "value must not be in list [0]")
+            with at("matcher"):
+                names.append(SanMatch(_SAN_TYPES[typed.san_type], string_match(typed.matcher)))
+    return Validation(
+        trusted_ca_pem=trusted,
+        crl_pem=crl,
+        san_matches=tuple(names),
+        certificate_hashes=tuple(_hash(text, i) for i, text in enumerate(message.verify_certificate_hash)),
+        spki_hashes=tuple(message.verify_certificate_spki),
+        allow_expired=message.allow_expired_certificate,
+        accept_untrusted=message.trust_chain_verification == proto.CertificateValidationContext.ACCEPT_UNTRUSTED,
+        only_leaf_crl=message.only_verify_leaf_cert_crl,
+        max_verify_depth=message.max_verify_depth.value if message.HasField("max_verify_depth") else None,
+    )
+
+
+def _hash(text: str, index: int) -> str:
+    plain = text.replace(":", "").lower()
+    if not re.fullmatch("[0-9a-f]{64}", plain):
+        raise ConfigError(f"Invalid hex-encoded SHA-256 {text}", f"verify_certificate_hash[{index}]")
+    return plain
