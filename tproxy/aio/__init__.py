@@ -1,0 +1,1 @@
+"""The part of :mod:`tproxy` that touches the kernel: namespaces, netlink, sockets."""

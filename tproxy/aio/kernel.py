@@ -1,0 +1,449 @@
+"""Read what the kernel holds of ours, apply what is wanted, notice when somebody changes it.
+
+:class:`Kernel` owns one thread; netlink, sysctls and namespace changes happen there and nowhere else, one
+after the other, so the event loop never waits for the kernel's rule lock. The same work is available
+without a loop as :class:`BlockingKernel`.
+
+Every apply ends with reading back: what was asked for is compared with what is there, so a kernel that
+accepts a rule and keeps something else is an error here and not a riddle later.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar, assert_never
+
+from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket, drain, monitor_socket
+from tproxy.aio.netns import Netns
+from tproxy.diff import diff
+from tproxy.errors import KernelRefused, MissingFeature, NeedCapability, NotOurs, TproxyError, UnknownInterface
+from tproxy.expressions import Fib, Nat, Redirect, SocketLookup, Tproxy
+from tproxy.operations import (
+    AddAddress,
+    AddIpRule,
+    AddRoute,
+    AppendRule,
+    CreatePair,
+    DeleteAddress,
+    DeleteIpRule,
+    DeletePair,
+    DeleteRoute,
+    Forget,
+    NftStep,
+    NftTransaction,
+    Operation,
+    Remember,
+    SetSysctl,
+    SetUp,
+)
+from tproxy.render import dump, netlink
+from tproxy.resources import (
+    End,
+    Namespace,
+    NamespaceName,
+    Ownership,
+    State,
+    SysctlKey,
+    VethPair,
+)
+from tproxy.wire import Message, text
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL}
+# RTNLGRP_ LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE; NFNLGRP_NFTABLES
+_ROUTE_GROUPS = (1, 5, 7, 8, 9, 11, 19)
+_NFT_GROUPS = (7,)
+# Bursts (kube-proxy rewriting its tables, our own changes) end in one look; a guess.
+_SETTLE_S = 0.05
+_MAX_ROUNDS = 4
+
+
+class _Place:
+    """A namespace with its sockets and the names of its devices."""
+
+    def __init__(self, name: NamespaceName, netns: Netns) -> None:
+        self.name = name
+        self.netns = netns
+        self.route = NetlinkSocket(NETLINK_ROUTE, netns)
+        try:
+            self.nft = NetlinkSocket(NETLINK_NETFILTER, netns)
+        except BaseException:
+            self.route.close()
+            raise
+        self.links: list[dump.Link] = []
+
+    def read_links(self) -> list[dump.Link]:
+        bodies = self.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK))
+        self.links = [dump.read_link(body) for body in bodies]
+        return self.links
+
+    def index(self, device: str) -> int:
+        for attempt in range(2):
+            for link in self.links:
+                if link.name == device:
+                    return link.index
+            if attempt == 0:
+                self.read_links()
+        raise UnknownInterface(device, self.name)
+
+    def close(self) -> None:
+        self.route.close()
+        self.nft.close()
+
+
+class BlockingKernel:
+    """The kernel's state of the named namespaces; use from one thread.
+
+    Args:
+        netns: the namespaces that states name; they stay the caller's to close.
+        ownership: what is ours.
+
+    Raises:
+        NeedCapability: CAP_SYS_ADMIN is missing (to enter a namespace).
+    """
+
+    def __init__(self, netns: Mapping[NamespaceName, Netns], ownership: Ownership) -> None:
+        self.ownership = ownership
+        self._places: dict[NamespaceName, _Place] = {}
+        try:
+            for name, namespace in netns.items():
+                self._places[name] = _Place(name, namespace)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for place in self._places.values():
+            place.close()
+
+    def read(self, wanted: State | None = None) -> State:
+        """What is there of ours; sysctls are read if ``wanted`` or the memory table names them."""
+        for place in self._places.values():
+            place.read_links()
+        pairs = self._pairs()
+        namespaces = {}
+        for name, place in self._places.items():
+            asked = wanted.namespaces.get(name) if wanted is not None else None
+            namespaces[name] = self._read_namespace(place, asked)
+        return State(namespaces, pairs)
+
+    def _pairs(self) -> frozenset[VethPair]:
+        """Our devices, joined where both ends point at each other."""
+        ours = [
+            (place.name, link)
+            for place in self._places.values()
+            for link in place.links
+            if link.name in self.ownership.devices
+        ]
+        pairs = set()
+        used: set[tuple[NamespaceName, str]] = set()
+        # Later namespaces are the "left" ends, as in the wanted states.
+        for name, link in reversed(ours):
+            if (name, link.name) in used:
+                continue
+            used.add((name, link.name))
+            other = next(
+                (
+                    (peer_name, peer)
+                    for peer_name, peer in reversed(ours)
+                    if (peer_name, peer.name) not in used
+                    and link.kind == peer.kind == "veth"
+                    and (link.peer_index, link.index) == (peer.index, peer.peer_index)
+                ),
+                None,
+            )
+            left = End(name, link.name)
+            if other is None:
+                pairs.add(VethPair(left, None))
+                continue
+            used.add((other[0], other[1].name))
+            pairs.add(VethPair(left, End(other[0], other[1].name)))
+        return frozenset(pairs)
+
+    def _read_namespace(self, place: _Place, asked: Namespace | None) -> Namespace:
+        protocol = self.ownership.protocol
+        names = {link.index: link.name for link in place.links}
+        ours = {index: name for index, name in names.items() if name in self.ownership.devices}
+        rules = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETRULE))
+        routes = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETROUTE))
+        addresses = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETADDR))
+        tables, remembered = dump.read_tables(self._dump_nft(place), self.ownership)
+        keys = set(remembered) | (set(asked.sysctls) if asked is not None else set())
+        with place.netns.entered():
+            sysctls = {key: value for key in keys if (value := _read_sysctl(key)) is not None}
+        return Namespace(
+            tables=tables,
+            rules=frozenset(rule for body in rules if (rule := dump.read_rule(body, protocol))),
+            routes=frozenset(route for body in routes if (route := dump.read_route(body, protocol, names))),
+            addresses=frozenset(item for body in addresses if (item := dump.read_address(body, ours))),
+            up=frozenset(link.name for link in place.links if link.up and link.index in ours),
+            sysctls=sysctls,
+            remembered=remembered,
+        )
+
+    def _dump_nft(self, place: _Place) -> dump.NftDump:
+        ours = self.ownership.tables | {self.ownership.memory_table}
+
+        def get(kind: int, *filters: bytes, family: int = 0) -> list[bytes]:
+            message = netlink.nft_message(kind, family, netlink.DUMP, *filters, about="read nftables")
+            return [body for body in place.nft.dump(message) if _table_name(body) in ours]
+
+        tables = get(netlink.NFT_GETTABLE)
+        if not tables:
+            return dump.NftDump((), (), (), (), {})
+        sets = get(netlink.NFT_GETSET)
+        elements = {}
+        for key in map(dump.set_key, sets):
+            family, table, name = key
+            elements[key] = get(netlink.NFT_GETSETELEM, text(1, table), text(2, name), family=family)
+        rules = [body for table in sorted(ours) for body in get(netlink.NFT_GETRULE, text(1, table))]
+        return dump.NftDump(tables, get(netlink.NFT_GETCHAIN), rules, sets, elements)
+
+    def apply(self, wanted: State) -> tuple[Operation, ...]:
+        """Make it so, and return what had to be done: nothing the second time.
+
+        Raises:
+            TproxyError: the first thing that could not be done; what came before it stays, and applying
+                again goes on from there.
+        """
+        done: list[Operation] = []
+        for _ in range(_MAX_ROUNDS):
+            operations = diff(self.read(wanted), wanted)
+            if not operations:
+                return tuple(done)
+            for operation in operations:
+                self._carry_out(operation)
+            done += operations
+        raise KernelRefused(f"to keep what was applied: {operations[0]}", errno.EAGAIN)
+
+    def _carry_out(self, operation: Operation) -> None:
+        log.debug("apply operation=%s", operation)
+        protocol = self.ownership.protocol
+        match operation:
+            case NftTransaction(namespace, steps):
+                self._transaction(namespace, steps)
+            case Remember(namespace, values):
+                self._transaction(namespace, netlink.memory_steps(self.ownership.memory_table, values))
+            case Forget(namespace, values, everything):
+                steps = netlink.forget_steps(self.ownership.memory_table, values, everything=everything)
+                self._transaction(namespace, steps)
+            case CreatePair(pair):
+                if pair.right is None:
+                    raise ValueError(pair)
+                peer = self._places[pair.right.namespace].netns.fileno()
+                message = netlink.create_pair(pair, peer)
+                self._route(pair.left.namespace, operation, lambda place: message, MissingFeature("veth", "veth"))
+            case DeletePair(pair):
+                end = pair.left
+                self._route(end.namespace, operation, lambda place: netlink.delete_link(place.index(end.device)))
+            case SetUp(namespace, device):
+                self._route(namespace, operation, lambda place: netlink.set_up(place.index(device)))
+            case AddAddress(namespace, address) | DeleteAddress(namespace, address):
+                kind = netlink.RTM_NEWADDR if isinstance(operation, AddAddress) else netlink.RTM_DELADDR
+                self._route(
+                    namespace,
+                    operation,
+                    lambda place: netlink.address_message(kind, address, place.index(address.device)),
+                )
+            case AddRoute(namespace, route, replace):
+                self._route(
+                    namespace,
+                    operation,
+                    lambda place: netlink.route_message(
+                        netlink.RTM_NEWROUTE, route, protocol, place.index, replace=replace
+                    ),
+                )
+            case DeleteRoute(namespace, route):
+                self._route(
+                    namespace,
+                    operation,
+                    lambda place: netlink.route_message(netlink.RTM_DELROUTE, route, protocol, place.index),
+                )
+            case AddIpRule(namespace, rule) | DeleteIpRule(namespace, rule):
+                kind = netlink.RTM_NEWRULE if isinstance(operation, AddIpRule) else netlink.RTM_DELRULE
+                self._route(namespace, operation, lambda place: netlink.rule_message(kind, rule, protocol))
+            case SetSysctl(namespace, key, value, restore):
+                place = self._places[namespace]
+                with place.netns.entered():
+                    _write_sysctl(key, value, namespace, restore=restore)
+            case _:
+                assert_never(operation)
+
+    def _route(
+        self,
+        namespace: NamespaceName,
+        operation: Operation,
+        message: Callable[[_Place], Message],
+        unsupported: MissingFeature | None = None,
+    ) -> None:
+        place = self._places[namespace]
+        if isinstance(operation, CreatePair | DeletePair):
+            for other in self._places.values():
+                other.links = []
+        removes = isinstance(operation, DeletePair | DeleteAddress | DeleteRoute | DeleteIpRule)
+        try:
+            place.route.request(message(place))
+        except UnknownInterface:
+            # Going away is what a removal is for, whoever did it.
+            if not removes:
+                raise
+        except KernelRefused as error:
+            if removes and error.code in _GONE:
+                return
+            if error.code == errno.EEXIST:
+                raise NotOurs(operation) from error
+            if error.code == errno.EOPNOTSUPP and unsupported is not None:
+                raise unsupported from error
+            raise KernelRefused(f"{operation}", error.code) from error
+        except NeedCapability as error:
+            raise NeedCapability(error.capability, f"change routes and devices ({namespace})") from error
+
+    def _transaction(self, namespace: NamespaceName, steps: tuple[NftStep, ...]) -> None:
+        try:
+            self._places[namespace].nft.batch(netlink.nft_batch(steps))
+        except KernelRefused as error:
+            if error.code in (errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, errno.ENOENT):
+                raise MissingFeature(error.doing, _modules(steps)) from error
+            raise
+        except NeedCapability as error:
+            raise NeedCapability(error.capability, f"change nftables ({namespace})") from error
+
+
+def _table_name(body: bytes) -> str:
+    _, parts = dump.nft_parts(body)
+    return parts.get(1, b"").rstrip(b"\0").decode(errors="replace")
+
+
+def _modules(steps: tuple[NftStep, ...]) -> str:
+    needed = {"nf_tables"}
+    by_type = {
+        Tproxy: "nft_tproxy",
+        SocketLookup: "nft_socket",
+        Fib: "nft_fib_inet",
+        Nat: "nft_nat",
+        Redirect: "nft_redir",
+    }
+    for step in steps:
+        if isinstance(step, AppendRule):
+            needed |= {by_type[type(word)] for word in step.rule.phrase if type(word) in by_type}
+    return ", ".join(sorted(needed))
+
+
+def _read_sysctl(key: SysctlKey) -> str | None:
+    try:
+        return (Path("/proc/sys") / key.path).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def _write_sysctl(key: SysctlKey, value: str, namespace: str, *, restore: bool) -> None:
+    try:
+        (Path("/proc/sys") / key.path).write_text(value)
+    except FileNotFoundError as error:
+        if not restore:
+            raise UnknownInterface(key.device, namespace) from error
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            doing = f"write /proc/sys/{key.path}={value} (is /proc/sys mounted read-only?)"
+            raise NeedCapability("CAP_NET_ADMIN", doing) from error
+        raise KernelRefused(f"sysctl {key.path}={value}", error.errno or 0) from error
+
+
+class Kernel:
+    """:class:`BlockingKernel` behind a thread of its own, for use on an event loop.
+
+    ``async with Kernel(netns, ownership) as kernel``; the namespaces stay the caller's to close.
+    """
+
+    def __init__(self, netns: Mapping[NamespaceName, Netns], ownership: Ownership) -> None:
+        self._netns = netns
+        self._ownership = ownership
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="netlink")
+        self._blocking: BlockingKernel | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._blocking = await self._in_thread(lambda: BlockingKernel(self._netns, self._ownership))
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The thread finishes the transaction it is in; each takes milliseconds.
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._blocking is not None:
+            self._blocking.close()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _ready(self) -> BlockingKernel:
+        if self._blocking is None:
+            raise RuntimeError("use `async with Kernel(...)`")
+        return self._blocking
+
+    async def read(self, wanted: State | None = None) -> State:
+        """See :meth:`BlockingKernel.read`."""
+        blocking = self._ready()
+        return await self._in_thread(lambda: blocking.read(wanted))
+
+    async def apply(self, wanted: State) -> tuple[Operation, ...]:
+        """See :meth:`BlockingKernel.apply`. Cancelled, it still finishes what the thread has begun."""
+        blocking = self._ready()
+        return await self._in_thread(lambda: blocking.apply(wanted))
+
+    async def keep(
+        self, wanted: Callable[[], State], *, recheck_s: float = 5.0
+    ) -> AsyncIterator[tuple[Operation, ...] | TproxyError]:
+        """Apply ``wanted()`` now, at every change that the kernel reports, and every ``recheck_s`` seconds.
+
+        Yields what had to be done each time it was not nothing, or the error that prevented it; the next
+        change or recheck tries again. Changes of sysctls are not reported and wait for the recheck.
+        """
+        changed = asyncio.Event()
+        with contextlib.ExitStack() as stack:
+            self._listen(changed, stack)
+            while True:
+                changed.clear()
+                result: tuple[Operation, ...] | TproxyError
+                try:
+                    result = await self.apply(wanted())
+                except TproxyError as error:
+                    result = error
+                if result:
+                    yield result
+                try:
+                    async with asyncio.timeout(recheck_s):
+                        await changed.wait()
+                    await asyncio.sleep(_SETTLE_S)
+                except TimeoutError:
+                    pass
+
+    def _listen(self, changed: asyncio.Event, stack: contextlib.ExitStack) -> None:
+        loop = asyncio.get_running_loop()
+        for netns in self._netns.values():
+            for protocol, groups in ((NETLINK_ROUTE, _ROUTE_GROUPS), (NETLINK_NETFILTER, _NFT_GROUPS)):
+                sock = monitor_socket(protocol, groups, netns)
+                stack.callback(sock.close)
+                loop.add_reader(sock.fileno(), _noticed, sock, changed)
+                stack.callback(loop.remove_reader, sock.fileno())
+
+
+def _noticed(sock: socket.socket, changed: asyncio.Event) -> None:
+    drain(sock)
+    changed.set()

@@ -1,0 +1,215 @@
+"""Netlink over plain sockets: send a message or a batch and wait for the verdict, dump, listen for changes.
+
+Blocking, because the kernel answers while we are still in ``sendmsg``; one thread owns a socket.
+"""
+
+import errno
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from tproxy.aio.netns import Netns, entered
+from tproxy.errors import KernelRefused, MissingFeature, NeedCapability, TproxyError
+from tproxy.wire import Message
+
+NETLINK_ROUTE, NETLINK_NETFILTER = 0, 12
+_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, _NETLINK_EXT_ACK, _NETLINK_CAP_ACK = 270, 1, 11, 10
+_NLMSG_NOOP, _NLMSG_ERROR, _NLMSG_DONE = 1, 2, 3
+_NLM_F_MULTI, _NLM_F_ACK, _NLM_F_DUMP_INTR = 0x2, 0x4, 0x10
+_BATCH_BEGIN, _BATCH_END = 16, 17
+_HEADER = struct.Struct("=IHHII")
+_RECEIVE_BYTES = 1 << 20
+# A batch is one sendmsg. The default limit (net.core.wmem_default, 208 KiB) ends at about 1,500 members.
+_SEND_BUFFER_BYTES = 8 << 20
+_SO_SNDBUFFORCE = 32
+_ANSWER_TIMEOUT_S = 5.0
+_DUMP_ATTEMPTS = 10
+
+
+class DumpInterrupted(KernelRefused):
+    """The kernel's state changed in the middle of every attempt to read it."""
+
+
+class NetlinkSocket:
+    """One netlink socket, in one namespace for its whole life."""
+
+    def __init__(self, protocol: int, netns: Netns | None = None) -> None:
+        self.protocol = protocol
+        with entered(netns):
+            try:
+                self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+            except OSError as error:
+                if error.errno == errno.EPROTONOSUPPORT:
+                    raise MissingFeature("netlink", "nfnetlink, nf_tables") from error
+                raise KernelRefused("a netlink socket", error.errno or 0) from error
+        self._socket.bind((0, 0))
+        self._socket.settimeout(_ANSWER_TIMEOUT_S)
+        self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+        for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
+            try:
+                self._socket.setsockopt(socket.SOL_SOCKET, option, _SEND_BUFFER_BYTES)
+                break
+            except PermissionError:
+                continue
+        self._sequence = 0
+
+    def request(self, message: Message) -> None:
+        """Send one message and wait for its acknowledgement.
+
+        Raises:
+            KernelRefused: with the errno; NeedCapability for EPERM.
+        """
+        self._send([message], flags=_NLM_F_ACK)
+        self._await_acks([message])
+
+    def batch(self, messages: Sequence[Message]) -> None:
+        """Send a transaction in one piece; on any refusal none of it has happened.
+
+        Raises:
+            KernelRefused: for the first refused message, named by ``about``.
+        """
+        self._send(messages, flags=_NLM_F_ACK)
+        self._await_acks(messages)
+
+    def dump(self, message: Message) -> list[bytes]:
+        """All bodies of a consistent dump.
+
+        Raises:
+            DumpInterrupted: something changed during each of several attempts.
+        """
+        for _ in range(_DUMP_ATTEMPTS):
+            self._send([message], flags=0)
+            bodies, interrupted = self._collect(message)
+            if not interrupted:
+                return bodies
+        raise DumpInterrupted("a consistent dump", errno.EINTR)
+
+    def _send(self, messages: Sequence[Message], flags: int) -> None:
+        parts = []
+        for message in messages:
+            self._sequence += 1
+            # Acknowledging batch begin and end is a recent courtesy of the kernel; nobody may rely on it.
+            wanted = 0 if message.kind in (_BATCH_BEGIN, _BATCH_END) else flags
+            length = _HEADER.size + len(message.body)
+            parts.append(_HEADER.pack(length, message.kind, message.flags | wanted, self._sequence, 0))
+            parts.append(message.body + bytes(-length % 4))
+        try:
+            self._socket.send(b"".join(parts))
+        except OSError as error:
+            raise _refusal(messages[0], error.errno or 0) from error
+
+    def _await_acks(self, messages: Sequence[Message]) -> None:
+        first = self._sequence - len(messages) + 1
+        missing = {
+            first + offset
+            for offset, message in enumerate(messages)
+            if message.kind not in (_BATCH_BEGIN, _BATCH_END)
+        }
+        failure: TproxyError | None = None
+        while missing:
+            for kind, _, sequence, body in self._receive():
+                if kind != _NLMSG_ERROR or sequence < first:
+                    continue
+                code = -struct.unpack_from("=i", body)[0]
+                missing.discard(sequence)
+                if code and failure is None:
+                    failure = _refusal(messages[sequence - first], code)
+                    if messages[sequence - first].kind in (_BATCH_BEGIN, _BATCH_END):
+                        raise failure
+            if failure is not None and not self._pending():
+                break
+        if failure is not None:
+            raise failure
+
+    def _pending(self) -> bool:
+        """Whether more answers are queued: a refused transaction may answer for some messages only."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _collect(self, message: Message) -> tuple[list[bytes], bool]:
+        bodies: list[bytes] = []
+        interrupted = False
+        while True:
+            for kind, flags, sequence, body in self._receive():
+                if sequence != self._sequence:
+                    continue
+                interrupted |= bool(flags & _NLM_F_DUMP_INTR)
+                if kind == _NLMSG_DONE:
+                    return bodies, interrupted
+                if kind == _NLMSG_ERROR:
+                    code = -struct.unpack_from("=i", body)[0]
+                    if code == errno.EINTR:
+                        return bodies, True
+                    raise _refusal(message, code)
+                if kind != _NLMSG_NOOP:
+                    bodies.append(body)
+
+    def _receive(self) -> Iterator[tuple[int, int, int, bytes]]:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except TimeoutError as error:
+            raise KernelRefused("an answer on netlink", errno.ETIMEDOUT) from error
+        offset = 0
+        while offset + _HEADER.size <= len(data):
+            length, kind, flags, sequence, _ = _HEADER.unpack_from(data, offset)
+            if length < _HEADER.size:
+                break
+            yield kind, flags, sequence, data[offset + _HEADER.size : offset + length]
+            offset += (length + 3) & ~3
+
+    def close(self) -> None:
+        """Close; may be called twice."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def monitor_socket(protocol: int, groups: Sequence[int], netns: Netns | None = None) -> socket.socket:
+    """A non-blocking socket that becomes readable when the kernel's state changes; contents are a hint only."""
+    with entered(netns):
+        sock = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol
+        )
+    try:
+        sock.bind((0, 0))
+        for group in groups:
+            sock.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, group)
+    except OSError as error:
+        sock.close()
+        if error.errno in (errno.EPERM, errno.EACCES):
+            raise NeedCapability("CAP_NET_ADMIN", "watch nftables and routes") from error
+        raise KernelRefused("watch nftables and routes", error.errno or 0) from error
+    return sock
+
+
+def drain(sock: socket.socket) -> None:
+    """Throw away what a monitor socket holds; an overrun (ENOBUFS) is a change as well."""
+    while True:
+        try:
+            sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                raise KernelRefused("watch nftables and routes", error.errno or 0) from error
+
+
+def _refusal(message: Message, code: int) -> TproxyError:
+    doing = message.about or f"netlink message {message.kind}"
+    if code in (errno.EPERM, errno.EACCES):
+        return NeedCapability("CAP_NET_ADMIN", doing)
+    return KernelRefused(doing, code)

@@ -1,0 +1,242 @@
+"""(found, wanted) -> the operations that lead from one to the other; none when they are equal.
+
+Removal is wanting nothing. The order keeps every moment in between safe for traffic:
+
+1. policy rules that match everything go first: they steer packets on their own, so they must not
+   outlive the nftables rules that say which packets to leave alone;
+2. devices, addresses, sysctls, routes and rules that need a mark come: without marks they are inert;
+3. nftables changes, one transaction per namespace, earlier namespaces first, so that the end which
+   catches packets is ready before the end which sends them;
+4. policy rules that match everything come;
+5. what is left over goes, later namespaces first.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from tproxy.operations import (
+    AddAddress,
+    AddChain,
+    AddElements,
+    AddIpRule,
+    AddRoute,
+    AddSet,
+    AddTable,
+    AppendRule,
+    CreatePair,
+    DeleteAddress,
+    DeleteChain,
+    DeleteElements,
+    DeleteIpRule,
+    DeletePair,
+    DeleteRoute,
+    DeleteSet,
+    DeleteTable,
+    FlushChain,
+    Forget,
+    NftStep,
+    NftTransaction,
+    Operation,
+    Remember,
+    SetSysctl,
+    SetUp,
+)
+from tproxy.resources import (
+    Address,
+    Chain,
+    IpRule,
+    Namespace,
+    NamespaceName,
+    Route,
+    Set,
+    State,
+    SysctlKey,
+    Table,
+    VethPair,
+)
+
+
+def diff(found: State, wanted: State) -> tuple[Operation, ...]:
+    """Say how to make ``found`` equal to ``wanted``.
+
+    A namespace that only one of them names counts as empty in the other.
+    """
+    names = list(wanted.namespaces) + [name for name in found.namespaces if name not in wanted.namespaces]
+    stale = sorted(found.pairs - wanted.pairs, key=repr)
+    pairs = [
+        (name, _without(found.namespaces.get(name, Namespace()), name, stale), _of(wanted, name)) for name in names
+    ]
+    operations: list[Operation] = []
+    for name, have, want in reversed(pairs):
+        operations += [DeleteIpRule(name, rule) for rule in _sorted(have.rules - want.rules) if rule.mark is None]
+    # A wrong device stands in the way of the right one, so it cannot wait for step 5.
+    replaced = {end for pair in wanted.pairs for end in pair.ends}
+    blocking = [pair for pair in stale if replaced & set(pair.ends)]
+    operations += [DeletePair(pair) for pair in blocking]
+    operations += [CreatePair(pair) for pair in sorted(wanted.pairs - found.pairs, key=repr)]
+    for name, have, want in pairs:
+        operations += _prepare(name, have, want)
+    for name, have, want in pairs:
+        steps = tuple(_nft_steps(have.tables, want.tables))
+        if steps:
+            operations.append(NftTransaction(name, steps))
+    for name, have, want in pairs:
+        operations += [AddIpRule(name, rule) for rule in _sorted(want.rules - have.rules) if rule.mark is None]
+    for name, have, want in reversed(pairs):
+        gone = tuple(
+            DeleteTable(table.family, table.name) for table in have.tables if not _same_name(table, want.tables)
+        )
+        if gone:
+            operations.append(NftTransaction(name, gone))
+    for name, have, want in reversed(pairs):
+        operations += _clear(name, have, want)
+    operations += [DeletePair(pair) for pair in stale if pair not in blocking]
+    return tuple(operations)
+
+
+def _of(state: State, name: NamespaceName) -> Namespace:
+    return state.namespaces.get(name, Namespace())
+
+
+def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair]) -> Namespace:
+    """What is left when the stale devices are gone: routes and addresses go with their device."""
+    devices = {end.device for pair in stale for end in pair.ends if end.namespace == name}
+    if not devices:
+        return namespace
+    return Namespace(
+        tables=namespace.tables,
+        rules=namespace.rules,
+        routes=frozenset(route for route in namespace.routes if route.device not in devices),
+        addresses=frozenset(item for item in namespace.addresses if item.device not in devices),
+        up=namespace.up - devices,
+        sysctls={key: value for key, value in namespace.sysctls.items() if key.device not in devices},
+        remembered=namespace.remembered,
+    )
+
+
+def _prepare(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[Operation]:
+    # Sysctls before "up": IPv6 duplicate detection starts the moment a device is.
+    changed = {key: value for key, value in want.sysctls.items() if have.sysctls.get(key) != value}
+    first = _not_remembered(have, want)
+    if first:
+        yield Remember(name, first)
+    for key, value in changed.items():
+        yield SetSysctl(name, key, value)
+    for device in sorted(want.up - have.up):
+        yield SetUp(name, device)
+    for address in _sorted_addresses(want.addresses - have.addresses):
+        yield AddAddress(name, address)
+    occupied = {route.slot for route in have.routes}
+    for route in _sorted_routes(want.routes - have.routes):
+        yield AddRoute(name, route, replace=route.slot in occupied)
+    for rule in _sorted(want.rules - have.rules):
+        if rule.mark is not None:
+            yield AddIpRule(name, rule)
+
+
+def _not_remembered(have: Namespace, want: Namespace) -> dict[SysctlKey, str]:
+    """What must be written down before it changes; a device of ours takes its sysctls along when it goes."""
+    ours = {address.device for address in want.addresses} | want.up
+    return {
+        key: have.sysctls[key]
+        for key, value in want.sysctls.items()
+        if have.sysctls.get(key, value) != value and key not in have.remembered and key.device not in ours
+    }
+
+
+def _clear(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[Operation]:
+    for rule in _sorted(have.rules - want.rules):
+        if rule.mark is not None:
+            yield DeleteIpRule(name, rule)
+    kept = {route.slot for route in want.routes}
+    for route in _sorted_routes(have.routes - want.routes):
+        if route.slot not in kept:
+            yield DeleteRoute(name, route)
+    for address in _sorted_addresses(have.addresses - want.addresses):
+        yield DeleteAddress(name, address)
+    over: Mapping[SysctlKey, str] = {
+        key: value for key, value in have.remembered.items() if key not in want.sysctls
+    }
+    for key, value in over.items():
+        yield SetSysctl(name, key, value, restore=True)
+    if over:
+        everything = len(over) == len(have.remembered) and not _not_remembered(have, want)
+        yield Forget(name, over, all=everything)
+
+
+def _same_name(table: Table, tables: Iterable[Table]) -> Table | None:
+    return next((other for other in tables if (other.family, other.name) == (table.family, table.name)), None)
+
+
+def _nft_steps(found: Iterable[Table], wanted: Iterable[Table]) -> Iterator[NftStep]:
+    for table in wanted:
+        have = _same_name(table, found)
+        if have is None:
+            yield from _build(table)
+        elif not _compatible(have, table):
+            yield DeleteTable(have.family, have.name)
+            yield from _build(table)
+        elif have != table:
+            yield from _change(have, table)
+
+
+def _build(table: Table) -> Iterator[NftStep]:
+    yield AddTable(table.family, table.name)
+    yield from _change(Table(table.name, table.family), table)
+
+
+def _compatible(have: Table, want: Table) -> bool:
+    """Whether no chain changes its hook and no set its type: the kernel cannot alter those."""
+    hooks = {chain.name: chain.hook for chain in have.chains}
+    keys = {item.name: item.key for item in have.sets}
+    return all(hooks.get(chain.name, chain.hook) == chain.hook for chain in want.chains) and all(
+        keys.get(item.name, item.key) == item.key for item in want.sets
+    )
+
+
+def _change(have: Table, want: Table) -> Iterator[NftStep]:
+    """Steps inside one table; rules of a changed chain are all written again, which no packet sees."""
+    where = (want.family, want.name)
+    old = {chain.name: chain for chain in have.chains}
+    new = {chain.name: chain for chain in want.chains}
+    old_sets = {item.name: item for item in have.sets}
+    new_sets = {item.name: item for item in want.sets}
+    for name, chain in old.items():
+        if chain.rules and (name not in new or chain.rules != new[name].rules):
+            yield FlushChain(*where, name)
+    for name in old:
+        if name not in new:
+            yield DeleteChain(*where, name)
+    for name in old_sets:
+        if name not in new_sets:
+            yield DeleteSet(*where, name)
+    for name, item in new_sets.items():
+        if name not in old_sets:
+            yield AddSet(*where, Set(name, item.key))
+        before = old_sets[name].elements if name in old_sets else frozenset()
+        if gone := before - item.elements:
+            yield DeleteElements(*where, name, tuple(sorted(gone, key=lambda element: element.key)))
+        if added := item.elements - before:
+            yield AddElements(*where, name, tuple(sorted(added, key=lambda element: element.key)))
+    for name, chain in new.items():
+        if name not in old:
+            yield AddChain(*where, Chain(name, hook=chain.hook))
+    for name, chain in new.items():
+        if name not in old or old[name].rules != chain.rules:
+            for rule in chain.rules:
+                yield AppendRule(*where, name, rule)
+
+
+def _sorted(rules: Iterable[IpRule]) -> list[IpRule]:
+    return sorted(rules, key=lambda rule: (rule.priority, rule.version, repr(rule)))
+
+
+def _sorted_routes(routes: Iterable[Route]) -> list[Route]:
+    """Routes without gateway first: they are what makes a gateway reachable."""
+    return sorted(
+        routes,
+        key=lambda route: (route.gateway is not None, route.version, route.table, str(route.destination)),
+    )
+
+
+def _sorted_addresses(addresses: Iterable[Address]) -> list[Address]:
+    return sorted(addresses, key=lambda item: (item.device, item.interface.version, str(item.interface)))

@@ -1,0 +1,135 @@
+"""Everything that goes wrong between us and the kernel, as types that carry what a person needs.
+
+::
+
+    TproxyError
+    ├── NeedCapability      the process may not do this; says which capability and what it is for
+    ├── MissingFeature      the kernel lacks a module (nf_tables, TPROXY, sockets, veth)
+    ├── UnknownNamespace    no network namespace under this name, path or process id
+    ├── UnknownInterface    a device that was named is not there
+    ├── NotOurs             a resource of somebody else is where ours should go
+    ├── KernelRefused       any other refusal, with the request and the errno
+    ├── PortTaken           somebody else listens there
+    └── ConnectFailed       a connection was not made; ``error`` is the operating system's reason
+        └── ConnectTimedOut
+"""
+
+import errno
+import os
+
+
+class TproxyError(Exception):
+    """Root of what :mod:`tproxy` raises."""
+
+
+class NeedCapability(TproxyError):
+    """EPERM: the process lacks a capability, in the user namespace that owns the network namespace."""
+
+    def __init__(self, capability: str, doing: str) -> None:
+        super().__init__(capability, doing)
+        self.capability = capability
+        self.doing = doing
+
+    def __str__(self) -> str:
+        return (
+            f"not allowed to {self.doing}: needs {self.capability}; run as root, or add {self.capability} "
+            "to the container's securityContext.capabilities"
+        )
+
+
+class MissingFeature(TproxyError):
+    """The kernel does not know what was asked for; usually a module that is neither built in nor loaded."""
+
+    def __init__(self, doing: str, modules: str) -> None:
+        super().__init__(doing, modules)
+        self.doing = doing
+        self.modules = modules
+
+    def __str__(self) -> str:
+        return f"this kernel cannot do {self.doing}: load the module ({self.modules}) on the node"
+
+
+class UnknownNamespace(TproxyError):
+    """There is no such network namespace."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return (
+            f"no network namespace {self.name!r}: give a name (ip netns list), a path (/proc/PID/ns/net) or a PID"
+        )
+
+
+class UnknownInterface(TproxyError):
+    """There is no such device in that namespace."""
+
+    def __init__(self, device: str, namespace: str) -> None:
+        super().__init__(device, namespace)
+        self.device = device
+        self.namespace = namespace
+
+    def __str__(self) -> str:
+        return f"no interface {self.device!r} in the {self.namespace} namespace: compare with `ip link` there"
+
+
+class NotOurs(TproxyError):
+    """Somebody else's resource is in the way; it is left alone."""
+
+    def __init__(self, resource: object) -> None:
+        super().__init__(resource)
+        self.resource = resource
+
+    def __str__(self) -> str:
+        return f"somebody else's resource is where this should go, remove it or ours: {self.resource}"
+
+
+class KernelRefused(TproxyError):
+    """The kernel refused a request."""
+
+    def __init__(self, doing: str, code: int) -> None:
+        super().__init__(doing, code)
+        self.doing = doing
+        self.code = code
+
+    def __str__(self) -> str:
+        name = errno.errorcode.get(self.code, str(self.code))
+        return f"kernel refused {self.doing}: {name} ({os.strerror(self.code)})"
+
+
+class PortTaken(TproxyError):
+    """EADDRINUSE."""
+
+    def __init__(self, address: str, port: int) -> None:
+        super().__init__(address, port)
+        self.address = address
+        self.port = port
+
+    def __str__(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"somebody else listens on {host}:{self.port}: stop it (ss -ltnp) or use reuse_port on both"
+
+
+class ConnectFailed(TproxyError):
+    """No connection to ``destination``."""
+
+    def __init__(self, destination: tuple[str, int], error: OSError | None = None) -> None:
+        super().__init__(destination, error)
+        self.destination = destination
+        self.error = error
+
+    def __str__(self) -> str:
+        reason = "no reason given" if self.error is None else self.error.strerror
+        return f"connect to {self.destination[0]} port {self.destination[1]}: {reason}"
+
+
+class ConnectTimedOut(ConnectFailed):
+    """No answer within the limit."""
+
+    def __init__(self, destination: tuple[str, int], timeout_s: float) -> None:
+        super().__init__(destination)
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"connect to {self.destination[0]} port {self.destination[1]}: no answer in {self.timeout_s} s"

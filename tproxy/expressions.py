@@ -1,0 +1,397 @@
+"""The words of an nftables rule: register programs, exactly as the kernel runs and reports them.
+
+A rule here is a tuple of these values, and that is also what a dump is parsed back into, so "is this
+rule still what we want" is ``==`` and nothing has to be guessed from text. The kernel's vocabulary is
+``include/uapi/linux/netfilter/nf_tables.h``; a load writes a register, later expressions test or store
+it, a failed test ends the rule. The functions at the end build the phrases that people write
+(``source_in("mesh_pods4")``); ``render/text.py`` reads the tuples back into nft's language.
+
+Byte order: marks are in host order, ports, addresses and protocol numbers in network order, interface
+names 16 bytes padded with zeros.
+"""
+
+import sys
+from dataclasses import dataclass
+from enum import IntEnum
+from ipaddress import IPv4Address, IPv6Address
+from typing import Literal, TypeAlias
+
+IpAddress: TypeAlias = IPv4Address | IPv6Address
+
+TCP = 6
+UDP = 17
+
+
+class Family(IntEnum):
+    """``NFPROTO_*``: what a table, a translation or a TPROXY is about."""
+
+    INET = 1
+    IPV4 = 2
+    IPV6 = 10
+
+
+class MetaKey(IntEnum):
+    """``NFT_META_*``, those used here."""
+
+    MARK = 3
+    IIFNAME = 6
+    OIFNAME = 7
+    SKUID = 10
+    NFPROTO = 15
+    L4PROTO = 16
+
+
+class CtKey(IntEnum):
+    """``NFT_CT_*``, those used here."""
+
+    MARK = 3
+    ZONE = 17
+
+
+class Base(IntEnum):
+    """``NFT_PAYLOAD_*_HEADER``: where an offset counts from."""
+
+    NETWORK = 1
+    TRANSPORT = 2
+
+
+class Test(IntEnum):
+    """``NFT_CMP_*``."""
+
+    EQUAL = 0
+    NOT_EQUAL = 1
+
+
+class VerdictCode(IntEnum):
+    """``NF_*`` and ``NFT_*`` verdicts."""
+
+    DROP = 0
+    ACCEPT = 1
+    JUMP = -3
+    GOTO = -4
+    RETURN = -5
+
+
+class NatKind(IntEnum):
+    """``NFT_NAT_*``."""
+
+    SOURCE = 0
+    DESTINATION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Load a packet property into ``dreg``, or store ``sreg`` into it."""
+
+    key: int
+    dreg: int | None = None
+    sreg: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ct:
+    """Load a connection property into ``dreg``, or store ``sreg`` into it."""
+
+    key: int
+    dreg: int | None = None
+    sreg: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Load ``length`` bytes of a header."""
+
+    base: int
+    offset: int
+    length: int
+    dreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bitwise:
+    """``dreg = (sreg & mask) ^ xor``."""
+
+    mask: bytes
+    xor: bytes
+    length: int = 4
+    sreg: int = 1
+    dreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Go on only if the register holds (or does not hold) ``data``."""
+
+    data: bytes
+    op: int = Test.EQUAL
+    sreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Go on only if the register is an element of the set; ``flags`` 1 inverts."""
+
+    set_name: str
+    sreg: int = 1
+    flags: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """Put constant bytes into a register."""
+
+    data: bytes
+    dreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """End the rule, perhaps with a jump."""
+
+    code: int
+    chain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tproxy:
+    """Give the packet to a transparent socket; no address register means the primary local one."""
+
+    family: int
+    reg_port: int | None = None
+    reg_addr: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nat:
+    """Translate one address; the kernel reports ``max`` equal to ``min`` for a single one."""
+
+    kind: int
+    family: int
+    reg_addr_min: int | None = None
+    reg_addr_max: int | None = None
+    reg_proto_min: int | None = None
+    reg_proto_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """Translate to this host, to the port in a register."""
+
+    reg_proto_min: int | None = None
+    reg_proto_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fib:
+    """Ask the routing table; result 3 is the address type, flags 2 the destination address."""
+
+    result: int
+    flags: int
+    dreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SocketLookup:
+    """Find the packet's socket; key 0 asks whether it is transparent (1 byte)."""
+
+    key: int
+    dreg: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Something a dump contains that this vocabulary has no word for; never equal to a wanted one."""
+
+    name: str
+    data: bytes
+
+
+Expression: TypeAlias = (
+    Meta
+    | Ct
+    | Payload
+    | Bitwise
+    | Compare
+    | Lookup
+    | Immediate
+    | Verdict
+    | Tproxy
+    | Nat
+    | Redirect
+    | Fib
+    | SocketLookup
+    | Opaque
+)
+Phrase: TypeAlias = tuple[Expression, ...]
+
+RTN_LOCAL = 2
+_ORDER: Literal["little", "big"] = sys.byteorder
+
+
+def host_u32(value: int) -> bytes:
+    """A mark, uid or similar as the kernel keeps it in a register."""
+    return value.to_bytes(4, _ORDER)
+
+
+def interface_bytes(name: str) -> bytes:
+    """An interface name as the kernel keeps it in a register."""
+    return name.encode().ljust(16, b"\0")
+
+
+def _test(negate: bool) -> Test:
+    return Test.NOT_EQUAL if negate else Test.EQUAL
+
+
+def input_interface(name: str, *, negate: bool = False) -> Phrase:
+    """``iifname [!=] "name"``."""
+    return (Meta(MetaKey.IIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate)))
+
+
+def output_interface(name: str, *, negate: bool = False) -> Phrase:
+    """``oifname [!=] "name"``."""
+    return (Meta(MetaKey.OIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate)))
+
+
+def mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
+    """``meta mark & mask [!=] value``; the mask is ``value`` itself unless told."""
+    return (Meta(MetaKey.MARK, dreg=1), *_masked(value, mask, negate))
+
+
+def ct_mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
+    """``ct mark & mask [!=] value``; the mask is ``value`` itself unless told."""
+    return (Ct(CtKey.MARK, dreg=1), *_masked(value, mask, negate))
+
+
+def _masked(value: int, mask: int | None, negate: bool) -> Phrase:
+    bits = value if mask is None else mask
+    return (Bitwise(host_u32(bits), host_u32(0)), Compare(host_u32(value), _test(negate)))
+
+
+def set_mark(value: int, mask: int | None = None) -> Phrase:
+    """``meta mark set``: bits of ``mask`` become ``value``, the others stay; the mask is ``value`` unless told."""
+    return (Meta(MetaKey.MARK, dreg=1), _replace_bits(value, mask), Meta(MetaKey.MARK, sreg=1))
+
+
+def set_ct_mark(value: int, mask: int | None = None) -> Phrase:
+    """``ct mark set``, with the bits as in :func:`set_mark`."""
+    return (Ct(CtKey.MARK, dreg=1), _replace_bits(value, mask), Ct(CtKey.MARK, sreg=1))
+
+
+def _replace_bits(value: int, mask: int | None) -> Bitwise:
+    bits = value if mask is None else mask
+    return Bitwise(host_u32(~bits & 0xFFFFFFFF), host_u32(value))
+
+
+def copy_ct_mark_to_mark() -> Phrase:
+    """``meta mark set ct mark``."""
+    return (Ct(CtKey.MARK, dreg=1), Meta(MetaKey.MARK, sreg=1))
+
+
+def family_is(family: Family) -> Phrase:
+    """``meta nfproto ipv4|ipv6``; every address phrase of an inet table must stand behind it."""
+    return (Meta(MetaKey.NFPROTO, dreg=1), Compare(bytes((family,))))
+
+
+def protocol_is(protocol: int, *, negate: bool = False) -> Phrase:
+    """``meta l4proto [!=] tcp``, behind IPv6 extension headers too."""
+    return (Meta(MetaKey.L4PROTO, dreg=1), Compare(bytes((protocol,)), _test(negate)))
+
+
+def destination_port(protocol: int, port: int, *, negate: bool = False) -> Phrase:
+    """``tcp dport [!=] port``."""
+    return (
+        *protocol_is(protocol),
+        Payload(Base.TRANSPORT, 2, 2),
+        Compare(port.to_bytes(2, "big"), _test(negate)),
+    )
+
+
+def source_port(protocol: int, port: int) -> Phrase:
+    """``udp sport port``."""
+    return (*protocol_is(protocol), Payload(Base.TRANSPORT, 0, 2), Compare(port.to_bytes(2, "big")))
+
+
+def family_of(address: IpAddress) -> Family:
+    """The family whose header carries ``address``."""
+    return Family.IPV4 if address.version == 4 else Family.IPV6
+
+
+def _load_source(family: Family) -> Payload:
+    return Payload(Base.NETWORK, 12, 4) if family is Family.IPV4 else Payload(Base.NETWORK, 8, 16)
+
+
+def _load_destination(family: Family) -> Payload:
+    return Payload(Base.NETWORK, 16, 4) if family is Family.IPV4 else Payload(Base.NETWORK, 24, 16)
+
+
+def source_is(address: IpAddress, *, negate: bool = False) -> Phrase:
+    """``ip saddr [!=] address``; the other IP family never matches, negated or not."""
+    family = family_of(address)
+    return (*family_is(family), _load_source(family), Compare(address.packed, _test(negate)))
+
+
+def destination_is(address: IpAddress, *, negate: bool = False) -> Phrase:
+    """``ip daddr [!=] address``; the other IP family never matches, negated or not."""
+    family = family_of(address)
+    return (*family_is(family), _load_destination(family), Compare(address.packed, _test(negate)))
+
+
+def source_in(family: Family, set_name: str) -> Phrase:
+    """``ip saddr @set``."""
+    return (*family_is(family), _load_source(family), Lookup(set_name))
+
+
+def destination_in(family: Family, set_name: str) -> Phrase:
+    """``ip daddr @set``."""
+    return (*family_is(family), _load_destination(family), Lookup(set_name))
+
+
+def destination_is_local() -> Phrase:
+    """``fib daddr type local``."""
+    return (Fib(result=3, flags=2), Compare(host_u32(RTN_LOCAL)))
+
+
+def socket_is_transparent() -> Phrase:
+    """``socket transparent 1``: a transparent socket of this namespace owns the packet's 4-tuple."""
+    return (SocketLookup(key=0), Compare(b"\x01"))
+
+
+def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Phrase:
+    """``tproxy ip to [address]:port``."""
+    if address is None:
+        return (Immediate(port.to_bytes(2, "big"), dreg=1), Tproxy(family, reg_port=1))
+    return (
+        Immediate(address.packed, dreg=1),
+        Immediate(port.to_bytes(2, "big"), dreg=2),
+        Tproxy(family, reg_port=2, reg_addr=1),
+    )
+
+
+def redirect_to(port: int) -> Phrase:
+    """``redirect to :port``."""
+    return (Immediate(port.to_bytes(2, "big")), Redirect(reg_proto_min=1, reg_proto_max=1))
+
+
+def keep_destination(family: Family) -> Phrase:
+    """``dnat to daddr``: translated, to what it was, so that no later nat chain is asked."""
+    return (*family_is(family), _load_destination(family), Nat(NatKind.DESTINATION, family, 1, 1))
+
+
+def keep_source(family: Family) -> Phrase:
+    """``snat to saddr``, the twin of :func:`keep_destination`."""
+    return (*family_is(family), _load_source(family), Nat(NatKind.SOURCE, family, 1, 1))
+
+
+def accept() -> Phrase:
+    """``accept``."""
+    return (Verdict(VerdictCode.ACCEPT),)
+
+
+def return_() -> Phrase:
+    """``return``; in a base chain, its policy."""
+    return (Verdict(VerdictCode.RETURN),)
+
+
+def jump(chain: str) -> Phrase:
+    """``jump chain``."""
+    return (Verdict(VerdictCode.JUMP, chain),)

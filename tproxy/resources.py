@@ -1,0 +1,226 @@
+"""What a kernel can hold for us, as values: a :class:`State` is wanted, found, or compared.
+
+A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
+between them. Everything is frozen and ordered nowhere the kernel does not order it, so two states are
+the same exactly when they are equal; ``diff.py`` says how to get from one to the other.
+
+What belongs to us is never guessed: :class:`Ownership` names the nftables tables and devices, and every
+rule and route carries its ``protocol`` number. Other people's resources are not read and not touched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from types import MappingProxyType
+from typing import Literal, NewType, TypeAlias
+
+from tproxy.expressions import Family, Phrase
+
+NamespaceName = NewType("NamespaceName", str)
+IpAddress: TypeAlias = IPv4Address | IPv6Address
+IpInterface: TypeAlias = IPv4Interface | IPv6Interface
+IpNetwork: TypeAlias = IPv4Network | IPv6Network
+Version: TypeAlias = Literal[4, 6]
+
+
+class HookPoint(IntEnum):
+    """``NF_INET_*``."""
+
+    PREROUTING = 0
+    INPUT = 1
+    FORWARD = 2
+    OUTPUT = 3
+    POSTROUTING = 4
+    INGRESS = 5
+
+
+ChainKind: TypeAlias = Literal["filter", "nat", "route"]
+
+RAW, MANGLE, DSTNAT, SRCNAT = -300, -150, -100, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """Where a base chain is attached. Ours always accept; ``drop`` can only be found."""
+
+    kind: ChainKind
+    point: HookPoint
+    priority: int
+    drop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule; the comment (at most 120 bytes of ASCII) is stored in the kernel and shown by nft."""
+
+    phrase: Phrase
+    comment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A chain, a base chain if it has a hook."""
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    hook: Hook | None = None
+
+
+class SetKey(IntEnum):
+    """The key type number that nft writes into NFTA_SET_KEY_TYPE."""
+
+    IPV4_ADDRESS = 7
+    IPV6_ADDRESS = 8
+    INTERFACE = 41
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One member of a set; ``key`` is the register's bytes (``address.packed``)."""
+
+    key: bytes
+    comment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """A named set of single keys."""
+
+    name: str
+    key: SetKey
+    elements: frozenset[Element] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An nftables table, whole: what is not listed is not wanted."""
+
+    name: str
+    family: Family = Family.INET
+    chains: tuple[Chain, ...] = ()
+    sets: tuple[Set, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpRule:
+    """A policy routing rule; it looks up ``table``, or continues at priority ``goto``."""
+
+    version: Version
+    priority: int
+    table: int | None = None
+    goto: int | None = None
+    mark: int | None = None
+    mask: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One route. The scope follows: local is host, without gateway is link, else universe."""
+
+    table: int
+    destination: IpNetwork
+    device: str
+    gateway: IpAddress | None = None
+    source: IpAddress | None = None
+    local: bool = False
+    onlink: bool = False
+
+    @property
+    def version(self) -> Version:
+        """4 or 6."""
+        return self.destination.version
+
+    @property
+    def slot(self) -> tuple[int, IpNetwork]:
+        """What the kernel lets exist once: table and destination (metrics are not used here)."""
+        return (self.table, self.destination)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of a device of ours; IPv6 ones skip duplicate detection, the pair has two ends only."""
+
+    device: str
+    interface: IpInterface
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a veth pair."""
+
+    namespace: NamespaceName
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class VethPair:
+    """Two devices, one cable; a found device of our name whose other end is unknown has no ``right``."""
+
+    left: End
+    right: End | None
+
+    @property
+    def ends(self) -> tuple[End, ...]:
+        """The ends that are known."""
+        return (self.left,) if self.right is None else (self.left, self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class SysctlKey:
+    """``net.<family>.conf.<device>.<leaf>``."""
+
+    family: Literal["ipv4", "ipv6"]
+    device: str
+    leaf: str
+
+    @property
+    def path(self) -> str:
+        """Below /proc/sys; a slash in a device name cannot exist, a dot can."""
+        return f"net/{self.family}/conf/{self.device}/{self.leaf}"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What one network namespace holds of ours.
+
+    ``remembered`` is the values that sysctls had before us. It is found, not wanted: it is kept in the
+    kernel, next to what it describes, so that any later process can put the values back.
+    """
+
+    tables: tuple[Table, ...] = ()
+    rules: frozenset[IpRule] = frozenset()
+    routes: frozenset[Route] = frozenset()
+    addresses: frozenset[Address] = frozenset()
+    up: frozenset[str] = frozenset()
+    sysctls: Mapping[SysctlKey, str] = field(default_factory=lambda: MappingProxyType({}))
+    remembered: Mapping[SysctlKey, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """What is ours in every namespace of a state.
+
+    ``protocol`` goes into FRA_PROTOCOL and rtm_protocol; 162 is in no ``rt_protos`` file that we know.
+    """
+
+    tables: frozenset[str]
+    memory_table: str
+    devices: frozenset[str] = frozenset()
+    protocol: int = 162
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Namespaces in the order in which they are set up, and the pairs between them.
+
+    Later namespaces lead traffic into earlier ones, so they are changed last and cleared first.
+    """
+
+    namespaces: Mapping[NamespaceName, Namespace]
+    pairs: frozenset[VethPair] = frozenset()
+
+
+def nothing(state: State) -> State:
+    """The same namespaces, empty: what to want for removal."""
+    return State({name: Namespace() for name in state.namespaces})
