@@ -1,0 +1,872 @@
+"""One HTTP/2 connection as a state machine, both roles, limited to what CONNECT tunnels need (RFC 9113).
+
+Theory of operation. Bytes go in by :meth:`Engine.receive_data`, which returns events; every other method
+changes the state and may queue frames. Frames wait in :attr:`Engine.output` and leave together, once per
+turn of the caller's loop. DATA never becomes an object of its own: on the way in, its payload is handed out
+as views of the received bytes, also when the frame is still incomplete; on the way out the caller reads
+straight into the output buffer (:meth:`Engine.reserve`), and :meth:`Engine.commit` puts the frame header in
+front of what came.
+
+Flow control is by delivery: a received byte counts against the stream's and the connection's window until
+:meth:`Engine.acknowledge` says that it has left, and credit goes back in WINDOW_UPDATEs of half a window.
+
+A stream is known from its first frame until both sides have ended it or one has reset it. Frames on streams
+already gone are ignored where RFC 9113, 5.1 allows or asks it, and cost the peer budget. Whatever a peer
+can repeat is either bounded in number (streams, header bytes, unsent frames) or paid from a budget
+(:mod:`hbone.flow`); overdrawn budgets end the connection with ENHANCE_YOUR_CALM.
+
+Nothing waits for the peer's SETTINGS: until they come the defaults of RFC 9113, 6.5.2 hold. Push and
+priorities are not implemented; field sections are validated in :mod:`hbone.head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from hbone import frames
+from hbone.errors import ErrorCode, LocalProtocolError
+from hbone.events import (
+    ConnectionFailed,
+    DataReceived,
+    Event,
+    GoawayReceived,
+    Header,
+    PingAcknowledged,
+    RequestHead,
+    RequestReceived,
+    ResponseReceived,
+    SettingsReceived,
+    StreamEnded,
+    StreamReset,
+    WindowOpened,
+)
+from hbone.flow import Budget
+from hbone.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADER,
+    HEADER_BYTES,
+    MAX_STREAM_ID,
+    MAX_WINDOW,
+    PADDED,
+    PREFACE,
+    PRIORITY_FLAG,
+    Setting,
+)
+from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
+from hbone.hpack_cache import BlockDecoder, BlockEncoder, HeaderBlockError
+from hbone.output import Buffers, Output, OwnBuffers
+from hbone.settings import Http2Settings, Role
+
+_DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
+_DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
+_REMEMBERED_RESETS: Final = 512
+_EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
+_DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
+_FIXED_LENGTH: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
+_CONNECTION_ONLY: Final = frozenset((frames.SETTINGS, frames.PING, frames.GOAWAY))
+_STREAM_ONLY: Final = frozenset((frames.HEADERS, frames.PRIORITY, frames.RST_STREAM, frames.CONTINUATION))
+
+_ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
+
+
+class _Failure(Exception):
+    """Connection error: unwinds to receive_data."""
+
+    def __init__(self, code: ErrorCode, detail: str) -> None:
+        self.code = code
+        self.detail = detail
+
+
+class _Stream:
+    __slots__ = (
+        "answered",
+        "blocked",
+        "local_open",
+        "receive_window",
+        "remote_open",
+        "send_window",
+        "tunnel",
+        "unacknowledged",
+    )
+
+    def __init__(self, send_window: int, receive_window: int) -> None:
+        self.send_window = send_window
+        self.receive_window = receive_window
+        self.unacknowledged = 0
+        self.local_open = True
+        self.remote_open = True
+        self.answered = False
+        self.tunnel = True
+        self.blocked = False
+
+
+class Engine:
+    """One connection. ``buffers`` lends output buffers; without it the engine allocates."""
+
+    def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
+        self.role = role
+        self.settings = settings
+        self.output = Output(buffers if buffers is not None else OwnBuffers())
+        self.failed = False
+        """No more input is accepted; send the output and close."""
+        self.going_away = False
+        """The peer sent GOAWAY."""
+        self.draining = False
+        """We announced or sent GOAWAY: no new streams."""
+        self.peer_max_frame_bytes = _DEFAULT_FRAME
+        self.peer_max_streams: int | None = None
+        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS; None while it has not limited us."""
+        self.peer_settings_seen = False
+        limits = settings.limits
+        self._server = role is Role.SERVER
+        self._streams: dict[int, _Stream] = {}
+        self._next_id = 1
+        self._last_peer_id = 0
+        self._goaway_limit: int | None = None
+        self._reset_here: dict[int, None] = {}
+        self._peer_initial_window = _DEFAULT_WINDOW
+        self._send_window = _DEFAULT_WINDOW
+        self._send_blocked = False
+        self._receive_window = _DEFAULT_WINDOW
+        self._unacknowledged = 0
+        self._window_step = settings.stream_window_bytes // 2
+        self._connection_step = settings.connection_window_bytes // 2
+        self._earned = 0
+        self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
+        self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
+        self._requests: BlockDecoder[RequestHead | Trailers | Malformed] = BlockDecoder(
+            settings.max_header_list_bytes, parse_request
+        )
+        self._responses: BlockDecoder[ResponseHead | Trailers | Malformed] = BlockDecoder(
+            settings.max_header_list_bytes, parse_response
+        )
+        # The input's position: the preface still to come, a frame cut short, a payload passing through.
+        self._preface = PREFACE if self._server else b""
+        self._partial = bytearray()
+        self._left = 0
+        self._padding = 0
+        self._left_stream = 0
+        self._left_known: _Stream | None = None
+        self._left_ended = False
+        self._block = bytearray()
+        self._block_stream = 0
+        self._block_flags = 0
+        self._block_frames = 0
+        self._settings_next = True
+        self._events: list[Event] = []
+        self._now = 0.0
+
+    # What we start
+
+    def start(self) -> None:
+        """Queue what opens the connection: (preface,) SETTINGS, WINDOW_UPDATE."""
+        opening = b"" if self._server else PREFACE
+        opening += frames.settings_frame(self.settings.wire(self.role))
+        raise_by = self.settings.connection_window_bytes - _DEFAULT_WINDOW
+        if raise_by:
+            # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
+            opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
+            self._receive_window += raise_by
+        self.output.append(opening)
+
+    @property
+    def open_streams(self) -> int:
+        """Streams not yet ended by both sides."""
+        return len(self._streams)
+
+    @property
+    def accepts_streams(self) -> bool:
+        """Client: whether :meth:`open_stream` may be called now."""
+        return (
+            not (self.failed or self.going_away or self.draining)
+            and self._next_id <= MAX_STREAM_ID
+            and (self.peer_max_streams is None or len(self._streams) < self.peer_max_streams)
+        )
+
+    def open_stream(self, headers: Iterable[Header], *, ended: bool = False) -> int:
+        """Client: send a request, pseudo-header fields first, in the order given.
+
+        Raises:
+            LocalProtocolError: no stream may be opened now, see :attr:`accepts_streams`.
+        """
+        if self._server or not self.accepts_streams:
+            raise LocalProtocolError("no stream may be opened on this connection")
+        stream_id = self._next_id
+        self._next_id += 2
+        stream = _Stream(self._peer_initial_window, self.settings.stream_window_bytes)
+        stream.local_open = not ended
+        self._streams[stream_id] = stream
+        self._send_headers(stream_id, headers, ended=ended)
+        return stream_id
+
+    def respond(
+        self,
+        stream_id: int,
+        status: int,
+        headers: Iterable[Header] = (),
+        *,
+        body: bytes = b"",
+        ended: bool = False,
+        reset_code: int | None = None,
+    ) -> None:
+        """Server: answer a request.
+
+        ``ended`` without body puts END_STREAM on the HEADERS; ``body`` (within the windows: a few hundred
+        bytes) is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request
+        side is still open. After an answer without any of them the stream is a tunnel.
+
+        Raises:
+            LocalProtocolError: the stream is gone or already answered.
+        """
+        stream = self._known(stream_id)
+        if not self._server or stream.answered:
+            raise LocalProtocolError(f"stream {stream_id} cannot be answered")
+        stream.answered = True
+        ends = ended and not body
+        self._send_headers(stream_id, ((b":status", b"%d" % status), *headers), ended=ends)
+        if body:
+            size = min(len(body), stream.send_window, self._send_window, self.peer_max_frame_bytes)
+            if size == len(body):
+                stream.send_window -= size
+                self._send_window -= size
+                self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
+            else:  # a body is a courtesy: not worth a queue of its own
+                self.output.append(frames.frame(DATA, END_STREAM, stream_id))
+        if ended or body:
+            self._local_ended(stream_id, stream)
+        if reset_code is not None and stream_id in self._streams:
+            self.reset_stream(stream_id, reset_code)
+
+    def reset_stream(self, stream_id: int, code: int) -> None:
+        """RST_STREAM; nothing when the stream is already gone."""
+        if self._streams.pop(stream_id, None) is not None:
+            self._send_reset(stream_id, code)
+
+    def end_stream(self, stream_id: int) -> None:
+        """END_STREAM on an empty DATA frame; the other direction goes on."""
+        stream = self._known(stream_id)
+        if not stream.local_open:
+            raise LocalProtocolError(f"stream {stream_id} has been ended")
+        self.output.append(frames.frame(DATA, END_STREAM, stream_id))
+        self._local_ended(stream_id, stream)
+
+    def ping(self, payload: bytes) -> None:
+        """PING with 8 bytes of ``payload``; :class:`PingAcknowledged` answers it."""
+        self.output.append(frames.frame(frames.PING, 0, 0, payload))
+
+    def drain(self) -> None:
+        """Server, first step of a graceful end (RFC 9113, 6.8): announce GOAWAY, then PING.
+
+        When the PONG shows that the peer has seen it, the final GOAWAY follows by itself.
+        """
+        if not self.draining and not self.failed:
+            self.draining = True
+            self.output.append(
+                frames.frame(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(MAX_STREAM_ID, ErrorCode.NO_ERROR))
+                + frames.frame(frames.PING, 0, 0, _DRAIN_PING)
+            )
+
+    def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
+        """Final GOAWAY with the last stream of the peer we took; later ones are not answered."""
+        self.draining = True
+        if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
+            self._goaway_limit = self._last_peer_id
+            self.output.append(frames.frame(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(self._last_peer_id, code)))
+
+    # Payload out
+
+    def reserve(self, stream_id: int, limit: int) -> memoryview | None:
+        """Room in the output for up to ``limit`` bytes of the stream's payload, not yet sent.
+
+        None: no room before a :class:`WindowOpened` of this stream or of stream 0, or, when
+        ``output.full``, before the output was taken. Nothing else may be called between this and
+        :meth:`commit`; a reservation without commit costs nothing.
+        """
+        allowed = self._allowed(stream_id, limit)
+        if allowed == 0:
+            return None
+        return self.output.reserve(allowed if allowed < self.peer_max_frame_bytes else self.peer_max_frame_bytes)
+
+    def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
+        """As :meth:`reserve`, as one view per frame, to read into all of them at once.
+
+        For peers with small frames, where one view would mean one system call per 16 KiB.
+        """
+        allowed = self._allowed(stream_id, limit)
+        return self.output.reserve_many(allowed, self.peer_max_frame_bytes) if allowed else None
+
+    def commit(self, stream_id: int, size: int) -> None:
+        """Send the first ``size`` bytes, at least 1, of what was put into the reserved room."""
+        stream = self._streams[stream_id]
+        stream.send_window -= size
+        self._send_window -= size
+        self._earned += size
+        self.output.commit(stream_id, size, self.peer_max_frame_bytes)
+
+    def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
+        """Copy as much of ``data`` into the output as windows and room allow; how much that was."""
+        sent = 0
+        while sent < len(data):
+            room = self.reserve(stream_id, len(data) - sent)
+            if room is None:
+                break
+            size = len(room)
+            room[:] = data[sent : sent + size]
+            self.commit(stream_id, size)
+            sent += size
+        return sent
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """``size`` received bytes of the stream were delivered or dropped: give their credit back.
+
+        Also for streams that are gone, whose bytes still count against the connection.
+        """
+        self._unacknowledged += size
+        if self._unacknowledged >= self._connection_step:
+            self._grant(0, self._unacknowledged)
+            self._receive_window += self._unacknowledged
+            self._unacknowledged = 0
+        stream = self._streams.get(stream_id)
+        if stream is not None and stream.remote_open:
+            stream.unacknowledged += size
+            if stream.unacknowledged >= self._window_step:
+                self._grant(stream_id, stream.unacknowledged)
+                stream.receive_window += stream.unacknowledged
+                stream.unacknowledged = 0
+
+    # Bytes in
+
+    def receive_data(self, data: bytes | bytearray | memoryview, now_s: float = 0.0) -> list[Event]:
+        """Advance by ``data``, however the network split it.
+
+        Args:
+            data: events hold views of it, valid until the caller changes it.
+            now_s: monotonic seconds, for the budgets.
+
+        Returns:
+            What happened, in order; the last may be :class:`ConnectionFailed`, after which more data is
+            ignored.
+        """
+        if self.failed:
+            return []
+        self._now = now_s
+        events: list[Event] = []
+        self._events = events
+        view = data if type(data) is memoryview else memoryview(data)
+        try:
+            self._parse(view, len(view))
+        except _Failure as failure:
+            self.goaway(failure.code)
+            self.failed = True
+            events.append(ConnectionFailed(failure.code, failure.detail))
+        self._events = []
+        return events
+
+    def _parse(self, view: memoryview, end: int) -> None:
+        position = 0
+        if self._preface:
+            position = min(len(self._preface), end)
+            if view[:position] != self._preface[:position]:
+                raise _Failure(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 connection preface")
+            self._preface = self._preface[position:]
+        unpack = HEADER.unpack_from
+        while position < end:
+            if self._left:
+                size = end - position
+                if size > self._left:
+                    size = self._left
+                self._left -= size
+                self._payload(view[position : position + size], size)
+                position += size
+                if not self._left:
+                    self._payload_done()
+                continue
+            if self._partial:
+                position = self._complete(view, position, end)
+                continue
+            if end - position < HEADER_BYTES:
+                self._partial += view[position:]
+                return
+            high, low, kind, flags, stream_id = unpack(view, position)
+            length = high << 8 | low
+            if kind == DATA and not flags & PADDED:
+                position += HEADER_BYTES
+                self._data_frame(flags, stream_id & MAX_STREAM_ID, length, length, 0)
+                continue
+            self._check_header(kind, length, stream_id & MAX_STREAM_ID)
+            need = self._needed(kind, flags, length)
+            if end - position < need:
+                self._partial += view[position:]
+                return
+            self._frame(
+                kind, flags, stream_id & MAX_STREAM_ID, length, bytes(view[position + 9 : position + need])
+            )
+            position += need
+
+    def _complete(self, view: memoryview, position: int, end: int) -> int:
+        """Continue a frame that was cut: first its header, then what :meth:`_needed` says."""
+        partial = self._partial
+        if len(partial) < HEADER_BYTES:
+            take = min(HEADER_BYTES - len(partial), end - position)
+            partial += view[position : position + take]
+            position += take
+            if len(partial) < HEADER_BYTES:
+                return position
+            high, low, kind, _, stream_id = HEADER.unpack_from(partial)
+            self._check_header(kind, high << 8 | low, stream_id & MAX_STREAM_ID)
+        high, low, kind, flags, stream_id = HEADER.unpack_from(partial)
+        length = high << 8 | low
+        need = self._needed(kind, flags, length)
+        take = min(need - len(partial), end - position)
+        partial += view[position : position + take]
+        if len(partial) == need:
+            payload = bytes(partial[HEADER_BYTES:])
+            self._partial = bytearray()
+            self._frame(kind, flags, stream_id & MAX_STREAM_ID, length, payload)
+        return position + take
+
+    def _needed(self, kind: int, flags: int, length: int) -> int:
+        """Bytes to collect before a frame can be acted on: all of it, but of DATA and unknown ones the head."""
+        if kind == DATA:
+            return HEADER_BYTES + (1 if flags & PADDED and length else 0)
+        if kind > frames.CONTINUATION:
+            return HEADER_BYTES
+        return HEADER_BYTES + length
+
+    def _check_header(self, kind: int, length: int, stream_id: int) -> None:
+        """Refuse by the header what must not be collected."""
+        limits = self.settings.limits
+        if length > self.settings.max_frame_bytes:
+            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
+        if self._settings_next and kind != frames.SETTINGS:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "the first frame was not SETTINGS")
+        if self._block_stream and (kind != frames.CONTINUATION or stream_id != self._block_stream):
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "a header section was interrupted")
+        if (kind in _CONNECTION_ONLY and stream_id) or (kind in _STREAM_ONLY and not stream_id):
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
+        if _FIXED_LENGTH.get(kind, length) != length:
+            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame of wrong length")
+        if kind in (frames.HEADERS, frames.CONTINUATION):
+            if len(self._block) + length > limits.header_block_bytes:
+                raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "header section over the limit")
+        elif kind == frames.SETTINGS:
+            if length > limits.settings_bytes:
+                raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "SETTINGS over the limit")
+        elif kind == frames.GOAWAY and length > limits.goaway_bytes:
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "GOAWAY over the limit")
+
+    def _frame(self, kind: int, flags: int, stream_id: int, length: int, payload: bytes) -> None:
+        if kind == DATA:
+            if not length:
+                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "padded DATA without pad length")
+            padding = payload[0]
+            if padding >= length:
+                raise _Failure(ErrorCode.PROTOCOL_ERROR, "padding longer than the frame")
+            self._data_frame(flags, stream_id, length, length - 1 - padding, padding)
+        elif kind == frames.HEADERS:
+            self._headers_frame(flags, stream_id, payload)
+        elif kind == frames.CONTINUATION:
+            self._continuation_frame(flags, payload)
+        elif kind == frames.WINDOW_UPDATE:
+            self._window_update(stream_id, frames.U32.unpack(payload)[0] & MAX_WINDOW)
+        elif kind == frames.RST_STREAM:
+            self._reset_frame(stream_id, frames.U32.unpack(payload)[0])
+        elif kind == frames.SETTINGS:
+            self._settings_frame(flags, payload)
+        elif kind == frames.PING:
+            self._ping_frame(flags, payload)
+        elif kind == frames.GOAWAY:
+            self._goaway_frame(payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE was not allowed")
+        else:
+            self._charge()
+            if kind == frames.PRIORITY:
+                self._priority(stream_id, payload)
+            else:  # unknown: ignored, without being collected (RFC 9113, 5.5)
+                self._left = length
+                self._left_stream = -1
+                self._left_known = None
+                self._left_ended = False
+
+    # DATA
+
+    def _data_frame(self, flags: int, stream_id: int, length: int, payload: int, padding: int) -> None:
+        if length > self.settings.max_frame_bytes:
+            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
+        if self._block_stream or self._settings_next or not stream_id:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "DATA out of place")
+        self._receive_window -= length
+        if self._receive_window < 0:
+            raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window exceeded")
+        stream = self._streams.get(stream_id)
+        ended = flags & END_STREAM != 0
+        if stream is None or not stream.remote_open:
+            self._data_on_closed(stream_id, stream)
+            stream = None
+        else:
+            stream.receive_window -= length
+            if stream.receive_window < 0:
+                self._stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+                stream = None
+            elif not self._server and not stream.answered:
+                self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+                stream = None
+            elif not payload and not ended:
+                self._charge()
+        if length > payload:  # padding and its length byte are nobody's to deliver
+            self.acknowledge(stream_id, length - payload)
+        self._left = payload
+        self._padding = padding
+        self._left_stream = stream_id
+        self._left_known = stream
+        self._left_ended = ended
+        if not payload:
+            self._payload_done()
+
+    def _data_on_closed(self, stream_id: int, stream: _Stream | None) -> None:
+        if stream is not None:
+            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
+            return
+        if self._is_idle(stream_id):
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
+        if stream_id in self._reset_here or self._ignored(stream_id):
+            return  # was on its way when we reset the stream; the windows bound how much
+        self._charge_reset()
+        self._send_reset(stream_id, ErrorCode.STREAM_CLOSED)
+
+    def _payload(self, piece: memoryview, size: int) -> None:
+        stream = self._left_known
+        stream_id = self._left_stream
+        if stream is None:
+            if stream_id > 0:
+                self.acknowledge(stream_id, size)
+            return
+        events = self._events
+        if events:
+            last = events[-1]
+            if type(last) is DataReceived and last.stream_id == stream_id:
+                last.chunks.append(piece)
+                last.size += size
+                return
+        events.append(DataReceived(stream_id, [piece], size))
+
+    def _payload_done(self) -> None:
+        if self._padding:
+            self._left, self._padding = self._padding, 0
+            # Skipped like an unknown frame: already acknowledged.
+            ended, stream = self._left_ended, self._left_known
+            self._left_ended, self._left_known = False, None
+            stream_id, self._left_stream = self._left_stream, -1
+            if ended and stream is not None:
+                self._remote_ended(stream_id, stream)
+        elif self._left_ended:
+            self._left_ended = False
+            if self._left_known is not None:
+                self._remote_ended(self._left_stream, self._left_known)
+
+    # HEADERS
+
+    def _headers_frame(self, flags: int, stream_id: int, payload: bytes) -> None:
+        padding = start = 0
+        if flags & PADDED:
+            if not payload:
+                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "padded HEADERS without pad length")
+            padding, start = payload[0], 1
+        dependency = None
+        if flags & PRIORITY_FLAG:
+            if len(payload) < start + 5:
+                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for its priority")
+            dependency = frames.U32.unpack_from(payload, start)[0] & MAX_STREAM_ID
+            start += 5
+        if start + padding > len(payload):
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "padding longer than the frame")
+        if dependency == stream_id:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
+        self._block += payload[start : len(payload) - padding]
+        self._block_flags = flags
+        if flags & END_HEADERS:
+            self._section(stream_id)
+        else:
+            self._block_stream = stream_id
+            self._block_frames = 0
+
+    def _continuation_frame(self, flags: int, payload: bytes) -> None:
+        stream_id = self._block_stream
+        if not stream_id:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        self._block_frames += 1
+        if self._block_frames > self.settings.limits.continuation_frames:
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many CONTINUATION frames")
+        self._block += payload
+        if flags & END_HEADERS:
+            self._block_stream = 0
+            self._section(stream_id)
+
+    def _section(self, stream_id: int) -> None:
+        block = bytes(self._block)
+        self._block.clear()
+        ended = self._block_flags & END_STREAM != 0
+        # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
+        try:
+            if self._server:
+                self._request(stream_id, self._requests.decode(block), ended=ended)
+            else:
+                self._response(stream_id, self._responses.decode(block), ended=ended)
+        except HeaderBlockError as error:
+            code = ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR
+            raise _Failure(code, str(error)) from error
+
+    def _request(self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            self._section_again(stream_id, stream, head, ended=ended)
+            return
+        if not stream_id & 1:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
+        if stream_id <= self._last_peer_id:
+            if stream_id in self._reset_here:
+                self._charge()
+                return
+            raise _Failure(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+        if self._goaway_limit is not None:
+            self._charge()  # after the final GOAWAY: not answered (RFC 9113, 6.8)
+            return
+        self._last_peer_id = stream_id
+        most = self.settings.max_concurrent_streams
+        if most is not None and len(self._streams) >= most:
+            self._charge_reset()
+            self._send_reset(stream_id, ErrorCode.REFUSED_STREAM)
+            return
+        if not isinstance(head, RequestHead):
+            self._charge_reset()
+            self._send_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
+            return
+        stream = _Stream(self._peer_initial_window, self.settings.stream_window_bytes)
+        stream.tunnel = head.is_tunnel
+        self._streams[stream_id] = stream
+        self._events.append(RequestReceived(stream_id, head, ended))
+        if ended:
+            self._remote_ended(stream_id, stream)
+
+    def _response(self, stream_id: int, head: ResponseHead | Trailers | Malformed, *, ended: bool) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            if self._is_idle(stream_id):
+                raise _Failure(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
+            self._charge()
+        elif stream.answered:
+            self._section_again(stream_id, stream, head, ended=ended)
+        elif not stream.remote_open:
+            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
+        elif not isinstance(head, ResponseHead) or (head.status < 200 and ended) or head.status == 101:
+            self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+        elif head.status < 200:
+            self._charge()  # informational: of no use to a tunnel
+        else:
+            stream.answered = True
+            stream.tunnel = head.status == 200
+            self._events.append(ResponseReceived(stream_id, head.status, head.headers, ended))
+            if ended:
+                self._remote_ended(stream_id, stream)
+
+    def _section_again(self, stream_id: int, stream: _Stream, head: object, *, ended: bool) -> None:
+        """Trailers; on a tunnel only DATA may follow the heads (RFC 9113, 8.5)."""
+        if not stream.remote_open:
+            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
+        elif stream.tunnel or not ended or not isinstance(head, Trailers):
+            self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+        else:
+            self._remote_ended(stream_id, stream)
+
+    # Other frames
+
+    def _window_update(self, stream_id: int, increment: int) -> None:
+        if self._earned >= 1 << _EARNED_SHIFT:
+            self._earned -= 1 << _EARNED_SHIFT
+        else:
+            self._charge()
+        if stream_id:
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                if self._is_idle(stream_id):
+                    raise _Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+                return
+            if not increment:
+                self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+                return
+            stream.send_window += increment
+            if stream.send_window > MAX_WINDOW:
+                self._stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+            elif stream.blocked and stream.send_window > 0:
+                stream.blocked = False
+                self._events.append(WindowOpened(stream_id))
+            return
+        if not increment:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+        self._send_window += increment
+        if self._send_window > MAX_WINDOW:
+            raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window over 2^31-1")
+        if self._send_blocked:
+            self._send_blocked = False
+            self._events.append(WindowOpened(0))
+
+    def _reset_frame(self, stream_id: int, code: int) -> None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            if self._is_idle(stream_id):
+                raise _Failure(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
+            self._charge()
+            return
+        if self._server and not stream.answered:
+            self._charge_reset()  # rapid reset, CVE-2023-44487
+        unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
+        self._events.append(StreamReset(stream_id, code, unprocessed=unprocessed))
+
+    def _settings_frame(self, flags: int, payload: bytes) -> None:
+        if flags & frames.ACK:
+            if payload or self._settings_next:
+                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with content or out of place")
+            self._charge()
+            return
+        if len(payload) % frames.SETTING.size:
+            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of wrong length")
+        self._settings_next = False
+        self._charge(1 + len(payload) // 64)
+        for key, value in frames.SETTING.iter_unpack(payload):
+            self._apply_setting(key, value)
+        self._control_reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self.peer_settings_seen = True
+        self._events.append(SettingsReceived())
+
+    def _apply_setting(self, key: int, value: int) -> None:
+        if key == Setting.INITIAL_WINDOW_SIZE:
+            if value > MAX_WINDOW:
+                raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
+            change = value - self._peer_initial_window
+            self._peer_initial_window = value
+            for stream_id, stream in self._streams.items():
+                stream.send_window += change
+                if stream.send_window > MAX_WINDOW:
+                    raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "stream window over 2^31-1")
+                if stream.blocked and stream.send_window > 0:
+                    stream.blocked = False
+                    self._events.append(WindowOpened(stream_id))
+        elif key == Setting.MAX_FRAME_SIZE:
+            if not _DEFAULT_FRAME <= value < 2**24:
+                raise _Failure(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE out of range")
+            self.peer_max_frame_bytes = value
+        elif key == Setting.MAX_CONCURRENT_STREAMS:
+            self.peer_max_streams = value
+        elif key == Setting.ENABLE_PUSH and (value > 1 or (value == 1 and not self._server)):
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH out of range")
+        elif key == Setting.ENABLE_CONNECT_PROTOCOL and value > 1:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_CONNECT_PROTOCOL out of range")
+
+    def _ping_frame(self, flags: int, payload: bytes) -> None:
+        self._charge()
+        if not flags & frames.ACK:
+            self._control_reply(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif payload == _DRAIN_PING and self.draining and self._goaway_limit is None:
+            self.goaway()
+        else:
+            self._events.append(PingAcknowledged(payload))
+
+    def _goaway_frame(self, payload: bytes) -> None:
+        if len(payload) < 8:
+            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY too short")
+        self._charge()
+        last, code = frames.TWO_U32.unpack_from(payload)
+        last &= MAX_STREAM_ID
+        self.going_away = True
+        if not self._server:
+            for stream_id in [key for key in self._streams if key > last]:
+                del self._streams[stream_id]
+                self._events.append(StreamReset(stream_id, ErrorCode.REFUSED_STREAM, unprocessed=True))
+        self._events.append(GoawayReceived(last, code, payload[8:264]))
+
+    def _priority(self, stream_id: int, payload: bytes) -> None:
+        if frames.U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
+            raise _Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
+
+    # Shared
+
+    def _known(self, stream_id: int) -> _Stream:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            raise LocalProtocolError(f"stream {stream_id} is not open")
+        return stream
+
+    def _is_idle(self, stream_id: int) -> bool:
+        if self._server:
+            return not stream_id & 1 or (stream_id > self._last_peer_id and self._goaway_limit is None)
+        return not stream_id & 1 or stream_id >= self._next_id
+
+    def _ignored(self, stream_id: int) -> bool:
+        return self._goaway_limit is not None and stream_id > self._goaway_limit
+
+    def _allowed(self, stream_id: int, limit: int) -> int:
+        stream = self._streams.get(stream_id)
+        if stream is None or not stream.local_open:
+            raise LocalProtocolError(f"stream {stream_id} cannot send")
+        allowed = stream.send_window
+        if allowed <= 0:
+            stream.blocked = True
+            return 0
+        if self._send_window < allowed:
+            allowed = self._send_window
+            if allowed <= 0:
+                self._send_blocked = True
+                return 0
+        return limit if limit < allowed else allowed
+
+    def _send_headers(self, stream_id: int, headers: Iterable[Header], *, ended: bool) -> None:
+        block = _ENCODER.encode(headers)
+        self.output.append(
+            frames.header_frames(stream_id, block, ended=ended, max_frame_bytes=self.peer_max_frame_bytes)
+        )
+
+    def _grant(self, stream_id: int, size: int) -> None:
+        self.output.append(frames.frame(frames.WINDOW_UPDATE, 0, stream_id, frames.U32.pack(size)))
+
+    def _send_reset(self, stream_id: int, code: int) -> None:
+        self._control_reply(frames.frame(frames.RST_STREAM, 0, stream_id, frames.U32.pack(code)))
+        self._reset_here[stream_id] = None
+        if len(self._reset_here) > _REMEMBERED_RESETS:
+            del self._reset_here[next(iter(self._reset_here))]
+
+    def _control_reply(self, frame: bytes) -> None:
+        self.output.append(frame)
+
+    def _local_ended(self, stream_id: int, stream: _Stream) -> None:
+        stream.local_open = False
+        if not stream.remote_open:
+            del self._streams[stream_id]
+
+    def _remote_ended(self, stream_id: int, stream: _Stream) -> None:
+        stream.remote_open = False
+        if not stream.local_open:
+            self._streams.pop(stream_id, None)
+        self._events.append(StreamEnded(stream_id))
+
+    def _stream_error(self, stream_id: int, code: ErrorCode) -> None:
+        """Reset a stream for what the peer did on it; the budget covers MadeYouReset, CVE-2025-8671."""
+        self._charge_reset()
+        if self._streams.pop(stream_id, None) is not None:
+            self._events.append(StreamReset(stream_id, code, by_peer=False))
+        self._send_reset(stream_id, code)
+
+    def _charge(self, tokens: float = 1.0) -> None:
+        if not self._control.spend(self._now, tokens):
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
+        if self.output.frames > self.settings.limits.unsent_frames:
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")
+
+    def _charge_reset(self) -> None:
+        if not self._resets.spend(self._now):
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many stream resets")
+        if self.output.frames > self.settings.limits.unsent_frames:
+            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")

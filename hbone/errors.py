@@ -1,0 +1,158 @@
+"""What the tunnel library refuses, and what ends a tunnel.
+
+::
+
+    HboneError
+    ├── LocalProtocolError          our bug: a call the protocol does not allow now
+    ├── RemoteProtocolError         the peer broke RFC 9113 or a limit; the connection ends
+    ├── InvalidHeader               a header value that its parser refuses; callers answer 400 or ignore it
+    ├── TlsError                    the handshake or a record failed; ``reason`` says why
+    ├── ConnectRefused              the peer answered CONNECT with something else than 200
+    ├── TunnelClosed                ended by us: abort, drain, a closed pool
+    │   └── PoolClosed
+    └── TunnelBroken                ended by the network or the peer
+        └── ConnectionBroken        ... with the whole connection that carried it
+            └── PeerSilent          ... because no PONG, or no end of a handshake, came in time
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+
+class ErrorCode(IntEnum):
+    """HTTP/2 error codes (RFC 9113, 7)."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+    INADEQUATE_SECURITY = 12
+    HTTP_1_1_REQUIRED = 13
+
+
+class TlsReason(StrEnum):
+    """Why TLS failed, in the words metrics and logs use."""
+
+    NO_CERT = "no_cert"
+    SAN = "san"
+    EXPIRED = "expired"
+    CHAIN = "chain"
+    REVOKED = "revoked"
+    VERSION = "version"
+    ALPN = "alpn"
+    OTHER = "other"
+
+
+def code_name(code: int) -> str:
+    """``CANCEL`` for 8, ``0x63`` for a code no RFC knows."""
+    try:
+        return ErrorCode(code).name
+    except ValueError:
+        return hex(code)
+
+
+class HboneError(Exception):
+    """Root of this package's errors."""
+
+
+class LocalProtocolError(HboneError):
+    """A call which the protocol does not allow in this state: a bug of the caller."""
+
+
+class RemoteProtocolError(HboneError):
+    """The peer broke RFC 9113, or a limit we set against floods."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{code_name(self.code)}: {self.detail}"
+
+
+class InvalidHeader(HboneError):
+    """A header value outside its grammar."""
+
+    def __init__(self, name: str, value: bytes) -> None:
+        super().__init__(name, value)
+        self.name = name
+        self.value = value
+
+    def __str__(self) -> str:
+        return f"no valid {self.name}: {self.value[:256]!r}"
+
+
+class TlsError(HboneError):
+    """TLS refused, by us or by the peer.
+
+    Attributes:
+        reason: the class of the failure.
+        detail: OpenSSL's words, or those of the verify hook.
+        by_peer: the peer sent the alert; ``reason`` is then read from the alert.
+    """
+
+    def __init__(self, reason: TlsReason, detail: str, *, by_peer: bool = False) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+        self.by_peer = by_peer
+
+    def __str__(self) -> str:
+        return f"{'peer refused TLS' if self.by_peer else 'TLS failed'} ({self.reason}): {self.detail}"
+
+
+class ConnectRefused(HboneError):
+    """The peer answered CONNECT with a status other than 200; no tunnel exists (RFC 9110, 9.3.6)."""
+
+    def __init__(self, status: int, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        super().__init__(status, headers)
+        self.status = status
+        self.headers = headers
+
+    def __str__(self) -> str:
+        return f"CONNECT answered with status {self.status}"
+
+
+class TunnelClosed(HboneError):
+    """Ended by this side: abort after a policy change, drain, shutdown."""
+
+
+class PoolClosed(TunnelClosed):
+    """The pool was drained or closed before the tunnel was open."""
+
+
+class TunnelBroken(HboneError):
+    """Ended by the network or by the peer.
+
+    Attributes:
+        code: the HTTP/2 error code the peer gave, if one.
+        unprocessed: the peer certainly did nothing with the request, so that it may be sent again
+            elsewhere (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
+    """
+
+    def __init__(self, detail: str, *, code: int | None = None, unprocessed: bool = False) -> None:
+        super().__init__(detail, code, unprocessed)
+        self.detail = detail
+        self.code = code
+        self.unprocessed = unprocessed
+
+    def __str__(self) -> str:
+        return self.detail if self.code is None else f"{self.detail} ({code_name(self.code)})"
+
+
+class ConnectionBroken(TunnelBroken):
+    """The connection under the tunnel ended."""
+
+
+class PeerSilent(ConnectionBroken):
+    """A PING, or a handshake, was not answered in time."""

@@ -1,0 +1,69 @@
+"""Frames of RFC 9113, section 4 and 6, as bytes: constants and writers; reading is the engine's loop."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+from typing import Final
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADER_BYTES: Final = 9
+MAX_WINDOW: Final = 2**31 - 1
+MAX_STREAM_ID: Final = 2**31 - 1
+
+DATA: Final = 0
+HEADERS: Final = 1
+PRIORITY: Final = 2
+RST_STREAM: Final = 3
+SETTINGS: Final = 4
+PUSH_PROMISE: Final = 5
+PING: Final = 6
+GOAWAY: Final = 7
+WINDOW_UPDATE: Final = 8
+CONTINUATION: Final = 9
+
+END_STREAM: Final = 0x1
+ACK: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+PRIORITY_FLAG: Final = 0x20
+
+# 24 bits of length as 16 + 8, type, flags, stream id.
+HEADER: Final = Struct(">HBBBL")
+SETTING: Final = Struct(">HL")
+U32: Final = Struct(">L")
+TWO_U32: Final = Struct(">LL")
+
+
+class Setting(IntEnum):
+    """SETTINGS identifiers (RFC 9113, 6.5.2; RFC 8441)."""
+
+    HEADER_TABLE_SIZE = 1
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+    ENABLE_CONNECT_PROTOCOL = 8
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """One whole frame."""
+    size = len(payload)
+    return HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
+
+
+def settings_frame(values: dict[int, int]) -> bytes:
+    """SETTINGS with ``values`` in their order."""
+    return frame(SETTINGS, 0, 0, b"".join(SETTING.pack(key, value) for key, value in values.items()))
+
+
+def header_frames(stream_id: int, block: bytes, *, ended: bool, max_frame_bytes: int) -> bytes:
+    """HEADERS, and CONTINUATION for what the peer's frame size does not allow in one."""
+    first, rest = block[:max_frame_bytes], block[max_frame_bytes:]
+    flags = (END_STREAM if ended else 0) | (0 if rest else END_HEADERS)
+    out = frame(HEADERS, flags, stream_id, first)
+    while rest:
+        piece, rest = rest[:max_frame_bytes], rest[max_frame_bytes:]
+        out += frame(CONTINUATION, 0 if rest else END_HEADERS, stream_id, piece)
+    return out

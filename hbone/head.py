@@ -1,0 +1,103 @@
+"""Field sections of requests and responses: which are well formed (RFC 9113, 8.2 and 8.3)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from hbone.events import Header, Headers, RequestHead
+
+# RFC 9113, 8.2.1: no upper case, no controls, no space in names; no NUL, CR, LF inside values.
+_NAME: Final = re.compile(rb"[!-9;-@[-`{-~a-z]+\Z")
+_BAD_VALUE: Final = re.compile(rb"[\x00\r\n]|\A[ \t]|[ \t]\Z")
+_CONNECTION_SPECIFIC: Final = frozenset(
+    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
+)
+_REQUEST_PSEUDO: Final = frozenset((b":method", b":authority", b":path", b":scheme", b":protocol"))
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Why a field section is a stream error of type PROTOCOL_ERROR (RFC 9113, 8.1.1)."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trailers:
+    """A section without pseudo-header fields: trailers, or a head that is malformed."""
+
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """A valid response header section."""
+
+    status: int
+    headers: Headers
+
+
+def parse_request(fields: Headers) -> RequestHead | Trailers | Malformed:
+    """The head of a request; CONNECT with ``:path`` or ``:scheme`` is malformed (RFC 9113, 8.5)."""
+    split = _split(fields)
+    if isinstance(split, Malformed):
+        return split
+    pseudo, headers = split
+    if not pseudo:
+        return Trailers(headers)
+    if not pseudo.keys() <= _REQUEST_PSEUDO:
+        return Malformed("unknown pseudo-header field in a request")
+    method = pseudo.get(b":method")
+    path, scheme, protocol = pseudo.get(b":path"), pseudo.get(b":scheme"), pseudo.get(b":protocol")
+    if not method:
+        return Malformed("request without :method")
+    if method == b"CONNECT" and protocol is None:
+        if path is not None or scheme is not None:
+            return Malformed("CONNECT with :path or :scheme")
+    elif not path or not scheme:
+        return Malformed("request without :path or :scheme")
+    elif protocol is not None and method != b"CONNECT":
+        return Malformed(":protocol without CONNECT")
+    return RequestHead(
+        method=method,
+        authority=pseudo.get(b":authority"),
+        path=path,
+        scheme=scheme,
+        protocol=protocol,
+        headers=headers,
+    )
+
+
+def parse_response(fields: Headers) -> ResponseHead | Trailers | Malformed:
+    """The head of a response, informational ones included."""
+    split = _split(fields)
+    if isinstance(split, Malformed):
+        return split
+    pseudo, headers = split
+    if not pseudo:
+        return Trailers(headers)
+    status = pseudo.pop(b":status", b"")
+    if pseudo or len(status) != 3 or not status.isdigit() or status < b"100":
+        return Malformed("response without a valid :status")
+    return ResponseHead(int(status), headers)
+
+
+def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
+    pseudo: dict[bytes, bytes] = {}
+    headers: list[Header] = []
+    for name, value in fields:
+        if _BAD_VALUE.search(value) is not None:
+            return Malformed("forbidden bytes in a field value")
+        if name[:1] == b":":
+            if headers or name in pseudo:
+                return Malformed("pseudo-header field repeated or after a regular one")
+            pseudo[name] = value
+            continue
+        if _NAME.match(name) is None:
+            return Malformed("forbidden bytes in a field name")
+        if name in _CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
+            return Malformed("connection-specific field")
+        headers.append((name, value))
+    return pseudo, tuple(headers)

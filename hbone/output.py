@@ -1,0 +1,128 @@
+"""The engine's output: frames in order, DATA payload written in place by whoever reads a socket.
+
+Frames go one after the other into a buffer that is borrowed while there is something to write. What no
+longer fits (or must wait because the network does not take the buffer) queues behind it as whole frames.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from hbone.frames import DATA, END_STREAM, HEADER, HEADER_BYTES
+
+BUFFER_BYTES: Final = 256 * 1024
+_LEAST_ROOM: Final = 4096  # a smaller remainder is not worth a read of its own
+
+
+class Buffers(Protocol):
+    """Where output buffers come from; an idle connection holds none."""
+
+    def take(self) -> memoryview:
+        """A writable buffer, at least 64 KiB."""
+
+    def give(self, buffer: memoryview) -> None:
+        """Return one that ``take`` gave."""
+
+
+class OwnBuffers:
+    """Buffers by allocation, for tests and engines outside a poller."""
+
+    def take(self) -> memoryview:
+        """A new buffer."""
+        return memoryview(bytearray(BUFFER_BYTES))
+
+    def give(self, buffer: memoryview) -> None:
+        """Nothing to keep."""
+
+
+class Output:
+    """Ordered frames waiting to be sent."""
+
+    __slots__ = ("_buffer", "_buffers", "_end", "_overflow", "frames", "full")
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._buffer: memoryview | None = None
+        self._end = 0
+        self._overflow: list[bytes] = []
+        self.frames = 0
+        """Frames other than DATA since the last ``taken``."""
+        self.full = False
+        """The last ``reserve`` found no room."""
+
+    def __bool__(self) -> bool:
+        return self._end > 0
+
+    def __len__(self) -> int:
+        return self._end + sum(map(len, self._overflow))
+
+    def append(self, frames: bytes) -> None:
+        """Queue whole frames."""
+        self.frames += 1
+        if not self._overflow:
+            if self._buffer is None:
+                self._buffer = self._buffers.take()
+            end = self._end + len(frames)
+            if end <= len(self._buffer):
+                self._buffer[self._end : end] = frames
+                self._end = end
+                return
+        self._overflow.append(frames)
+
+    def reserve(self, limit: int) -> memoryview | None:
+        """Room for up to ``limit`` bytes of one DATA frame, its header left free in front."""
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._buffer = self._buffers.take()
+        start = self._end + HEADER_BYTES
+        room = len(buffer) - start
+        if self._overflow or (room < _LEAST_ROOM and room < limit):
+            self.full = True
+            return None
+        return buffer[start : start + limit] if limit < room else buffer[start:]
+
+    def reserve_many(self, limit: int, frame_bytes: int) -> list[memoryview] | None:
+        """As :meth:`reserve`, over several frames of ``frame_bytes``: one view for each payload."""
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._buffer = self._buffers.take()
+        start = self._end + HEADER_BYTES
+        capacity = len(buffer)
+        if self._overflow or (capacity - start < _LEAST_ROOM and capacity - start < limit):
+            self.full = True
+            return None
+        views = []
+        while limit > 0 and start < capacity:
+            stop = min(start + min(frame_bytes, limit), capacity)
+            views.append(buffer[start:stop])
+            limit -= stop - start
+            start = stop + HEADER_BYTES
+        return views
+
+    def commit(self, stream_id: int, size: int, frame_bytes: int, *, ended: bool = False) -> None:
+        """Write the header(s) in front of ``size`` bytes that were put where ``reserve`` said."""
+        buffer = self._buffer
+        assert buffer is not None
+        end = self._end
+        while size > frame_bytes:
+            HEADER.pack_into(buffer, end, frame_bytes >> 8, frame_bytes & 0xFF, DATA, 0, stream_id)
+            end += HEADER_BYTES + frame_bytes
+            size -= frame_bytes
+        HEADER.pack_into(buffer, end, size >> 8, size & 0xFF, DATA, END_STREAM if ended else 0, stream_id)
+        self._end = end + HEADER_BYTES + size
+
+    def views(self) -> list[memoryview | bytes]:
+        """Everything queued, in order; valid until :meth:`taken`."""
+        if self._buffer is None:
+            return []
+        return [self._buffer[: self._end], *self._overflow] if self._end else []
+
+    def taken(self) -> None:
+        """Everything :meth:`views` showed is on its way: forget it, give the buffer back."""
+        if self._buffer is not None:
+            self._buffers.give(self._buffer)
+            self._buffer = None
+        self._end = 0
+        self._overflow.clear()
+        self.frames = 0
+        self.full = False

@@ -1,0 +1,87 @@
+"""What one end announces and tolerates on a connection, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hbone.frames import Setting
+
+
+class Role(Enum):
+    """Which end of the connection an engine is."""
+
+    CLIENT = "client"
+    SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on what a peer can make us hold or count; see ``docstrings`` of the fields' users for units.
+
+    The rates are guesses above what busy honest peers were seen to need and far below what hurts.
+    """
+
+    control_burst: int = 1000
+    control_rate: float = 500.0
+    """Frames per second that make us work for nothing: SETTINGS, PING, PRIORITY, empty DATA, unearned
+    WINDOW_UPDATE, frames on closed streams, unknown frames."""
+    reset_burst: int = 200
+    reset_rate: float = 100.0
+    """Streams per second which the peer abandons before our answer, or makes us reset."""
+    unsent_frames: int = 1000
+    """Control frames waiting for a connection that does not drain."""
+    continuation_frames: int = 64
+    settings_bytes: int = 4096
+    goaway_bytes: int = 16_384
+    header_block_bytes: int = 65_536
+    """Encoded size of one header section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Http2Settings:
+    """SETTINGS we send, windows we grant.
+
+    The defaults are those of the Rust ztunnel, in its order; ``max_concurrent_streams`` and
+    ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`.
+    """
+
+    max_concurrent_streams: int | None = 200
+    stream_window_bytes: int = 4 * 1024 * 1024
+    connection_window_bytes: int = 16 * 1024 * 1024
+    max_frame_bytes: int = 1024 * 1024
+    max_header_list_bytes: int = 65_536
+    extra: tuple[tuple[int, int], ...] = ()
+    """More (identifier, value) pairs, sent first: to look like another implementation."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 65_535 <= self.connection_window_bytes < 2**31:
+            raise ValueError("connection_window_bytes must be 65,535 to 2^31-1: it can only be raised")
+        if not 0 < self.stream_window_bytes < 2**31:
+            raise ValueError("stream_window_bytes must be 1 to 2^31-1")
+        if not 16_384 <= self.max_frame_bytes < 2**24:
+            raise ValueError("max_frame_bytes must be 16,384 to 2^24-1 (RFC 9113, 6.5.2)")
+
+    def wire(self, role: Role) -> dict[int, int]:
+        """The identifiers and values to announce, in their order."""
+        values: dict[int, int] = {}
+        if role is Role.CLIENT:
+            values[Setting.ENABLE_PUSH] = 0
+        values.update(self.extra)
+        if role is Role.SERVER and self.max_concurrent_streams is not None:
+            values[Setting.MAX_CONCURRENT_STREAMS] = self.max_concurrent_streams
+        values[Setting.INITIAL_WINDOW_SIZE] = self.stream_window_bytes
+        values[Setting.MAX_FRAME_SIZE] = self.max_frame_bytes
+        values[Setting.MAX_HEADER_LIST_SIZE] = self.max_header_list_bytes
+        return values
+
+
+def client_settings() -> Http2Settings:
+    """What the outbound side announces by default."""
+    return Http2Settings(max_concurrent_streams=None, max_header_list_bytes=16_384)
+
+
+def server_settings() -> Http2Settings:
+    """What the inbound side announces by default."""
+    return Http2Settings()

@@ -1,0 +1,272 @@
+"""TLS parameters and identities, from memory: no key touches a file.
+
+OpenSSL is the one inside ``cryptography`` (through pyOpenSSL), which is newer than the interpreter's: it
+selects TLS 1.3 suites, has post-quantum groups, and runs our verify hook inside the handshake, so that a
+refused peer gets an alert instead of a silent close. Resumption is off: every connection is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+from cryptography import x509
+from cryptography.hazmat.bindings.openssl.binding import Binding
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from OpenSSL import SSL, crypto
+
+from hbone.errors import TlsReason
+from hbone.settings import Role
+
+_ffi: Final[Any] = Binding.ffi
+_lib: Final[Any] = Binding.lib
+
+Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | None]
+"""Judges the peer's verified chain, leaf first; the reason of a refusal, or None to accept."""
+
+_EXPIRY_ERRORS: Final = frozenset((9, 10))  # X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
+# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: unknown status is no revocation, and
+# an old list still revokes what it names (as Rust ztunnel).
+_TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
+_REVOKED: Final = 23  # X509_V_ERR_CERT_REVOKED
+_REJECTED: Final = 28  # X509_V_ERR_CERT_REJECTED: makes the alert bad_certificate
+
+
+class TlsVersion(Enum):
+    """Protocol versions."""
+
+    TLS_1_2 = SSL.TLS1_2_VERSION
+    TLS_1_3 = SSL.TLS1_3_VERSION
+
+
+class ClientCertificate(Enum):
+    """What a server asks of clients."""
+
+    NONE = SSL.VERIFY_NONE
+    OPTIONAL = SSL.VERIFY_PEER
+    REQUIRED = SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """Everything a context is built from. PEM fields hold one or more blocks.
+
+    Attributes:
+        certificate_chain_pem: leaf first; None: no certificate is presented.
+        trusted_ca_pem: roots or intermediates to end a chain at; None: the peer is not verified at all.
+        crl_pem: revocation lists for any certificate of the chain.
+        client_certificate: asked by a server; a client always verifies when it has trusted certificates.
+        suites: of TLS 1.3, in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
+        groups: key exchange, in order; None: OpenSSL's choice, post-quantum hybrid first.
+        alpn: protocols in order of preference.
+        alpn_required: a server refuses clients whose ALPN has none of ours (no ALPN at all is accepted); a
+            client refuses servers which did not select one of ours.
+        verify: see :data:`Verify`; needs ``trusted_ca_pem``.
+        key_log: gets one line of NSS key log per secret, without newline.
+    """
+
+    certificate_chain_pem: bytes | None = None
+    private_key_pem: bytes | None = field(default=None, repr=False)
+    trusted_ca_pem: bytes | None = None
+    crl_pem: bytes | None = None
+    client_certificate: ClientCertificate = ClientCertificate.REQUIRED
+    allow_expired: bool = False
+    min_version: TlsVersion = TlsVersion.TLS_1_3
+    max_version: TlsVersion = TlsVersion.TLS_1_3
+    suites: tuple[str, ...] = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384")
+    ciphers_1_2: tuple[str, ...] = (
+        "ECDHE-ECDSA-AES128-GCM-SHA256",
+        "ECDHE-RSA-AES128-GCM-SHA256",
+        "ECDHE-ECDSA-AES256-GCM-SHA384",
+        "ECDHE-RSA-AES256-GCM-SHA384",
+    )
+    groups: tuple[str, ...] | None = None
+    alpn: tuple[bytes, ...] = (b"h2",)
+    alpn_required: bool = False
+    server_name: str | None = None
+    verify: Verify | None = None
+    key_log: Callable[[bytes], None] | None = None
+
+
+class NoCommonProtocol(Exception):
+    """Inside the ALPN callback: makes OpenSSL send no_application_protocol."""
+
+
+class Verification:
+    """What the callbacks of one handshake saw."""
+
+    __slots__ = ("bug", "chain", "detail", "reason")
+
+    def __init__(self) -> None:
+        self.chain: dict[int, x509.Certificate] = {}
+        self.reason: TlsReason | None = None
+        self.detail = ""
+        self.bug: Exception | None = None
+
+
+class TlsContext:
+    """An OpenSSL context for one role; cheap to share between connections, built anew on rotation.
+
+    Raises:
+        ValueError: a PEM, key, suite or group that cannot be used, or a key of another certificate.
+    """
+
+    __slots__ = ("_kept", "_settings", "raw", "role")
+
+    def __init__(self, role: Role, settings: TlsSettings) -> None:
+        self.role = role
+        self._settings = settings
+        try:
+            self.raw = self._build()
+        except SSL.Error as error:
+            raise ValueError(f"OpenSSL refused the TLS settings: {error}") from error
+        except crypto.Error as error:
+            raise ValueError(f"OpenSSL refused the certificates: {error}") from error
+
+    @property
+    def settings(self) -> TlsSettings:
+        """What this was built from."""
+        return self._settings
+
+    def _build(self) -> SSL.Context:
+        settings = self._settings
+        raw = SSL.Context(SSL.TLS_METHOD)
+        raw.set_min_proto_version(settings.min_version.value)
+        raw.set_max_proto_version(settings.max_version.value)
+        raw.set_options(SSL.OP_NO_TICKET | SSL.OP_NO_COMPRESSION | SSL.OP_NO_RENEGOTIATION)
+        raw.set_session_cache_mode(SSL.SESS_CACHE_OFF)
+        # An idle connection would otherwise keep a record buffer per direction.
+        raw.set_mode(SSL.MODE_RELEASE_BUFFERS)
+        raw.set_tls13_ciphersuites(":".join(settings.suites).encode())
+        raw.set_cipher_list(":".join(settings.ciphers_1_2).encode())
+        if self.role is Role.SERVER:
+            raw.set_options(SSL.OP_CIPHER_SERVER_PREFERENCE)
+        if settings.groups is not None:
+            _set_groups(raw, settings.groups)
+        self._load_identity(raw)
+        self._load_trust(raw)
+        self._set_alpn(raw)
+        if settings.key_log is not None:
+            log = settings.key_log
+            raw.set_keylog_callback(lambda _connection, line: log(line))
+        return raw
+
+    def _load_identity(self, raw: SSL.Context) -> None:
+        settings = self._settings
+        if settings.certificate_chain_pem is None or settings.private_key_pem is None:
+            return
+        leaf, *issuers = x509.load_pem_x509_certificates(settings.certificate_chain_pem)
+        raw.use_certificate(leaf)
+        for issuer in issuers:
+            raw.add_extra_chain_cert(issuer)
+        key: Any = load_pem_private_key(settings.private_key_pem, None)
+        raw.use_privatekey(key)
+        raw.check_privatekey()
+
+    def _load_trust(self, raw: SSL.Context) -> None:
+        settings = self._settings
+        if settings.trusted_ca_pem is None:
+            raw.set_verify(SSL.VERIFY_NONE)
+            return
+        store = raw.get_cert_store()
+        assert store is not None
+        for certificate in x509.load_pem_x509_certificates(settings.trusted_ca_pem):
+            store.add_cert(crypto.X509.from_cryptography(certificate))
+        # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
+        flags = crypto.X509StoreFlags.PARTIAL_CHAIN
+        if settings.crl_pem is not None:
+            for block in _pem_blocks(settings.crl_pem, b"X509 CRL"):
+                store.add_crl(x509.load_pem_x509_crl(block))
+            flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
+        store.set_flags(flags)
+        server = self.role is Role.SERVER
+        mode = settings.client_certificate.value if server else SSL.VERIFY_PEER
+        self._kept = _set_verify(raw, mode, settings.verify, allow_expired=settings.allow_expired)
+
+    def _set_alpn(self, raw: SSL.Context) -> None:
+        settings = self._settings
+        if not settings.alpn:
+            return
+        if self.role is Role.CLIENT:
+            raw.set_alpn_protos(list(settings.alpn))
+            return
+
+        def select(_connection: SSL.Connection, offered: list[bytes]) -> Any:
+            for protocol in settings.alpn:
+                if protocol in offered:
+                    return protocol
+            if settings.alpn_required:
+                raise NoCommonProtocol(b" ".join(offered)[:64])
+            return SSL.NO_OVERLAPPING_PROTOCOLS
+
+        raw.set_alpn_select_callback(select)
+
+
+def _set_verify(raw: SSL.Context, mode: int, verify: Verify | None, *, allow_expired: bool) -> Any:
+    """Install our callback; returns what must outlive ``raw``.
+
+    OpenSSL calls it per certificate: errors first, then from the root down to the leaf. Not pyOpenSSL's
+    wrapper, because that gives no way to choose the error, and the error chooses the alert the peer sees.
+    """
+
+    def callback(accepted: int, store: Any) -> int:
+        ssl = _lib.X509_STORE_CTX_get_ex_data(store, _lib.SSL_get_ex_data_X509_STORE_CTX_idx())
+        seen: Verification = SSL.Connection._reverse_mapping[ssl].get_app_data()
+        try:
+            if not accepted:
+                return _judge_error(store, seen, allow_expired=allow_expired)
+            depth = _lib.X509_STORE_CTX_get_error_depth(store)
+            certificate = _lib.X509_STORE_CTX_get_current_cert(store)
+            _lib.X509_up_ref(certificate)
+            seen.chain[depth] = crypto.X509._from_raw_x509_ptr(certificate).to_cryptography()
+            refusal = None
+            if depth == 0 and verify is not None:
+                refusal = verify([seen.chain[key] for key in sorted(seen.chain)])
+        except Exception as error:  # noqa: BLE001  must not unwind through C; handshake() raises it
+            seen.bug = error
+            refusal = "verification failed"
+        if refusal is None:
+            return 1
+        seen.reason, seen.detail = TlsReason.SAN, refusal
+        _lib.X509_STORE_CTX_set_error(store, _REJECTED)
+        return 0
+
+    kept = _ffi.callback("int (*)(int, X509_STORE_CTX *)", callback)
+    _lib.SSL_CTX_set_verify(raw._context, mode, kept)
+    return kept
+
+
+def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
+    error = _lib.X509_STORE_CTX_get_error(store)
+    if error in _TOLERATED_CRL_ERRORS or (allow_expired and error in _EXPIRY_ERRORS):
+        _lib.X509_STORE_CTX_set_error(store, 0)
+        return 1
+    if error == _REVOKED:
+        seen.reason = TlsReason.REVOKED
+    elif error in _EXPIRY_ERRORS:
+        seen.reason = TlsReason.EXPIRED
+    else:
+        seen.reason = TlsReason.CHAIN
+    depth = _lib.X509_STORE_CTX_get_error_depth(store)
+    seen.detail = f"{_error_text(error)} (certificate {depth} of the chain)"
+    return 0
+
+
+def _error_text(error: int) -> str:
+    text: bytes = _ffi.string(_lib.X509_verify_cert_error_string(error))
+    return text.decode()
+
+
+def _set_groups(raw: SSL.Context, groups: tuple[str, ...]) -> None:
+    # pyOpenSSL has no public call for this.
+    if _lib.SSL_CTX_set1_curves_list(raw._context, ":".join(groups).encode()) != 1:
+        _lib.ERR_clear_error()
+        raise ValueError(f"unknown key exchange group among {', '.join(groups)}")
+
+
+def _pem_blocks(pem: bytes, label: bytes) -> list[bytes]:
+    """The blocks of one kind, others ignored."""
+    begin, end = b"-----BEGIN " + label + b"-----", b"-----END " + label + b"-----"
+    return [begin + part.split(end)[0] + end + b"\n" for part in pem.split(begin)[1:]]
