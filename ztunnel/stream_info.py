@@ -1,0 +1,119 @@
+"""Everything known about one hop of one connection, from accept to its log line."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from xds.model.address import SocketAddress
+from xds.model.cluster import Metadata
+from xds.model.facts import ConnectionFacts
+
+
+class Flag(StrEnum):
+    """Response flags, in the order several of them are printed."""
+
+    NO_HEALTHY_UPSTREAM = "UH"
+    UPSTREAM_CONNECT_FAILURE = "UF"
+    UPSTREAM_OVERFLOW = "UO"
+    NO_ROUTE = "NR"
+    UPSTREAM_RETRY_EXHAUSTED = "URX"
+    NO_CLUSTER = "NC"
+    DURATION_TIMEOUT = "DT"
+    DOWNSTREAM_TERMINATED = "DC"
+    LOCAL_RESET = "LR"
+    UPSTREAM_RESET = "UR"
+    UPSTREAM_TERMINATED = "UC"
+    UPSTREAM_TIMEOUT = "UT"
+    STREAM_IDLE = "SI"
+    DOWNSTREAM_RESET = "DR"
+    EXTERNAL_AUTH = "UAEX"
+    DOWNSTREAM_PROTOCOL_ERROR = "DPE"
+    UPSTREAM_PROTOCOL_ERROR = "UPE"
+    OVERLOAD = "OM"
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamOptions:
+    """What ``original_src`` adds to sockets opened for a connection.
+
+    Two connections share pooled connections only when these are equal.
+    """
+
+    source: str | None = None
+    mark: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFacts:
+    """A finished handshake, for logs."""
+
+    version: str = ""
+    cipher: str = ""
+    peer_subject: str = ""
+    peer_uri_sans: tuple[str, ...] = ()
+    peer_dns_sans: tuple[str, ...] = ()
+    local_uri_sans: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StreamInfo:
+    """One hop. An internal hop is a second object of this kind, not a byte pipe.
+
+    Attributes:
+        facts: addresses, metadata and identity, as matchers and policies see them.
+        restored: the destination is an original one, not just the socket's own name.
+        started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
+        bytes_received: from downstream; ``bytes_sent`` to downstream.
+    """
+
+    connection_id: int
+    facts: ConnectionFacts
+    started: float
+    started_at: float
+    listener: str = ""
+    restored: bool = False
+    remote_text: str = ""
+    options: UpstreamOptions = UpstreamOptions()
+    chain: str = ""
+    route: str = ""
+    tls: TlsFacts | None = None
+    protocol: str = ""
+    method: str = ""
+    authority: str = ""
+    path: str = ""
+    request_headers: tuple[tuple[str, str], ...] = ()
+    response_headers: tuple[tuple[str, str], ...] = ()
+    response_code: int = 0
+    response_details: str = ""
+    flags: set[Flag] = field(default_factory=set)
+    termination_details: str = ""
+    upstream_failure: str = ""
+    downstream_failure: str = ""
+    cluster: str = ""
+    cluster_metadata: Metadata = field(default_factory=dict)
+    upstream_host: str = ""
+    upstream_local: str = ""
+    upstream_metadata: Metadata = field(default_factory=dict)
+    upstream_uri_sans: tuple[str, ...] = ()
+    attempts: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    duration_s: float | None = None
+
+    @property
+    def source(self) -> SocketAddress:
+        """The downstream peer."""
+        return self.facts.source
+
+    @property
+    def destination(self) -> SocketAddress:
+        """The downstream local address: where the connection was going."""
+        return self.facts.destination
+
+    @property
+    def downstream_remote(self) -> str:
+        """The peer as logs print it; the far end of an internal hop has no address."""
+        return self.remote_text or str(self.facts.source)
+
+    def flags_text(self) -> str:
+        """Flags joined by comma in fixed order, ``-`` for none."""
+        return ",".join(flag for flag in Flag if flag in self.flags) or "-"

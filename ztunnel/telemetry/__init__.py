@@ -1,0 +1,1 @@
+"""What the proxy tells about itself: statistics, access logs, log lines."""
