@@ -1,0 +1,386 @@
+"""A laptop-sized network of nodes and pods, from namespaces and veth pairs, for tests, demo and benches.
+
+Every node is a namespace that routes, every pod and every ztunnel a namespace with ``eth0`` on a cable to
+its node, as a simple CNI would leave it: the node's end is called after the pod, has the node's gateway
+address, and a route to the pod. Nodes meet on a bridge in a namespace of its own. IPv4 and IPv6 both.
+
+::
+
+    node i       172.18.0.<i>     fd00:172:18::<i>
+    gateway      10.244.<i>.1     fd00:10:244:<i>::1
+    ztunnel      10.244.<i>.5     fd00:10:244:<i>::5
+    pods         10.244.<i>.10..  fd00:10:244:<i>::10..
+
+Namespaces appear as ``pt-<pid>-<n>-<name>`` for ``ip netns``. Leaving the ``with`` removes them, after an
+exception, SIGINT or SIGTERM too; what a killed process left is swept up by the next one.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
+from tproxy.aio.netns import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    RUN,
+    Netns,
+    mount,
+    names,
+    unpublish,
+    unshare,
+)
+from tproxy.errors import NeedCapability
+from tproxy.node import Member, Node
+from tproxy.render import netlink
+from tproxy.render.dump import read_link
+from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
+from tproxy.wire import nest, text, u32
+
+_STATIC = 4  # RTPROT_STATIC
+_MAIN = 254
+_STOP_S = 3.0
+_PREFIX = "pt-"
+_MASTER = 10  # IFLA_MASTER
+_instances = itertools.count(1)
+
+
+class Place:
+    """One namespace of the lab: a node, a pod or a ztunnel.
+
+    ``device`` is the node's end of its cable, None for a node.
+    """
+
+    def __init__(
+        self, lab: "Lab", name: str, netns: Netns, ipv4: IPv4Address, ipv6: IPv6Address, device: str | None
+    ) -> None:
+        self._lab = lab
+        self.name = name
+        self.netns = netns
+        self.ipv4 = ipv4
+        self.ipv6 = ipv6
+        self.device = device
+
+    @property
+    def addresses(self) -> tuple[IpAddress, IpAddress]:
+        """Both of them."""
+        return (self.ipv4, self.ipv6)
+
+    def address(self, version: int) -> IpAddress:
+        """The one of IP version 4 or 6."""
+        return self.ipv4 if version == 4 else self.ipv6
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a synchronous function in this namespace, in this thread; its sockets stay there."""
+        with self.netns.entered():
+            return function(*args)
+
+    def socket(
+        self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0
+    ) -> socket.socket:
+        """A blocking socket of this namespace."""
+        with self.netns.entered():
+            return socket.socket(family, kind, protocol)
+
+    def popen(self, args: Sequence[str | os.PathLike[str]], **options: Any) -> "subprocess.Popen[Any]":
+        """Start a program here; leaving the lab ends it."""
+        with self.netns.entered():
+            process = subprocess.Popen(args, **options)
+        self._lab.own(process)
+        return process
+
+    def process(self, function: Callable[..., object], *args: Any) -> BaseProcess:
+        """Start a function of an importable module in a child process here; leaving the lab ends it."""
+        process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+        with self.netns.entered():
+            process.start()
+        self._lab.own(process)
+        return process
+
+
+class Worker:
+    """One node of the lab, with its ztunnel and its pods."""
+
+    def __init__(self, number: int, place: Place, ztunnel: Place) -> None:
+        self.number = number
+        self.place = place
+        self.ztunnel = ztunnel
+        self.pods: dict[str, Place] = {}
+
+    def wanted(self, members: Sequence[str] | None = None) -> Node:
+        """The interception of this node, for all its pods or the named ones."""
+        chosen = self.pods if members is None else {name: self.pods[name] for name in members}
+        return Node(
+            host_addresses=self.place.addresses,
+            ztunnel_addresses=self.ztunnel.addresses,
+            ztunnel_device=self.ztunnel.device or "",
+            members=tuple(
+                Member(uid=f"uid-{name}", addresses=pod.addresses, device=pod.device or "")
+                for name, pod in chosen.items()
+            ),
+        )
+
+
+class Lab:
+    """``with Lab({"worker1": ["productpage"], "worker2": ["reviews"]}) as lab: ...``.
+
+    Args:
+        nodes: pod names by node name; a pod name is used once.
+        rp_filter: what nodes and pods have before anybody changes it.
+
+    Raises:
+        NeedCapability: neither root nor inside :func:`become_root_of_own_namespaces`.
+    """
+
+    def __init__(self, nodes: Mapping[str, Sequence[str]], *, rp_filter: int = 0) -> None:
+        self._plan = nodes
+        self._rp_filter = rp_filter
+        self.prefix = f"{_PREFIX}{os.getpid()}-{next(_instances)}-"
+        self.workers: dict[str, Worker] = {}
+        self._open: list[Netns] = []
+        self._children: list[subprocess.Popen[Any] | BaseProcess] = []
+        self._old_handler: Any = None
+
+    def worker(self, name: str) -> Worker:
+        """A node by name."""
+        return self.workers[name]
+
+    def pod(self, name: str) -> Place:
+        """A pod by name, on whichever node."""
+        for worker in self.workers.values():
+            if name in worker.pods:
+                return worker.pods[name]
+        raise KeyError(name)
+
+    def own(self, child: "subprocess.Popen[Any] | BaseProcess") -> None:
+        """End this process when the lab ends."""
+        self._children.append(child)
+
+    def __enter__(self) -> Self:
+        sweep()
+        self._catch_sigterm()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, take all names away; may be called twice."""
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
+            _reap(child)
+        self._children.clear()
+        for netns in self._open:
+            netns.remove_name()
+            netns.close()
+        self._open.clear()
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
+            self._old_handler = None
+
+    def _catch_sigterm(self) -> None:
+        # Only where it would otherwise end the process on the spot: an application's handler stays.
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._old_handler = signal.signal(signal.SIGTERM, _exit)
+
+    def _namespace(self, name: str, *, forwards: bool) -> Netns:
+        netns = Netns.create(self.prefix + name)
+        self._open.append(netns)
+        with netns.entered():
+            conf = Path("/proc/sys/net")
+            # Without duplicate detection an address is usable at once and not a second later.
+            (conf / "ipv6/conf/default/accept_dad").write_text("0")
+            (conf / "ipv6/conf/default/accept_ra").write_text("0")
+            for scope in ("all", "default"):
+                (conf / f"ipv4/conf/{scope}/rp_filter").write_text(str(self._rp_filter))
+            if forwards:
+                (conf / "ipv4/ip_forward").write_text("1")
+                (conf / "ipv6/conf/all/forwarding").write_text("1")
+        with NetlinkSocket(NETLINK_ROUTE, netns) as link:
+            link.request(netlink.set_up(_index(link, "lo")))
+        return netns
+
+    def _build(self) -> None:
+        fabric = self._namespace("net", forwards=False)
+        with NetlinkSocket(NETLINK_ROUTE, fabric) as link:
+            link.request(
+                netlink.link_message(
+                    netlink.RTM_NEWLINK,
+                    netlink.CREATE | netlink.EXCL,
+                    text(3, "br0"),
+                    nest(18, text(1, "bridge")),
+                )
+            )
+            bridge = _index(link, "br0")
+            link.request(netlink.set_up(bridge))
+            for number, (name, pods) in enumerate(self._plan.items(), start=1):
+                self._build_node(number, name, pods, fabric, link, bridge)
+
+    def _build_node(
+        self, number: int, name: str, pods: Sequence[str], fabric: Netns, fabric_link: NetlinkSocket, bridge: int
+    ) -> None:
+        netns = self._namespace(name, forwards=True)
+        place = Place(self, name, netns, _ipv4(f"172.18.0.{number}"), _ipv6(f"fd00:172:18::{number}"), None)
+        with NetlinkSocket(NETLINK_ROUTE, netns) as link:
+            cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("net"), f"port{number}"))
+            link.request(netlink.create_pair(cable, fabric.fileno()))
+            port = _index(fabric_link, f"port{number}")
+            fabric_link.request(
+                netlink.link_message(netlink.RTM_SETLINK, 0, u32(_MASTER, bridge), index=port, up=True)
+            )
+            _configure(link, "eth0", (f"{place.ipv4}/16", f"{place.ipv6}/64"))
+            for other in range(1, len(self._plan) + 1):
+                if other != number:
+                    _route(link, f"10.244.{other}.0/24", "eth0", f"172.18.0.{other}")
+                    _route(link, f"fd00:10:244:{other}::/64", "eth0", f"fd00:172:18::{other}")
+            worker = Worker(number, place, self._attach(f"{name}-ztunnel", "v-ztunnel", number, 5, netns, link))
+            self.workers[name] = worker
+            for position, pod in enumerate(pods, start=10):
+                device = f"v-{pod}" if len(pod) <= 13 else f"v{position}-{pod}"[:15]
+                worker.pods[pod] = self._attach(pod, device, number, position, netns, link)
+
+    def _attach(
+        self, name: str, device: str, number: int, position: int, node: Netns, node_link: NetlinkSocket
+    ) -> Place:
+        netns = self._namespace(name, forwards=False)
+        ipv4 = _ipv4(f"10.244.{number}.{position}")
+        ipv6 = _ipv6(f"fd00:10:244:{number}::{position}")
+        gateways = (f"10.244.{number}.1", f"fd00:10:244:{number}::1")
+        with NetlinkSocket(NETLINK_ROUTE, netns) as link:
+            cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("node"), device))
+            link.request(netlink.create_pair(cable, node.fileno()))
+            _configure(node_link, device, (f"{gateways[0]}/32", f"{gateways[1]}/128"))
+            _configure(link, "eth0", (f"{ipv4}/32", f"{ipv6}/128"))
+            for gateway, everything in zip(gateways, ("0.0.0.0/0", "::/0"), strict=True):
+                _route(link, everything, "eth0", gateway, onlink=True)
+        _route(node_link, f"{ipv4}/32", device)
+        _route(node_link, f"{ipv6}/128", device)
+        return Place(self, name, netns, ipv4, ipv6, device)
+
+
+def sweep() -> None:
+    """Take away the names that a killed process left behind."""
+    for name in names():
+        owner = name.removeprefix(_PREFIX).partition("-")[0]
+        if name.startswith(_PREFIX) and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            unpublish(name)
+
+
+def become_root_of_own_namespaces() -> None:
+    """Start this program again as root of a new user, network and mount namespace.
+
+    Returns at once for a process that may already make network namespaces. Call it first thing in
+    ``main``, before any thread exists: the kernel gives a user namespace to single-threaded processes only.
+
+    Raises:
+        NeedCapability: the system forbids unprivileged user namespaces.
+    """
+    if may_make_namespaces():
+        return
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS)
+    except NeedCapability as error:
+        raise NeedCapability("CAP_SYS_ADMIN", "make a user namespace (sysctl user.max_user_namespaces)") from error
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    mount("tmpfs", str(RUN.parent), "tmpfs", 0)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def may_make_namespaces() -> bool:
+    """Whether this process has CAP_SYS_ADMIN and CAP_NET_ADMIN where it is."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            effective = int(line.split()[1], 16)
+            return bool(effective >> 21 & 1 and effective >> 12 & 1)
+    return False
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _reap(child: "subprocess.Popen[Any] | BaseProcess") -> None:
+    if isinstance(child, BaseProcess):
+        child.join(_STOP_S)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        child.close()
+        return
+    try:
+        child.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    for stream in (child.stdin, child.stdout, child.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def _ipv4(value: str) -> IPv4Address:
+    return IPv4Address(value)
+
+
+def _ipv6(value: str) -> IPv6Address:
+    return IPv6Address(value)
+
+
+def _index(link: NetlinkSocket, device: str) -> int:
+    for body in link.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK)):
+        found = read_link(body)
+        if found.name == device:
+            return found.index
+    raise KeyError(device)
+
+
+def _configure(link: NetlinkSocket, device: str, addresses: Sequence[str]) -> None:
+    index = _index(link, device)
+    link.request(netlink.set_up(index))
+    for address in addresses:
+        link.request(netlink.address_message(netlink.RTM_NEWADDR, Address(device, ip_interface(address)), index))
+
+
+def _route(
+    link: NetlinkSocket, destination: str, device: str, gateway: str | None = None, *, onlink: bool = False
+) -> None:
+    network: IpNetwork = ip_network(destination)
+    route = Route(
+        table=_MAIN,
+        destination=network,
+        device=device,
+        gateway=ip_address(gateway) if gateway is not None else None,
+        onlink=onlink,
+    )
+    message = netlink.route_message(
+        netlink.RTM_NEWROUTE, route, _STATIC, lambda name: _index(link, name), replace=False
+    )
+    link.request(message)

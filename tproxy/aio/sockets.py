@@ -1,0 +1,327 @@
+"""Sockets as a transparent proxy needs them: foreign addresses, marks, other namespaces.
+
+Options of the kernel's headers that :mod:`socket` has no names for are here by number
+(``linux/in.h``, ``linux/in6.h``, ``linux/netfilter_ipv4.h``, ``linux/netfilter_ipv6/ip6_tables.h``).
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import NamedTuple, TypeAlias
+
+from tproxy.aio.netns import Netns, entered
+from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused, NeedCapability, PortTaken, TproxyError
+
+IpAddress: TypeAlias = IPv4Address | IPv6Address
+SocketOption: TypeAlias = tuple[int, int, int | bytes]
+
+IP_FREEBIND = 15
+IP_TRANSPARENT = 19
+IPV6_TRANSPARENT = 75
+IPV6_FREEBIND = 78
+IP_BIND_ADDRESS_NO_PORT = 24
+SO_MARK = 36
+SO_ORIGINAL_DST = 80
+_SOL_IPV6 = socket.IPPROTO_IPV6
+
+
+class SocketAddress(NamedTuple):
+    """An address, never an IPv4-mapped one, and a port."""
+
+    ip: IpAddress
+    port: int
+
+
+class OriginalDestination(NamedTuple):
+    """Where a client wanted to go; ``restored`` is false for an ordinary connection to an ordinary socket."""
+
+    ip: IpAddress
+    port: int
+    restored: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """TCP keepalive; the defaults are Rust ztunnel's: 180 s idle, then 9 probes 180 s apart."""
+
+    idle_s: int = 180
+    interval_s: int = 180
+    probes: int = 9
+
+
+def canonical(address: IpAddress | str) -> IpAddress:
+    """``::ffff:10.0.0.1`` as ``10.0.0.1``, and scope identifiers gone; a dual-stack listener reports both.
+
+    Raises:
+        ValueError: not an IP address.
+    """
+    parsed = ip_address(address.partition("%")[0]) if isinstance(address, str) else address
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
+        return parsed.ipv4_mapped
+    return parsed
+
+
+def listen(
+    address: IpAddress | str,
+    port: int,
+    *,
+    transparent: bool = False,
+    mark: int | None = None,
+    reuse_port: bool = False,
+    freebind: bool = False,
+    socket_options: Iterable[SocketOption] = (),
+    netns: Netns | None = None,
+    backlog: int = 1024,
+) -> socket.socket:
+    """A listening TCP socket, non-blocking; on ``::`` it takes IPv4 too (mapped: see :func:`canonical`).
+
+    Args:
+        address: where; port 0 lets the kernel choose.
+        transparent: accept connections to any address that the kernel delivers here (TPROXY). Set
+            before bind, as TPROXY demands.
+        mark: SO_MARK; accepted sockets and SYN-ACKs inherit it.
+        socket_options: further (level, name, value), set before bind.
+        netns: make it there instead of here.
+        backlog: connections waiting to be accepted.
+
+    Raises:
+        PortTaken: somebody else listens there.
+        NeedCapability: ``transparent`` or ``mark`` without CAP_NET_ADMIN.
+        KernelRefused: any other refusal, such as EADDRNOTAVAIL for a foreign address.
+    """
+    where = ip_address(address) if isinstance(address, str) else address
+    family = socket.AF_INET if where.version == 4 else socket.AF_INET6
+    sock = _make(family, netns)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(_SOL_IPV6, socket.IPV6_V6ONLY, int(not where.is_unspecified))
+        if freebind:
+            sock.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
+        if transparent:
+            _set_transparent(sock)
+        if mark is not None:
+            _set_mark(sock, mark)
+        for level, name, value in socket_options:
+            sock.setsockopt(level, name, value)
+        sock.bind((str(where), port))
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(str(where), port) from error
+        raise _translated(error, f"listen on {where} port {port}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def connect(
+    destination: tuple[IpAddress | str, int],
+    *,
+    source: IpAddress | str | None = None,
+    mark: int | None = None,
+    timeout_s: float = 10.0,
+    netns: Netns | None = None,
+    keepalive: Keepalive | None = None,
+    nodelay: bool = True,
+    socket_options: Iterable[SocketOption] = (),
+) -> socket.socket:
+    """Connect by TCP; the socket that is returned is non-blocking and the caller's to close.
+
+    Args:
+        destination: address and port, no names.
+        source: appear as this address, which need not be ours; the port is chosen at connect, per
+            destination, so that 28,000 connections from one source are no limit (ip(7),
+            IP_BIND_ADDRESS_NO_PORT).
+        mark: SO_MARK.
+        timeout_s: for the handshake.
+        netns: make the socket there instead of here.
+        keepalive: if given, switched on.
+        nodelay: TCP_NODELAY.
+        socket_options: further (level, name, value), set before bind.
+
+    Raises:
+        ConnectTimedOut: no answer within ``timeout_s``.
+        ConnectFailed: refused, unreachable, reset; ``error.errno`` says which.
+        KernelRefused: an option or the source address is not usable.
+        NeedCapability: ``source`` or ``mark`` without CAP_NET_ADMIN.
+    """
+    host, port = destination
+    target = canonical(host)
+    shown = (str(target), port)
+    sock = _make(socket.AF_INET if target.version == 4 else socket.AF_INET6, netns)
+    try:
+        try:
+            _prepare(sock, source, mark, keepalive, nodelay, socket_options)
+        except OSError as error:
+            raise _translated(error, f"connect to {target} port {port} as {source}") from error
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _connect(sock, shown)
+        except TimeoutError as error:
+            # The loop's limit and the kernel's ETIMEDOUT are one exception type.
+            if isinstance(error, OSError) and error.errno:
+                raise ConnectFailed(shown, error) from error
+            raise ConnectTimedOut(shown, timeout_s) from error
+        except OSError as error:
+            raise ConnectFailed(shown, error) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _connect(sock: socket.socket, address: tuple[str, int]) -> None:
+    """As ``loop.sock_connect``, but the descriptor is off the loop before the caller may close it.
+
+    Cancellation arrives at the ``await``; whatever loop runs this, ``finally`` comes before ``close``.
+    """
+    code = sock.connect_ex(address)
+    if code == 0:
+        return
+    if code not in (errno.EINPROGRESS, errno.EINTR):
+        raise OSError(code, os.strerror(code))
+    loop = asyncio.get_running_loop()
+    writable: asyncio.Future[None] = loop.create_future()
+
+    def done() -> None:
+        if not writable.done():
+            writable.set_result(None)
+
+    loop.add_writer(sock.fileno(), done)
+    try:
+        await writable
+    finally:
+        loop.remove_writer(sock.fileno())
+    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _prepare(
+    sock: socket.socket,
+    source: IpAddress | str | None,
+    mark: int | None,
+    keepalive: Keepalive | None,
+    nodelay: bool,
+    socket_options: Iterable[SocketOption],
+) -> None:
+    if mark is not None:
+        _set_mark(sock, mark)
+    for level, name, value in socket_options:
+        sock.setsockopt(level, name, value)
+    if keepalive is not None:
+        set_keepalive(sock, keepalive)
+    if nodelay:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if source is not None:
+        _set_transparent(sock)
+        sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
+        sock.bind((str(canonical(source)), 0))
+
+
+def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
+    """Switch TCP keepalive on."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive.idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive.interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, keepalive.probes)
+
+
+def original_destination(sock: socket.socket) -> OriginalDestination:
+    """Where the peer of an accepted socket wanted to go.
+
+    SO_ORIGINAL_DST answers when the connection was translated (REDIRECT, DNAT) and, because conntrack
+    knows it as well, when it was only tracked; it is asked for IPv4 first, which is the one that answers
+    for a mapped address. Without conntrack a transparent socket's own name is the destination.
+
+    ``restored`` is true if the destination differs from the socket's own name (translated) or the
+    socket is transparent (TPROXY).
+    """
+    own = local_address(sock)
+    asked = _conntrack_destination(sock, own)
+    if asked is not None and asked != own:
+        return OriginalDestination(asked.ip, asked.port, restored=True)
+    return OriginalDestination(own.ip, own.port, restored=_is_transparent(sock))
+
+
+def _conntrack_destination(sock: socket.socket, own: SocketAddress) -> SocketAddress | None:
+    try:
+        if own.ip.version == 4:
+            data = sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
+            port, packed = struct.unpack_from("!2xH4s", data)
+        else:
+            data = sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, 28)
+            port, packed = struct.unpack_from("!2xH4x16s", data)
+    except OSError:
+        return None  # ENOENT: not tracked; ENOPROTOOPT: no conntrack in this kernel
+    return SocketAddress(canonical(ip_address(packed)), port)
+
+
+def _is_transparent(sock: socket.socket) -> bool:
+    # Accepted sockets inherit it; an IPv6 socket has the same flag under its own number.
+    if sock.family == socket.AF_INET:
+        return bool(sock.getsockopt(socket.SOL_IP, IP_TRANSPARENT))
+    return bool(sock.getsockopt(_SOL_IPV6, IPV6_TRANSPARENT))
+
+
+def local_address(sock: socket.socket) -> SocketAddress:
+    """The socket's own address and port."""
+    name = sock.getsockname()
+    return SocketAddress(canonical(name[0]), name[1])
+
+
+def peer_address(sock: socket.socket) -> SocketAddress:
+    """The peer's address and port.
+
+    Raises:
+        OSError: ENOTCONN, the peer is already gone.
+    """
+    name = sock.getpeername()
+    return SocketAddress(canonical(name[0]), name[1])
+
+
+def _make(family: socket.AddressFamily, netns: Netns | None) -> socket.socket:
+    with entered(netns):
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    sock.setblocking(False)
+    return sock
+
+
+def _set_transparent(sock: socket.socket) -> None:
+    with _explained("CAP_NET_ADMIN", "use foreign addresses (IP_TRANSPARENT)"):
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.SOL_IP, IP_TRANSPARENT, 1)
+        else:
+            sock.setsockopt(_SOL_IPV6, IPV6_TRANSPARENT, 1)
+
+
+def _set_mark(sock: socket.socket, mark: int) -> None:
+    with _explained("CAP_NET_ADMIN", "mark packets (SO_MARK)"):
+        sock.setsockopt(socket.SOL_SOCKET, SO_MARK, mark)
+
+
+@contextlib.contextmanager
+def _explained(capability: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise NeedCapability(capability, doing) from error
+
+
+def _translated(error: OSError, doing: str) -> TproxyError:
+    if error.errno == errno.EACCES:
+        return NeedCapability("CAP_NET_BIND_SERVICE", doing)
+    if error.errno == errno.EPERM:
+        return NeedCapability("CAP_NET_ADMIN", doing)
+    return KernelRefused(doing, error.errno or 0)
