@@ -120,11 +120,17 @@ class Worker:
         self.ztunnel = ztunnel
         self.pods: dict[str, Place] = {}
 
+    def gateway(self, version: int) -> IpAddress:
+        """The node's address on the cables of its pods."""
+        if version == 4:
+            return _ipv4(f"10.244.{self.number}.1")
+        return _ipv6(f"fd00:10:244:{self.number}::1")
+
     def wanted(self, members: Sequence[str] | None = None) -> Node:
         """The interception of this node, for all its pods or the named ones."""
         chosen = self.pods if members is None else {name: self.pods[name] for name in members}
         return Node(
-            host_addresses=self.place.addresses,
+            host_addresses=(*self.place.addresses, self.gateway(4), self.gateway(6)),
             ztunnel_addresses=self.ztunnel.addresses,
             ztunnel_device=self.ztunnel.device or "",
             members=tuple(

@@ -22,7 +22,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 RUN = Path("/run/netns")
 _OWN = "/proc/thread-self/ns/net"
-_MS_BIND, _MS_REC, _MS_SHARED, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 20, 1 << 18, 2
+_MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 1 << 20, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -181,7 +181,12 @@ def _publish(name: str) -> None:
     target = RUN / name
     if not RUN.is_dir():
         RUN.mkdir(parents=True)
-    if not os.path.ismount(RUN):
+    try:
+        mount("", str(RUN), None, _MS_SHARED | _MS_REC)
+    except KernelRefused as error:
+        # EINVAL says that it is no mount point, which os.path.ismount cannot see of a bind mount.
+        if error.code != errno.EINVAL:
+            raise
         mount(str(RUN), str(RUN), None, _MS_BIND | _MS_REC)
         mount("", str(RUN), None, _MS_SHARED | _MS_REC)
     try:
