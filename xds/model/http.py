@@ -28,7 +28,7 @@ class Route:
         path: ``None`` for a ``connect_matcher``.
         clusters: empty with ``direct_status``.
         tunnel: ``connect_config`` is present and CONNECT enabled: the payload goes to the cluster as raw TCP.
-        timeout_s: route timeout (Envoy's default 15 s); starts when the client has half-closed. 0 is off.
+        timeout_s: route timeout, from the client's half-close on; 0 is off, ``None`` unset (Envoy: 15 s).
         idle_timeout_s: overrides the connection manager's stream idle timeout; ``None`` does not.
     """
 
@@ -38,7 +38,7 @@ class Route:
     clusters: "tuple[WeightedCluster, ...]" = ()
     tunnel: bool = False
     allow_post: bool = False
-    timeout_s: float = 15.0
+    timeout_s: float | None = None
     idle_timeout_s: float | None = None
     cluster_not_found_status: int = 503
     direct_status: int = 0
@@ -89,7 +89,7 @@ class HttpConnectionManager:
 
     Attributes:
         allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
-        stream_idle_timeout_s: Envoy's default is 300 s; 0 is off.
+        stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
     """
 
     stat_prefix: str
@@ -98,7 +98,7 @@ class HttpConnectionManager:
     allows_connect: bool
     codec: str = "auto"
     server_name: str = "envoy"
-    stream_idle_timeout_s: float = 300.0
+    stream_idle_timeout_s: float | None = None
     idle_timeout_s: float = 3600.0
     drain_timeout_s: float = 5.0
     max_request_headers_kb: int = 60

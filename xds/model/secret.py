@@ -42,9 +42,11 @@ class Validation:
     certificate_hashes: tuple[str, ...] = ()
     spki_hashes: tuple[str, ...] = ()
     allow_expired: bool = False
-    accept_untrusted: bool = False
-    only_leaf_crl: bool = False
-    max_verify_depth: int | None = None
+
+    @property
+    def restricts(self) -> bool:
+        """Whether it says how the peer's name or key must look, which only a verified chain can prove."""
+        return bool(self.san_matches or self.certificate_hashes or self.spki_hashes)
 
     def merged(self, dynamic: "Validation") -> "Validation":
         """``combined_validation_context``: ``dynamic`` (SDS) over this default, repeated fields joined."""
@@ -55,11 +57,6 @@ class Validation:
             certificate_hashes=self.certificate_hashes + dynamic.certificate_hashes,
             spki_hashes=self.spki_hashes + dynamic.spki_hashes,
             allow_expired=self.allow_expired or dynamic.allow_expired,
-            accept_untrusted=self.accept_untrusted or dynamic.accept_untrusted,
-            only_leaf_crl=self.only_leaf_crl or dynamic.only_leaf_crl,
-            max_verify_depth=(
-                dynamic.max_verify_depth if dynamic.max_verify_depth is not None else self.max_verify_depth
-            ),
         )
 
 

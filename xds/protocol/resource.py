@@ -4,6 +4,7 @@ A source is an ADS stream (state of the world or delta), a per-type stream over 
 watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
 """
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -54,6 +55,8 @@ class UpdateRejected(Exception):
 
 #: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK; a receiver that warms resources
 #: returns when they are warm, and its source sends the ACK only then. Calls for one subscription never overlap.
+#: Until it returns nothing else of the same type is delivered or asked for, so a receiver may wait for other
+#: types (clusters for endpoints and secrets) but never for more of its own.
 Receive = Callable[[Update], Awaitable[None]]
 
 
@@ -67,14 +70,15 @@ class SubscriptionStats:
     update_rejected: int = 0
     init_fetch_timeout: int = 0
     version_text: str = ""
-    update_times_ms: list[float] = field(default_factory=list)
+    #: The latest durations of ``receive``, for a histogram; bounded, since nobody may be reading.
+    update_times_ms: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     @property
     def version(self) -> int:
         """XxHash64 (seed 0) of :attr:`version_text`; 0 before the first accepted update."""
         import xxhash
 
-        return xxhash.xxh64_intdigest(self.version_text) if self.update_success else 0
+        return xxhash.xxh64_intdigest(self.version_text.encode()) if self.update_success else 0
 
 
 class Subscription(Protocol):

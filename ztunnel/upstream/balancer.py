@@ -49,7 +49,6 @@ class Balancer:
         now: float,
         *,
         hash_key: int | None = None,
-        subset: Mapping[str, object] | None = None,
         avoid: frozenset[Host] = frozenset(),
     ) -> Host | None:
         """The host for one connection, ``None`` when no host is usable.
@@ -57,7 +56,6 @@ class Balancer:
         Args:
             now: monotonic seconds.
             hash_key: of the connection, for RING_HASH and MAGLEV; they choose at random without one.
-            subset: only hosts whose ``envoy.lb`` metadata holds all of it.
             avoid: hosts to pass over if any other will do (earlier attempts of the same connection).
         """
         level = self._choose_level(hash_key)
@@ -68,14 +66,9 @@ class Balancer:
         if picker is None:
             return None
         host = picker.pick(hash_key, now)
-        if (subset and not in_subset(host, subset)) or host in avoid:
-            candidates = [
-                other
-                for other in getattr(self._hosts.levels[index], kind)
-                if not subset or in_subset(other, subset)
-            ]
-            candidates = [other for other in candidates if other not in avoid] or candidates
-            return self._rng.choice(candidates) if candidates else None
+        if host in avoid:
+            others = [other for other in getattr(self._hosts.levels[index], kind) if other not in avoid]
+            return self._rng.choice(others) if others else host
         return host
 
     def _choose_level(self, hash_key: int | None) -> tuple[int, str] | None:

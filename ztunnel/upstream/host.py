@@ -1,6 +1,6 @@
 """One upstream host, and a cluster's hosts by priority and locality."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
@@ -128,6 +128,23 @@ class HostSet:
         self.overprovisioning = assignment.overprovisioning_factor / 100
         self.refresh()
         return [host for key, host in old.items() if key not in self._by_key]
+
+    def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
+        """A set of the same host objects, those that ``keep`` accepts only."""
+        part = HostSet()
+        part.overprovisioning = self.overprovisioning
+        part._by_key = {key: host for key, host in self._by_key.items() if keep(host)}
+        part.levels = [
+            PriorityLevel(
+                [
+                    HostGroup(group.locality, group.weight, [h for h in group.hosts if keep(h)])
+                    for group in level.groups
+                ]
+            )
+            for level in self.levels
+        ]
+        part.refresh()
+        return part
 
     def refresh(self) -> None:
         """Partition every level anew."""

@@ -235,7 +235,9 @@ def _connection_manager(
         allows_connect=upgrade and http2.allow_connect,
         codec="http2" if message.codec_type == hcm.HttpConnectionManager.HTTP2 else "auto",
         server_name=message.server_name or "envoy",
-        stream_idle_timeout_s=seconds(message, "stream_idle_timeout", 300.0),
+        stream_idle_timeout_s=(
+            seconds(message, "stream_idle_timeout", 0.0) if message.HasField("stream_idle_timeout") else None
+        ),
         idle_timeout_s=seconds(common, "idle_timeout", 3600.0),
         drain_timeout_s=seconds(message, "drain_timeout", 5.0),
         max_request_headers_kb=wrapped(message, "max_request_headers_kb", 60),

@@ -112,7 +112,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         clusters=_clusters(action),
         tunnel=tunnel,
         allow_post=allow_post,
-        timeout_s=seconds(action, "timeout", 15.0),
+        timeout_s=seconds(action, "timeout", 0.0) if action.HasField("timeout") else None,
         idle_timeout_s=seconds(action, "idle_timeout", 0.0) if action.HasField("idle_timeout") else None,
         cluster_not_found_status=_NOT_FOUND_STATUS.get(action.cluster_not_found_response_code, 503),
     )

@@ -202,9 +202,9 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
         "match_typed_subject_alt_names",
         "trust_chain_verification",
         "watched_directory",
-        "only_verify_leaf_cert_crl",
-        "max_verify_depth",
     )
+    if message.trust_chain_verification != proto.CertificateValidationContext.VERIFY_TRUST_CHAIN:
+        raise Unsupported("a chain that is not trusted is never accepted", "trust_chain_verification")
     trusted = crl = None
     if message.HasField("trusted_ca"):
         with at("trusted_ca"):
@@ -231,9 +231,6 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
         certificate_hashes=tuple(_hash(text, i) for i, text in enumerate(message.verify_certificate_hash)),
         spki_hashes=tuple(message.verify_certificate_spki),
         allow_expired=message.allow_expired_certificate,
-        accept_untrusted=message.trust_chain_verification == proto.CertificateValidationContext.ACCEPT_UNTRUSTED,
-        only_leaf_crl=message.only_verify_leaf_cert_crl,
-        max_verify_depth=message.max_verify_depth.value if message.HasField("max_verify_depth") else None,
     )
 
 

@@ -1,0 +1,585 @@
+"""Configuration from a control plane over gRPC: one aggregated stream, or one stream per subscription.
+
+:class:`AdsClient` carries all types on one stream; :class:`PerTypeClient` opens the type's own service once
+per subscription, as Envoy does for SDS from a local agent. Both are sources as :mod:`xds.protocol.resource`
+describes them, with the protocol's rules in :mod:`xds.protocol.sotw` and :mod:`xds.protocol.delta`.
+
+Who runs what: ``async with`` owns the tasks. One task keeps the stream (connect, read, write, wait, again);
+one task per type hands updates to receivers, so a receiver that warms holds back its own type's ACK only.
+What arrives for a busy type is merged and stays as small as the configuration itself.
+
+While the control plane is away everything stays in force. One line tells that it is away and what to check,
+one that it is back.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from google.protobuf.message import DecodeError
+
+from xds.errors import XdsError
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, DiscoveryResponse
+from xds.protocol.client import Backoff, ClientOptions, ClientState, Received, Refused
+from xds.protocol.delta import DeltaClient
+from xds.protocol.interest import Interest
+from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
+from xds.protocol.sotw import SotwClient
+from xds.protocol.types import method_path
+
+logger = logging.getLogger(__name__)
+
+#: Opens a gRPC channel; the caller's ``async with`` closes it.
+Connect = Callable[[], AbstractAsyncContextManager[Any]]
+
+#: Returns the metadata of a new stream, such as a bearer token read from its file.
+Metadata = Callable[[], Sequence[tuple[str, str]]]
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # as Envoy: no limit
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects now, whatever back-off another one is in
+    ("grpc.keepalive_time_ms", 30_000),  # guess; istiod allows no less than 15 s
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class StreamBroken(XdsError):
+    """The stream to the control plane ended.
+
+    Attributes:
+        reason: in the words of gRPC, or ours.
+        answered: whether it had brought anything.
+    """
+
+    def __init__(self, reason: str, *, answered: bool) -> None:
+        super().__init__(reason, answered)
+        self.reason = reason
+        self.answered = answered
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(slots=True)
+class ControlPlaneStats:
+    """What Envoy publishes as ``control_plane.*``; nothing here is rate limited, so that counter stays 0."""
+
+    connected_state: int = 0
+    pending_requests: int = 0
+    rate_limit_enforced: int = 0
+    identifier: str = ""
+
+
+def connect_to(target: str, credentials: Any = None) -> Connect:
+    """Return how to reach ``host:port`` or ``unix:/path``, with ``grpc.ssl_channel_credentials`` or in plain text."""
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        import grpc.aio
+
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+        try:
+            yield channel
+        finally:
+            await channel.close()
+
+    return connect
+
+
+class GrpcSubscription:
+    """See :class:`xds.protocol.resource.Subscription`."""
+
+    def __init__(self, feed: "_Feed", receive: Receive, on_initial_timeout: Callable[[], None] | None) -> None:
+        self.stats = SubscriptionStats()
+        self.receive = receive
+        self._feed = feed
+        self._on_initial_timeout = on_initial_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self.on_close: Callable[[], object] | None = None
+
+    def set_names(self, names: Iterable[str]) -> None:
+        """Replace the names asked for."""
+        self.stats.update_attempt += 1
+        self._feed.set(self, names)
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        self.settled()
+        self._feed.remove(self)
+        if self.on_close is not None:
+            self.on_close()
+
+    def start(self, initial_fetch_timeout_s: float) -> None:
+        """Begin waiting for the first update."""
+        self.stats.update_attempt += 1
+        if initial_fetch_timeout_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(initial_fetch_timeout_s, self._timed_out)
+
+    def settled(self) -> None:
+        """Stop waiting for the first update."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _timed_out(self) -> None:
+        self._timer = None
+        self.stats.init_fetch_timeout += 1
+        self.stats.update_attempt += 1
+        if self._on_initial_timeout is not None:
+            self._on_initial_timeout()
+
+
+class _Feed:
+    """One type on one stream: its subscriptions, what waits for them, and the task that hands it over."""
+
+    def __init__(self, stream: "_Stream", type_url: str) -> None:
+        self._stream = stream
+        self._interest: Interest[GrpcSubscription] = Interest(type_url)
+        self._received: list[Received] = []
+        self._expired: list[Update] = []
+        self._late: dict[GrpcSubscription, None] = {}
+        self._again: set[str] = set()
+        self._wake = asyncio.Event()
+
+    def set(self, subscription: GrpcSubscription, names: Iterable[str] | None) -> None:
+        wanted = None if names is None else frozenset(names)
+        self._again |= wanted or set()
+        self._interest.set(subscription, wanted)
+        self._late[subscription] = None
+        self._wake.set()
+        self._stream.wake()
+
+    def remove(self, subscription: GrpcSubscription) -> None:
+        self._interest.remove(subscription)
+        self._late.pop(subscription, None)
+        self._stream.wake()
+
+    def subscriptions(self) -> tuple[GrpcSubscription, ...]:
+        return self._interest.subscribers()
+
+    def tell(self, state: ClientState[Any, Any]) -> None:
+        """Pass what is wanted on to the protocol."""
+        self._interest.forget_unwanted()
+        state.want(self._interest.type_url, self._interest.union(), again=self._again)
+        self._again.clear()
+
+    def arrived(self, received: Received) -> None:
+        if self._received and self._received[-1].stream != received.stream:
+            # Its ACK has nowhere to go and the new stream brings the same again, or newer.
+            self._received[-1] = self._received[-1].then(received)
+        elif len(self._received) > 1:
+            self._received[-1] = self._received[-1].then(received)
+        else:
+            self._received.append(received)
+        self._wake.set()
+
+    def expired(self, update: Update) -> None:
+        self._expired.append(update)
+        self._wake.set()
+
+    def refused(self, refused: Refused) -> None:
+        for subscription in self.subscriptions():
+            subscription.settled()
+            subscription.stats.update_rejected += 1
+            subscription.stats.update_attempt += 1
+
+    async def deliver_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._late or self._received or self._expired:
+                await self._deliver_one()
+
+    async def _deliver_one(self) -> None:
+        if self._late:
+            subscription = next(iter(self._late))
+            del self._late[subscription]
+            known = self._interest.known(subscription)
+            if known is not None:
+                await self._hand_over(subscription, known)
+        elif self._expired:
+            await self._hand_out(self._expired.pop(0))
+        else:
+            received = self._received.pop(0)
+            failures = await self._hand_out(received.update)
+            if failures:
+                self._stream.state.reject(received, "\n".join(dict.fromkeys(failures)))
+            else:
+                self._stream.state.accept(received)
+            self._stream.wake()
+
+    async def _hand_out(self, update: Update) -> list[str]:
+        failures = []
+        for subscription, part in self._interest.split(update):
+            failure = await self._hand_over(subscription, part)
+            if failure is not None:
+                failures.append(failure)
+        return failures
+
+    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> str | None:
+        """Returns the reason of a refusal."""
+        loop = asyncio.get_running_loop()
+        stats = subscription.stats
+        stats.update_attempt += 1
+        begin_s = loop.time()
+        try:
+            await subscription.receive(update)
+        except UpdateRejected as rejected:
+            stats.update_rejected += 1
+            logger.warning(
+                "configuration refused type=%s version=%s error=%s", update.type_url, update.version, rejected
+            )
+            return str(rejected)
+        except Exception as error:  # our bug: the last good configuration must outlive it
+            stats.update_rejected += 1
+            logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
+            return f"internal error: {type(error).__name__}: {error}"
+        finally:
+            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
+            subscription.settled()
+        stats.update_success += 1
+        stats.version_text = update.version
+        self._interest.accepted(update)
+        return None
+
+
+class _Stream:
+    """One gRPC stream, kept up, and the feeds of its types."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        path: str,
+        state: ClientState[Any, Any],
+        response_type: type[DiscoveryResponse] | type[DeltaDiscoveryResponse],
+        name: str,
+        metadata: Metadata | None,
+        backoff: Backoff,
+    ) -> None:
+        self.state = state
+        self.stats = ControlPlaneStats()
+        self._connect = connect
+        self._path = path
+        self._response_type = response_type
+        self._name = name
+        self._metadata = metadata
+        self._backoff = backoff
+        self._feeds: dict[str, _Feed] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._wake = asyncio.Event()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._away_since_s: float | None = None
+
+    def subscribe(
+        self,
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        initial_fetch_timeout_s: float,
+        on_initial_timeout: Callable[[], None] | None,
+    ) -> GrpcSubscription:
+        feed = self._feeds.get(type_url)
+        if feed is None:
+            feed = self._feeds[type_url] = _Feed(self, type_url)
+            if self._tasks is not None:
+                self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
+        subscription = GrpcSubscription(feed, receive, on_initial_timeout)
+        feed.set(subscription, names)
+        subscription.start(initial_fetch_timeout_s)
+        return subscription
+
+    def wake(self) -> None:
+        """Make the writer look: names changed, or an answer is due."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the stream until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for type_url, feed in self._feeds.items():
+                    self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
+                await self._keep_connected()
+        finally:
+            self._tasks = None
+            if self._expiry is not None:
+                self._expiry.cancel()
+            for feed in self._feeds.values():
+                for subscription in feed.subscriptions():
+                    subscription.settled()
+
+    async def _keep_connected(self) -> None:
+        while True:
+            await self._wake.wait()  # nothing to ask for, no stream
+            try:
+                await self._one_stream()
+            except StreamBroken as broken:
+                self._lost(broken)
+            finally:
+                self.state.stream_closed()
+                self.stats.connected_state = 0
+            self._wake.set()
+            await asyncio.sleep(self._backoff.next(random.random()))
+
+    async def _one_stream(self) -> None:
+        import grpc.aio
+
+        answered = False
+        try:
+            async with self._connect() as channel:
+                call = channel.stream_stream(self._path)(
+                    metadata=tuple(self._metadata()) if self._metadata else None
+                )
+                self.state.stream_opened()
+                async with asyncio.TaskGroup() as directions:
+                    writer = directions.create_task(self._write(call), name=f"xds {self._name} write")
+                    while (data := await call.read()) is not grpc.aio.EOF:
+                        answered = True
+                        self._back()
+                        self._receive(data)
+                    writer.cancel()
+                raise StreamBroken(_status_text(await call.code(), await call.details()), answered=answered)
+        except* grpc.RpcError as errors:
+            error = errors.exceptions[0]
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            raise StreamBroken(_status_text(error.code(), error.details()), answered=answered) from error
+        except* (StreamBroken, DecodeError, asyncio.InvalidStateError) as errors:
+            error = errors.exceptions[0]
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            raise StreamBroken(str(error), answered=answered) from error
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            self._wake.clear()
+            for feed in self._feeds.values():
+                feed.tell(self.state)
+            requests = self.state.requests_to_send()
+            self.stats.pending_requests = len(requests)
+            for request in requests:
+                logger.debug("> %s", _Shown(request))
+                await call.write(request.SerializeToString())
+                self.stats.pending_requests -= 1
+                self.stats.connected_state = 1
+            await self._wake.wait()
+
+    def _receive(self, data: bytes) -> None:
+        response = self._response_type.FromString(data)
+        logger.debug("< %s", _Shown(response))
+        event = self.state.receive(response, asyncio.get_running_loop().time())
+        self.stats.identifier = self.state.control_plane
+        feed = self._feeds.get(response.type_url)
+        if feed is not None and isinstance(event, Received):
+            feed.arrived(event)
+        elif feed is not None and isinstance(event, Refused):
+            logger.warning(
+                "configuration refused type=%s version=%s error=%s", event.type_url, event.version, event.reason
+            )
+            feed.refused(event)
+        self.wake()
+        self.arm_expiry()
+
+    def arm_expiry(self) -> None:
+        """Set the timer of the next time to live."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        at_s = self.state.next_expiry_s()
+        self._expiry = None if at_s is None else asyncio.get_running_loop().call_at(at_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        for update in self.state.expire(asyncio.get_running_loop().time()):
+            self._feeds[update.type_url].expired(update)
+        self.arm_expiry()
+
+    def _lost(self, broken: StreamBroken) -> None:
+        for feed in self._feeds.values():
+            for subscription in feed.subscriptions():
+                subscription.stats.update_failure += 1
+                subscription.stats.update_attempt += 1
+        if broken.answered:
+            # Servers end streams now and then to spread their load; say more if the next one fails too.
+            logger.info("control plane ended the stream target=%s reason=%s", self._name, broken)
+        elif self._away_since_s is None:
+            self._away_since_s = asyncio.get_running_loop().time()
+            logger.warning(
+                "control plane unreachable target=%s error=%s; the last configuration stays in force and attempts "
+                "go on. Check that it runs, that name and port are right, and that its certificate or the "
+                "socket's permissions let this node in",
+                self._name,
+                broken,
+            )
+
+    def _back(self) -> None:
+        self._backoff.reset()
+        if self._away_since_s is not None:
+            away_s = asyncio.get_running_loop().time() - self._away_since_s
+            self._away_since_s = None
+            logger.info("control plane is back target=%s away=%.1fs", self._name, away_s)
+
+
+class _Shown:
+    """A request or response for the debug log: formatted only if somebody reads it, never with bodies."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+
+    def __str__(self) -> str:
+        shown = [f"{type(self._message).__name__} type={self._message.type_url}"]
+        for field, value in self._message.ListFields():
+            if field.name in ("type_url", "node"):
+                continue
+            if field.name == "error_detail":
+                value = repr(value.message)
+            elif field.is_repeated:
+                value = len(value)
+            shown.append(f"{field.name}={value}")
+        return " ".join(shown).replace("\n", " ")
+
+
+def _status_text(code: Any, details: str | None) -> str:
+    name = getattr(code, "name", "") or "UNKNOWN"
+    return f"{name}: {details}" if details else name
+
+
+def _state(
+    options: ClientOptions, *, delta: bool
+) -> tuple[ClientState[Any, Any], type[DiscoveryResponse] | type[DeltaDiscoveryResponse]]:
+    if delta:
+        return DeltaClient(options), DeltaDiscoveryResponse
+    return SotwClient(options), DiscoveryResponse
+
+
+class AdsClient:
+    """All types on one aggregated stream; a :class:`xds.protocol.resource.ResourceSource`.
+
+    Subscriptions may be made before or inside ``async with``, always inside the running loop. Leaving it
+    cancels the stream and calls no receiver again.
+
+    Args:
+        target: ``host:port`` or ``unix:/path``.
+        node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
+        delta: the incremental variant.
+        credentials: ``grpc.ssl_channel_credentials(...)``; None is plain text.
+        metadata: called for each new stream.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        node: Node,
+        *,
+        delta: bool = False,
+        credentials: Any = None,
+        metadata: Metadata | None = None,
+        node_on_first_only: bool = True,
+        backoff: Backoff | None = None,
+    ) -> None:
+        state, response_type = _state(ClientOptions(node=node, node_on_first_only=node_on_first_only), delta=delta)
+        self._stream = _Stream(
+            connect_to(target, credentials),
+            method_path(None, delta=delta),
+            state,
+            response_type,
+            target,
+            metadata,
+            backoff or Backoff(),
+        )
+        self._tasks = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def stats(self) -> ControlPlaneStats:
+        """``control_plane.*`` of this stream."""
+        return self._stream.stats
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._task = self._tasks.create_task(self._stream.run(), name="xds ads")
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        await self._tasks.__aexit__(*exception)
+
+    def subscribe(
+        self,
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        *,
+        initial_fetch_timeout_s: float = 15.0,
+        on_initial_timeout: Callable[[], None] | None = None,
+    ) -> GrpcSubscription:
+        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`."""
+        return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
+
+
+class PerTypeClient:
+    """One stream of the type's own service per subscription, such as SDS from an agent's Unix socket.
+
+    Arguments and rules are those of :class:`AdsClient`, except that ``subscribe`` belongs inside
+    ``async with``.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        node: Node,
+        *,
+        delta: bool = False,
+        credentials: Any = None,
+        metadata: Metadata | None = None,
+        node_on_first_only: bool = True,
+        backoff: Callable[[], Backoff] = Backoff,
+    ) -> None:
+        self._target = target
+        self._options = ClientOptions(node=node, node_on_first_only=node_on_first_only)
+        self._delta = delta
+        self._connect = connect_to(target, credentials)
+        self._metadata = metadata
+        self._backoff = backoff
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        for task in self._running:
+            task.cancel()
+        await self._tasks.__aexit__(*exception)
+
+    def subscribe(
+        self,
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        *,
+        initial_fetch_timeout_s: float = 15.0,
+        on_initial_timeout: Callable[[], None] | None = None,
+    ) -> GrpcSubscription:
+        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`.
+
+        Raises:
+            ConfigError: the type has no service of its own.
+        """
+        path = method_path(type_url, delta=self._delta)
+        state, response_type = _state(self._options, delta=self._delta)
+        stream = _Stream(self._connect, path, state, response_type, self._target, self._metadata, self._backoff())
+        subscription = stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
+        task = self._tasks.create_task(stream.run(), name=f"xds {type_url}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        subscription.on_close = task.cancel
+        return subscription

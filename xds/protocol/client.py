@@ -1,0 +1,214 @@
+"""What both client halves of the protocol share: their events, their contract, names, lifetimes, back-off.
+
+A client half is a value with methods. Its owner tells it what is wanted (:meth:`ClientState.want`), when a
+stream opens and closes, and what arrived; it answers with events, and after every call holds the requests to
+write. A :class:`Received` stays open until its owner answers it with ``accept`` or ``reject``; other types go
+on meanwhile, and while it is open no request of its own type is sent, as in Envoy, so a change of names
+rides with the answer.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.google.rpc.status_pb2 import Status
+from xds.protocol.resource import Resource, Update
+
+#: google.rpc.Code.INTERNAL, which Envoy puts into every NACK.
+INTERNAL = 13
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A response to apply, or several merged; answer it with ``accept`` or ``reject``, oldest first per type.
+
+    Attributes:
+        nonces: of all the responses in here, oldest first.
+        stream: which stream it came on; an answer after a reconnect changes state but sends nothing.
+        arrived_s: when the newest came; times to live count from then.
+    """
+
+    update: Update
+    nonces: tuple[str, ...]
+    stream: int
+    arrived_s: float
+
+    def then(self, newer: "Received") -> "Received":
+        """Return both as one.
+
+        Servers push without waiting for an ACK while a receiver warms; merging keeps what waits as
+        small as the configuration itself.
+        """
+        return Received(
+            update=_merged(self.update, newer.update),
+            nonces=(*self.nonces, *newer.nonces) if self.stream == newer.stream else newer.nonces,
+            stream=newer.stream,
+            arrived_s=newer.arrived_s,
+        )
+
+
+def _merged(older: Update, newer: Update) -> Update:
+    if newer.complete:
+        return newer
+    resources = {resource.name: resource for resource in older.resources}
+    for name in newer.removed:
+        resources.pop(name, None)
+    resources.update((resource.name, resource) for resource in newer.resources)
+    removed = dict.fromkeys((*older.removed, *newer.removed))
+    return Update(
+        type_url=newer.type_url,
+        version=newer.version,
+        resources=tuple(resources.values()),
+        removed=tuple(name for name in removed if name not in resources),
+        complete=older.complete,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A response that was answered with NACK at once, because it breaks a rule of the protocol."""
+
+    type_url: str
+    version: str
+    reason: str
+
+
+class ClientState(Protocol[Request, Response]):
+    """One client half, state of the world or delta."""
+
+    control_plane: str
+    """Identifier the server gave of itself, empty until it did."""
+
+    def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
+        """Replace what is wanted of one type; ``None`` is all, an empty set nothing.
+
+        ``again`` names resources to be sent once more although the server sent them already.
+        """
+
+    def stream_opened(self) -> None:
+        """Begin anew on a fresh stream, with all types in the order in which they were first wanted."""
+
+    def stream_closed(self) -> None:
+        """Nothing is sent until the next stream; versions, names and lifetimes are kept."""
+
+    def receive(self, response: Response, now_s: float) -> Received | Refused | None:
+        """Take one response; None if there is nothing to apply (heartbeats, types nobody wants)."""
+
+    def accept(self, received: Received) -> None:
+        """The update is applied."""
+
+    def reject(self, received: Received, reason: str) -> None:
+        """The update was refused, in part or whole; its predecessor stays in force."""
+
+    def requests_to_send(self) -> list[Request]:
+        """Return what the stream must carry now, and forget it."""
+
+    def next_expiry_s(self) -> float | None:
+        """Return when :meth:`expire` has work, on the clock given to :meth:`receive`."""
+
+    def expire(self, now_s: float) -> list[Update]:
+        """Return the removal of every resource whose time to live has passed without renewal."""
+
+
+class BadResponse(Exception):
+    """A response breaks a rule of the protocol and is answered with NACK; internal to this package."""
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """Times to live of resources of all types; the clock is the caller's."""
+
+    _held: dict[tuple[str, str], tuple[float, Resource]]
+
+    def __init__(self) -> None:
+        self._held = {}
+
+    def started(self, type_url: str, resource: Resource, now_s: float) -> None:
+        """Note a resource that arrived whole; without a time to live an older one ends."""
+        if resource.ttl_s is None:
+            self._held.pop((type_url, resource.name), None)
+        else:
+            self._held[type_url, resource.name] = now_s + resource.ttl_s, resource
+
+    def renewed(self, type_url: str, name: str, ttl_s: float | None, now_s: float) -> Resource | None:
+        """Note a heartbeat; returns the resource it is for, None if that is not held."""
+        held = self._held.get((type_url, name))
+        if held is None:
+            return None
+        self.started(type_url, _with_ttl(held[1], ttl_s), now_s)
+        return held[1]
+
+    def ended(self, type_url: str, names: Iterable[str]) -> None:
+        """Forget removed resources."""
+        for name in names:
+            self._held.pop((type_url, name), None)
+
+    def names(self, type_url: str) -> set[str]:
+        """Return the names of one type that have a time to live."""
+        return {name for held_type, name in self._held if held_type == type_url}
+
+    def next_expiry_s(self) -> float | None:
+        """Return the earliest end."""
+        return min((at for at, _ in self._held.values()), default=None)
+
+    def expired(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Return and forget what has ended, per type."""
+        gone: dict[str, list[str]] = {}
+        for (type_url, name), (at, _) in list(self._held.items()):
+            if at <= now_s:
+                del self._held[type_url, name]
+                gone.setdefault(type_url, []).append(name)
+        for type_url, names in gone.items():
+            yield type_url, tuple(names)
+
+
+def _with_ttl(resource: Resource, ttl_s: float | None) -> Resource:
+    return Resource(name=resource.name, version=resource.version, body=resource.body, ttl_s=ttl_s)
+
+
+def ttl_of(duration: Duration) -> float:
+    """Return seconds."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def failure(reason: str) -> Status:
+    """Return the error detail of a NACK."""
+    return Status(code=INTERNAL, message=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """What goes into requests besides names and versions.
+
+    Attributes:
+        node_on_first_only: send ``node`` in the first request of a stream only (Envoy's
+            ``set_node_on_first_message_only``), else in each.
+    """
+
+    node: Node
+    node_on_first_only: bool = True
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Jittered exponential back-off as Envoy's: uniform below a ceiling that doubles up to a maximum."""
+
+    base_s: float = 0.5
+    max_s: float = 30.0
+    _ceiling_s: float = 0.0
+
+    def next(self, random: float) -> float:
+        """Return the next wait in seconds for a random number from [0, 1)."""
+        self._ceiling_s = min(max(self._ceiling_s * 2, self.base_s), self.max_s)
+        return self._ceiling_s * random
+
+    def reset(self) -> None:
+        """Begin again at the base, after a stream that worked."""
+        self._ceiling_s = 0.0

@@ -1,0 +1,226 @@
+"""The client half of incremental xDS, one stream at a time, without I/O.
+
+Per type and stream:
+
+* the first request subscribes to everything wanted (to nothing by name, when all is wanted) and, on a stream
+  that replaces another, tells the versions of everything held, so that the server sends differences only;
+* later requests carry changes of the subscription, with an empty nonce, or answer a response with its nonce
+  and, to refuse it, an error; one request may do both;
+* versions are those of accepted responses: after a NACK the server is still told the old ones.
+
+Contract and vocabulary: :mod:`xds.protocol.client`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DeltaDiscoveryResponse
+from xds.proto.google.rpc.status_pb2 import Status
+from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
+from xds.protocol.resource import Resource, Update
+
+
+@dataclass(slots=True)
+class _Type:
+    type_url: str
+    wanted: frozenset[str] | None = frozenset()
+    held: dict[str, str] = field(default_factory=dict)
+    """Name -> version of everything accepted."""
+    version: str = ""
+    opened: bool = False
+    subscribed: frozenset[str] = frozenset()
+    """What this stream asked for by name; the wildcard is ``*`` once it was not the first request."""
+    again: set[str] = field(default_factory=set)
+    unanswered: int = 0
+    answers: list[tuple[str, Status | None]] = field(default_factory=list)
+
+    def subscription(self) -> frozenset[str]:
+        return frozenset(("*",)) if self.wanted is None else self.wanted
+
+    def wants(self, name: str) -> bool:
+        return self.wanted is None or name in self.wanted
+
+
+class DeltaClient:
+    """State of all types of one stream of :class:`DeltaDiscoveryRequest` and :class:`DeltaDiscoveryResponse`."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.control_plane = ""
+        self._options = options
+        self._types: dict[str, _Type] = {}
+        self._lifetimes = Lifetimes()
+        self._stream = 0
+        self._is_open = False
+        self._node_due = True
+
+    def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
+        """See :meth:`ClientState.want`; ``again`` subscribes to names a second time."""
+        state = self._types.setdefault(type_url, _Type(type_url))
+        state.wanted = names
+        gone = [name for name in state.held if not state.wants(name)]
+        for name in gone:
+            del state.held[name]
+        self._lifetimes.ended(type_url, gone)
+        state.again.update(name for name in again if state.wants(name))
+
+    def stream_opened(self) -> None:
+        """See :meth:`ClientState.stream_opened`."""
+        self._stream += 1
+        self._is_open = True
+        self._node_due = True
+        for state in self._types.values():
+            state.opened = False
+            state.subscribed = frozenset()
+            state.unanswered = 0
+            state.answers.clear()
+
+    def stream_closed(self) -> None:
+        """See :meth:`ClientState.stream_closed`."""
+        self._is_open = False
+
+    def receive(self, response: DeltaDiscoveryResponse, now_s: float) -> Received | Refused | None:
+        """See :meth:`ClientState.receive`."""
+        if response.control_plane.identifier:
+            self.control_plane = response.control_plane.identifier
+        state = self._types.get(response.type_url)
+        if state is None:
+            return None
+        try:
+            resources, heartbeats, removed = self._contents(response, state)
+        except BadResponse as bad:
+            state.answers.append((response.nonce, failure(str(bad))))
+            return Refused(type_url=state.type_url, version=response.system_version_info, reason=str(bad))
+        for name, ttl_s in heartbeats:
+            self._lifetimes.renewed(state.type_url, name, ttl_s, now_s)
+        if (heartbeats and not resources and not removed) or state.wanted == frozenset():
+            state.answers.append((response.nonce, None))
+            return None
+        state.unanswered += 1
+        update = Update(
+            type_url=state.type_url,
+            version=response.system_version_info,
+            resources=tuple(resources),
+            removed=tuple(removed),
+        )
+        return Received(update=update, nonces=(response.nonce,), stream=self._stream, arrived_s=now_s)
+
+    def accept(self, received: Received) -> None:
+        """See :meth:`ClientState.accept`."""
+        update = received.update
+        state = self._types[update.type_url]
+        state.version = update.version
+        for resource in update.resources:
+            if state.wants(resource.name):
+                state.held[resource.name] = resource.version
+                self._lifetimes.started(update.type_url, resource, received.arrived_s)
+        for name in update.removed:
+            state.held.pop(name, None)
+        self._lifetimes.ended(update.type_url, update.removed)
+        self._answered(state, received, None)
+
+    def reject(self, received: Received, reason: str) -> None:
+        """See :meth:`ClientState.reject`."""
+        self._answered(self._types[received.update.type_url], received, failure(reason))
+
+    def requests_to_send(self) -> list[DeltaDiscoveryRequest]:
+        """See :meth:`ClientState.requests_to_send`."""
+        if not self._is_open:
+            return []
+        requests: list[DeltaDiscoveryRequest] = []
+        for state in self._types.values():
+            if not state.opened:
+                if state.wanted != frozenset():
+                    requests.append(self._first(state))
+                continue
+            for nonce, error in state.answers:
+                requests.append(
+                    DeltaDiscoveryRequest(type_url=state.type_url, response_nonce=nonce, error_detail=error)
+                )
+            state.answers.clear()
+            if not state.unanswered:
+                change = self._change(state)
+                if change is not None:
+                    requests.append(change)
+        for request in requests:
+            if self._node_due or not self._options.node_on_first_only:
+                request.node.CopyFrom(self._options.node)
+                self._node_due = False
+        return requests
+
+    def next_expiry_s(self) -> float | None:
+        """See :meth:`ClientState.next_expiry_s`."""
+        return self._lifetimes.next_expiry_s()
+
+    def expire(self, now_s: float) -> list[Update]:
+        """See :meth:`ClientState.expire`."""
+        updates: list[Update] = []
+        for type_url, names in self._lifetimes.expired(now_s):
+            state = self._types[type_url]
+            for name in names:
+                state.held.pop(name, None)
+            updates.append(Update(type_url=type_url, version=state.version, resources=(), removed=names))
+        return updates
+
+    def _first(self, state: _Type) -> DeltaDiscoveryRequest:
+        state.opened = True
+        state.again.clear()
+        state.subscribed = state.subscription()
+        return DeltaDiscoveryRequest(
+            type_url=state.type_url,
+            resource_names_subscribe=sorted(state.wanted or ()),
+            initial_resource_versions=state.held,
+        )
+
+    def _change(self, state: _Type) -> DeltaDiscoveryRequest | None:
+        wanted = state.subscription()
+        added = (wanted - state.subscribed) | (state.again & wanted)
+        dropped = state.subscribed - wanted
+        state.subscribed = wanted
+        state.again.clear()
+        if not added and not dropped:
+            return None
+        return DeltaDiscoveryRequest(
+            type_url=state.type_url,
+            resource_names_subscribe=sorted(added),
+            resource_names_unsubscribe=sorted(dropped),
+        )
+
+    def _answered(self, state: _Type, received: Received, error: Status | None) -> None:
+        if received.stream == self._stream:
+            state.unanswered -= len(received.nonces)
+            state.answers.extend((nonce, error) for nonce in received.nonces)
+
+    def _contents(
+        self, response: DeltaDiscoveryResponse, state: _Type
+    ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
+        """Return wanted resources, names and times to live of heartbeats, and wanted names that are gone."""
+        resources: list[Resource] = []
+        heartbeats: list[tuple[str, float | None]] = []
+        seen: set[str] = set()
+        for wrapper in response.resources:
+            name = wrapper.name or wrapper.resource_name.name
+            if not name:
+                raise BadResponse("a resource has no name")
+            if name in seen:
+                raise BadResponse(f"duplicate name {name} found among added/updated resources")
+            seen.add(name)
+            ttl_s = ttl_of(wrapper.ttl) if wrapper.HasField("ttl") else None
+            if not wrapper.HasField("resource"):
+                if state.wants(name):
+                    heartbeats.append((name, ttl_s))
+                continue
+            if wrapper.resource.type_url != response.type_url:
+                raise BadResponse(
+                    f"type URL {wrapper.resource.type_url} embedded in an individual Any does not match "
+                    f"the message-wide type URL {response.type_url}"
+                )
+            if state.wants(name):
+                resources.append(Resource(name=name, version=wrapper.version, body=wrapper.resource, ttl_s=ttl_s))
+        removed: list[str] = []
+        for name in [*response.removed_resources, *(gone.name for gone in response.removed_resource_names)]:
+            if name in seen:
+                raise BadResponse(f"duplicate name {name} found in the union of added+removed resources")
+            seen.add(name)
+            if state.wants(name):
+                removed.append(name)
+        return resources, heartbeats, removed

@@ -1,0 +1,303 @@
+"""The server half of xDS, both variants, without I/O: what one client's stream must be sent.
+
+A :class:`Snapshot` is everything one node should have. A stream's state compares it with what its client was
+sent and says what to send next. Rules it keeps:
+
+* one response per type is under way; what changes meanwhile is sent after its ACK or NACK, once;
+* what a client refused is not sent again until it changes;
+* requests with a stale nonce answer nothing (their subscriptions still count in the incremental variant);
+* types go out in the order CDS, EDS, LDS, RDS, SDS, so that what others refer to is there first.
+
+Times to live are passed on but not renewed: a resource that has one expires at the client unless a later
+snapshot changes it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+
+from xds.errors import ConfigError
+from xds.proto import registry
+from xds.proto.envoy.config.core.v3.core_pb2 import ControlPlane, Node
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
+    DeltaDiscoveryRequest,
+    DeltaDiscoveryResponse,
+    DiscoveryRequest,
+    DiscoveryResponse,
+)
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
+from xds.protocol.client import Request, Response
+from xds.protocol.resource import Resource
+from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Resources per type URL and name, as :meth:`of` builds it."""
+
+    resources: Mapping[str, Mapping[str, Resource]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, messages: Iterable[Message | AnyMessage]) -> "Snapshot":
+        """Build a snapshot; a resource's version is a hash of its bytes, so equal content is equal.
+
+        Raises:
+            ConfigError: two messages of one type have the same name.
+        """
+        resources: dict[str, dict[str, Resource]] = {}
+        for message in messages:
+            body = message if isinstance(message, AnyMessage) else registry.pack(message)
+            name = name_of(body)
+            of_type = resources.setdefault(body.type_url, {})
+            if name in of_type:
+                raise ConfigError(f"two resources of type {body.type_url} are named {name!r}")
+            of_type[name] = Resource(name=name, version=_digest([body.value]), body=body)
+        return cls(resources)
+
+    def of_type(self, type_url: str) -> Mapping[str, Resource]:
+        """Return the resources of one type by name."""
+        return self.resources.get(type_url, {})
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A client's verdict on a response.
+
+    Attributes:
+        error: the text of its NACK, None for an ACK.
+    """
+
+    type_url: str
+    version: str
+    error: str | None = None
+
+
+class ServerState(Protocol[Request, Response]):
+    """One stream, either variant; ``node`` is None before its first request."""
+
+    node: Node | None
+
+    def receive(self, request: Response) -> Answered | None:
+        """Take one request; returns the verdict it carries."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Replace what the client should have."""
+
+    def responses_to_send(self) -> list[Request]:
+        """Return what the stream must carry now, and forget it."""
+
+
+def _in_push_order(types: Iterable[str]) -> list[str]:
+    rank = {type_url: index for index, type_url in enumerate(PUSH_ORDER)}
+    return sorted(types, key=lambda type_url: rank.get(type_url, len(rank)))
+
+
+@dataclass(slots=True)
+class _SotwType:
+    names: frozenset[str] | None
+    nonce: str = ""
+    version: str = ""
+    """Sent last; empty before the first response."""
+    sent_names: frozenset[str] | None = frozenset()
+    waiting: bool = False
+    """For the verdict on the response sent last."""
+
+
+class SotwServer:
+    """State of one stream of the state-of-the-world variant."""
+
+    def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
+        self.node: Node | None = None
+        self._identifier = identifier
+        self._snapshot = snapshot or Snapshot()
+        self._types: dict[str, _SotwType] = {}
+        self._sent = 0
+
+    def receive(self, request: DiscoveryRequest) -> Answered | None:
+        """See :meth:`ServerState.receive`."""
+        if self.node is None:
+            self.node = request.node
+        state = self._types.get(request.type_url)
+        names = frozenset(request.resource_names)
+        if state is None:
+            wildcard = "*" in names or (not names and request.type_url not in NAMED_TYPES)
+            self._types[request.type_url] = _SotwType(None if wildcard else names)
+            return None
+        if request.response_nonce != state.nonce:
+            return None
+        # An empty list goes on meaning all where it did; after names it means none.
+        if "*" in names:
+            state.names = None
+        elif names or state.names is not None:
+            state.names = names
+        if not state.waiting:
+            if state.names is not None and state.names == state.sent_names:
+                state.version = ""  # the same names once more: the client lost what it had
+            return None
+        state.waiting = False
+        error = request.error_detail.message if request.HasField("error_detail") else None
+        return Answered(type_url=request.type_url, version=state.version, error=error)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """See :meth:`ServerState.update`."""
+        self._snapshot = snapshot
+
+    def responses_to_send(self) -> list[DiscoveryResponse]:
+        """See :meth:`ServerState.responses_to_send`."""
+        responses: list[DiscoveryResponse] = []
+        for type_url in _in_push_order(self._types):
+            state = self._types[type_url]
+            if state.waiting:
+                continue
+            of_type = self._snapshot.of_type(type_url)
+            names = of_type.keys() if state.names is None else state.names & of_type.keys()
+            resources = [of_type[name] for name in sorted(names)]
+            version = _digest(part.encode() for r in resources for part in (r.name, r.version))
+            new_names = state.names is not None and not state.names <= (state.sent_names or frozenset())
+            if version == state.version and not new_names:
+                continue
+            if state.version and state.names == frozenset():
+                continue
+            self._sent += 1
+            state.nonce, state.version, state.waiting = str(self._sent), version, True
+            state.sent_names = state.names
+            responses.append(
+                DiscoveryResponse(
+                    version_info=version,
+                    type_url=type_url,
+                    nonce=state.nonce,
+                    resources=[_sotw_body(resource) for resource in resources],
+                    control_plane=_control_plane(self._identifier),
+                )
+            )
+        return responses
+
+
+def _sotw_body(resource: Resource) -> AnyMessage:
+    return resource.body if resource.ttl_s is None else registry.pack(_wrapped(resource))
+
+
+def _wrapped(resource: Resource) -> WrappedResource:
+    wrapped = WrappedResource(name=resource.name, version=resource.version, resource=resource.body)
+    if resource.ttl_s is not None:
+        wrapped.ttl.FromNanoseconds(round(resource.ttl_s * 1e9))
+    return wrapped
+
+
+def _control_plane(identifier: str) -> ControlPlane | None:
+    return ControlPlane(identifier=identifier) if identifier else None
+
+
+@dataclass(slots=True)
+class _DeltaType:
+    wildcard: bool
+    names: set[str] = field(default_factory=set)
+    known: dict[str, str] = field(default_factory=dict)
+    """Name -> version the client has or was sent."""
+    missing: set[str] = field(default_factory=set)
+    """Names asked for, not existing, and not yet answered."""
+    nonce: str = ""
+    version: str = ""
+    waiting: bool = False
+    answered: bool = False
+    """Whether the first request had its response; it gets one even if there is nothing to tell."""
+
+
+class DeltaServer:
+    """State of one stream of the incremental variant."""
+
+    def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
+        self.node: Node | None = None
+        self._identifier = identifier
+        self._snapshot = snapshot or Snapshot()
+        self._types: dict[str, _DeltaType] = {}
+        self._sent = 0
+
+    def receive(self, request: DeltaDiscoveryRequest) -> Answered | None:
+        """See :meth:`ServerState.receive`."""
+        if self.node is None:
+            self.node = request.node
+        state = self._types.get(request.type_url)
+        if state is None:
+            wildcard = not request.resource_names_subscribe and request.type_url not in NAMED_TYPES
+            state = self._types[request.type_url] = _DeltaType(
+                wildcard, known=dict(request.initial_resource_versions)
+            )
+        self._subscribe(state, request)
+        if not request.response_nonce or request.response_nonce != state.nonce or not state.waiting:
+            return None
+        state.waiting = False
+        error = request.error_detail.message if request.HasField("error_detail") else None
+        return Answered(type_url=request.type_url, version=state.version, error=error)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """See :meth:`ServerState.update`."""
+        self._snapshot = snapshot
+
+    def responses_to_send(self) -> list[DeltaDiscoveryResponse]:
+        """See :meth:`ServerState.responses_to_send`."""
+        responses: list[DeltaDiscoveryResponse] = []
+        for type_url in _in_push_order(self._types):
+            state = self._types[type_url]
+            if state.waiting:
+                continue
+            of_type = self._snapshot.of_type(type_url)
+            names = of_type.keys() if state.wildcard else state.names & of_type.keys()
+            changed = [of_type[name] for name in sorted(names) if state.known.get(name) != of_type[name].version]
+            removed = sorted(
+                {name for name in state.known if name not in of_type} | (state.missing - of_type.keys())
+            )
+            if not changed and not removed and state.answered:
+                continue
+            state.answered = True
+            state.missing.clear()
+            for name in removed:
+                state.known.pop(name, None)
+            state.known.update((resource.name, resource.version) for resource in changed)
+            self._sent += 1
+            state.nonce, state.waiting = str(self._sent), True
+            state.version = _digest(
+                part.encode() for name in sorted(names) for part in (name, of_type[name].version)
+            )
+            responses.append(
+                DeltaDiscoveryResponse(
+                    system_version_info=state.version,
+                    type_url=type_url,
+                    nonce=state.nonce,
+                    resources=[_wrapped(resource) for resource in changed],
+                    removed_resources=removed,
+                    control_plane=_control_plane(self._identifier),
+                )
+            )
+        return responses
+
+    @staticmethod
+    def _subscribe(state: _DeltaType, request: DeltaDiscoveryRequest) -> None:
+        for name in request.resource_names_subscribe:
+            if name == "*":
+                state.wildcard = True
+                continue
+            state.names.add(name)
+            state.missing.add(name)
+            if name not in request.initial_resource_versions:
+                state.known.pop(name, None)  # asked for once more: sent once more
+        for name in request.resource_names_unsubscribe:
+            if name == "*":
+                state.wildcard = False
+                state.known = {known: version for known, version in state.known.items() if known in state.names}
+                continue
+            state.names.discard(name)
+            state.missing.discard(name)
+            state.known.pop(name, None)

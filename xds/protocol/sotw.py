@@ -1,0 +1,242 @@
+"""The client half of state-of-the-world xDS, one stream at a time, without I/O.
+
+Per type and stream:
+
+* the first request has an empty nonce and the version accepted last, on whatever stream that was;
+* every response is answered: ACK is its version and nonce, NACK the version accepted before, its nonce and
+  an error; a change of names is a request with the present version and the last nonce;
+* a response of listeners or clusters is complete, others bring what they bring; duplicates are refused,
+  resources nobody asked for ignored.
+
+Contract and vocabulary: :mod:`xds.protocol.client`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from xds.proto import registry
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
+from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
+from xds.protocol.resource import Resource, Update
+from xds.protocol.types import COMPLETE_TYPES, name_of
+
+_WRAPPER = registry.type_url(WrappedResource)
+
+
+@dataclass(slots=True)
+class _Type:
+    type_url: str
+    wanted: frozenset[str] | None = frozenset()
+    version: str = ""
+    nonce: str = ""
+    opened: bool = False
+    """Whether this stream has carried a request of the type."""
+    dirty: bool = False
+    """Whether a request is due because the names changed."""
+    named: bool = False
+    """Whether this stream has carried names of the type, so that an empty list no longer means all."""
+    unanswered: int = 0
+    answers: list[DiscoveryRequest] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        if self.wanted is None:
+            return ["*"] if self.named else []
+        self.named = self.named or bool(self.wanted)
+        return sorted(self.wanted)
+
+
+class SotwClient:
+    """State of all types of one stream of :class:`DiscoveryRequest` and :class:`DiscoveryResponse`."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        self.control_plane = ""
+        self._options = options
+        self._types: dict[str, _Type] = {}
+        self._lifetimes = Lifetimes()
+        self._stream = 0
+        self._is_open = False
+        self._node_due = True
+
+    def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
+        """See :meth:`ClientState.want`; ``again`` repeats the request unchanged, as Envoy does."""
+        state = self._types.setdefault(type_url, _Type(type_url))
+        gone = (state.wanted or frozenset()) - names if names is not None else frozenset()
+        self._lifetimes.ended(type_url, gone)
+        # All cannot be taken back on a stream, and none of it can be asked for again: resources nobody
+        # wants any more are ignored as they come.
+        if names != state.wanted or any(True for _ in again):
+            state.dirty = True
+        state.wanted = names
+
+    def stream_opened(self) -> None:
+        """See :meth:`ClientState.stream_opened`."""
+        self._stream += 1
+        self._is_open = True
+        self._node_due = True
+        for state in self._types.values():
+            state.nonce = ""
+            state.opened = state.named = False
+            state.unanswered = 0
+            state.answers.clear()
+
+    def stream_closed(self) -> None:
+        """See :meth:`ClientState.stream_closed`."""
+        self._is_open = False
+
+    def receive(self, response: DiscoveryResponse, now_s: float) -> Received | Refused | None:
+        """See :meth:`ClientState.receive`."""
+        if response.control_plane.identifier:
+            self.control_plane = response.control_plane.identifier
+        state = self._types.get(response.type_url)
+        if state is None:
+            return None
+        state.nonce = response.nonce
+        try:
+            resources, heartbeats = self._resources(response, state)
+        except BadResponse as bad:
+            self._answer(state, response.nonce, str(bad))
+            return Refused(type_url=state.type_url, version=response.version_info, reason=str(bad))
+        renewed = [
+            held
+            for name, ttl_s in heartbeats
+            if (held := self._lifetimes.renewed(state.type_url, name, ttl_s, now_s)) is not None
+        ]
+        only_heartbeats = bool(heartbeats) and not resources
+        complete = state.type_url in COMPLETE_TYPES
+        if only_heartbeats or state.wanted == frozenset():
+            state.version = response.version_info
+            self._answer(state, response.nonce)
+            return None
+        if complete:
+            # A heartbeat stands for its resource; without it the resource would count as removed.
+            resources.extend(renewed)
+        state.unanswered += 1
+        update = Update(
+            type_url=state.type_url, version=response.version_info, resources=tuple(resources), complete=complete
+        )
+        return Received(update=update, nonces=(response.nonce,), stream=self._stream, arrived_s=now_s)
+
+    def accept(self, received: Received) -> None:
+        """See :meth:`ClientState.accept`."""
+        update = received.update
+        state = self._types[update.type_url]
+        state.version = update.version
+        for resource in update.resources:
+            self._lifetimes.started(update.type_url, resource, received.arrived_s)
+        if update.complete:
+            present = {resource.name for resource in update.resources}
+            self._lifetimes.ended(update.type_url, self._lifetimes.names(update.type_url) - present)
+        self._answered(state, received, None)
+
+    def reject(self, received: Received, reason: str) -> None:
+        """See :meth:`ClientState.reject`."""
+        self._answered(self._types[received.update.type_url], received, reason)
+
+    def requests_to_send(self) -> list[DiscoveryRequest]:
+        """See :meth:`ClientState.requests_to_send`."""
+        if not self._is_open:
+            return []
+        requests: list[DiscoveryRequest] = []
+        for state in self._types.values():
+            if not state.opened:
+                if state.wanted == frozenset():
+                    state.dirty = False
+                    continue
+                state.opened, state.dirty = True, False
+                requests.append(self._request(state, ""))
+                continue
+            requests.extend(state.answers)
+            if state.answers:
+                # The newest answer carries the names of now.
+                del requests[-1].resource_names[:]
+                requests[-1].resource_names.extend(state.names())
+                state.answers.clear()
+                state.dirty = False
+            elif state.dirty and not state.unanswered:
+                state.dirty = False
+                # An empty list means all to a server unless names were on this stream before.
+                requests.append(self._request(state, state.nonce))
+        for request in requests:
+            if self._node_due or not self._options.node_on_first_only:
+                request.node.CopyFrom(self._options.node)
+                self._node_due = False
+        return requests
+
+    def next_expiry_s(self) -> float | None:
+        """See :meth:`ClientState.next_expiry_s`."""
+        return self._lifetimes.next_expiry_s()
+
+    def expire(self, now_s: float) -> list[Update]:
+        """See :meth:`ClientState.expire`."""
+        return [
+            Update(type_url=type_url, version=self._types[type_url].version, resources=(), removed=names)
+            for type_url, names in self._lifetimes.expired(now_s)
+        ]
+
+    def _request(self, state: _Type, nonce: str) -> DiscoveryRequest:
+        return DiscoveryRequest(
+            version_info=state.version,
+            resource_names=state.names(),
+            type_url=state.type_url,
+            response_nonce=nonce,
+        )
+
+    def _answered(self, state: _Type, received: Received, reason: str | None) -> None:
+        if received.stream == self._stream:
+            state.unanswered -= len(received.nonces)
+            # All nonces but the newest are stale; a server ignores answers with them.
+            self._answer(state, received.nonces[-1], reason)
+
+    def _answer(self, state: _Type, nonce: str, reason: str | None = None) -> None:
+        request = self._request(state, nonce)
+        if reason is not None:
+            request.error_detail.CopyFrom(failure(reason))
+        state.answers.append(request)
+
+    def _resources(
+        self, response: DiscoveryResponse, state: _Type
+    ) -> tuple[list[Resource], list[tuple[str, float | None]]]:
+        """Unwrap; returns the wanted resources, and names and times to live of heartbeats."""
+        resources: list[Resource] = []
+        heartbeats: list[tuple[str, float | None]] = []
+        seen: set[str] = set()
+        for packed in response.resources:
+            name, body, ttl_s = _unwrap(packed, response.type_url)
+            if name in seen:
+                raise BadResponse(f"duplicate name {name} found among added/updated resources")
+            seen.add(name)
+            if state.wanted is not None and name not in state.wanted:
+                continue
+            if body is None:
+                heartbeats.append((name, ttl_s))
+            else:
+                resources.append(Resource(name=name, version=response.version_info, body=body, ttl_s=ttl_s))
+        return resources, heartbeats
+
+
+def _unwrap(packed: AnyMessage, type_url: str) -> tuple[str, AnyMessage | None, float | None]:
+    """Return name, body (None for a heartbeat) and time to live."""
+    name, ttl_s = "", None
+    try:
+        if packed.type_url == _WRAPPER:
+            wrapper = registry.unpack(packed)
+            assert isinstance(wrapper, WrappedResource)
+            name = wrapper.name
+            if wrapper.HasField("ttl"):
+                ttl_s = ttl_of(wrapper.ttl)
+            if not wrapper.HasField("resource"):
+                if not name:
+                    raise BadResponse("a resource has neither a name nor a body")
+                return name, None, ttl_s
+            packed = wrapper.resource
+        if packed.type_url != type_url:
+            raise BadResponse(
+                f"type URL {packed.type_url} embedded in an individual Any does not match "
+                f"the message-wide type URL {type_url}"
+            )
+        return name or name_of(packed), packed, ttl_s
+    except (registry.UnknownType, registry.MalformedMessage) as error:
+        raise BadResponse(str(error)) from None

@@ -1,0 +1,75 @@
+"""Type URLs, the gRPC methods that carry them, and how a resource is named inside its message."""
+
+from typing import Final
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from xds.errors import ConfigError
+from xds.proto import registry
+
+_PREFIX = registry.TYPE_URL_PREFIX
+
+LDS: Final = _PREFIX + "envoy.config.listener.v3.Listener"
+CDS: Final = _PREFIX + "envoy.config.cluster.v3.Cluster"
+EDS: Final = _PREFIX + "envoy.config.endpoint.v3.ClusterLoadAssignment"
+RDS: Final = _PREFIX + "envoy.config.route.v3.RouteConfiguration"
+SDS: Final = _PREFIX + "envoy.extensions.transport_sockets.tls.v3.Secret"
+ECDS: Final = _PREFIX + "envoy.config.core.v3.TypedExtensionConfig"
+RTDS: Final = _PREFIX + "envoy.service.runtime.v3.Runtime"
+
+#: A state-of-the-world response of these holds everything; what is missing is gone.
+COMPLETE_TYPES: Final = frozenset((LDS, CDS))
+
+#: These are asked for by name; an empty list of names asks for none, not for all.
+NAMED_TYPES: Final = frozenset((EDS, RDS, SDS, ECDS, RTDS))
+
+#: Make before break: what others refer to goes first.
+PUSH_ORDER: Final = (CDS, EDS, LDS, RDS, SDS, ECDS, RTDS)
+
+_SERVICES = {
+    LDS: ("listener.v3.ListenerDiscoveryService", "Listeners"),
+    CDS: ("cluster.v3.ClusterDiscoveryService", "Clusters"),
+    EDS: ("endpoint.v3.EndpointDiscoveryService", "Endpoints"),
+    RDS: ("route.v3.RouteDiscoveryService", "Routes"),
+    SDS: ("secret.v3.SecretDiscoveryService", "Secrets"),
+    ECDS: ("extension.v3.ExtensionConfigDiscoveryService", "ExtensionConfigs"),
+    RTDS: ("runtime.v3.RuntimeDiscoveryService", "Runtime"),
+}
+
+
+def method_path(type_url: str | None, *, delta: bool) -> str:
+    """Return the gRPC path: of the aggregated stream for ``None``, else of the type's own service.
+
+    Raises:
+        ConfigError: the type has no service of its own.
+    """
+    if type_url is None:
+        service, noun = "discovery.v3.AggregatedDiscoveryService", "AggregatedResources"
+    elif type_url in _SERVICES:
+        service, noun = _SERVICES[type_url]
+    else:
+        raise ConfigError(f"no discovery service carries {type_url}")
+    return f"/envoy.service.{service}/{'Delta' if delta else 'Stream'}{noun}"
+
+
+def type_of_method(path: str) -> tuple[str | None, bool] | None:
+    """Return (type URL or None for the aggregated stream, delta) of a gRPC path; None for other paths."""
+    return _METHODS.get(path)
+
+
+_METHODS = {
+    method_path(type_url, delta=delta): (type_url, delta)
+    for type_url in (None, *_SERVICES)
+    for delta in (False, True)
+}
+
+
+def name_of(body: AnyMessage) -> str:
+    """Return the resource's own name, which every type of this API keeps in field 1.
+
+    Raises:
+        registry.UnknownType: its type is not known.
+        registry.MalformedMessage: its bytes do not parse.
+    """
+    message = registry.unpack(body)
+    return str(getattr(message, message.DESCRIPTOR.fields_by_number[1].name))

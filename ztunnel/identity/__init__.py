@@ -1,0 +1,1 @@
+"""Certificates: where they come from, what is built of them, how a peer's is judged."""

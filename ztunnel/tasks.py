@@ -1,0 +1,50 @@
+"""Background tasks with an owner."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Tasks that live as long as one object does; that object closes them.
+
+    A task that fails is a bug of ours: it is logged with its traceback, and its siblings go on.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run ``work`` until it ends or the owner closes."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work, name=f"{self._owner}: {name}")
+        if self._closed:
+            task.cancel()
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task %s failed", task.get_name(), exc_info=error)
+
+    def cancel(self) -> None:
+        """Cancel every task, without waiting."""
+        self._closed = True
+        for task in list(self._running):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel every task and wait until all are gone."""
+        self.cancel()
+        while self._running:
+            await asyncio.wait(list(self._running))
