@@ -20,6 +20,7 @@ IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 TCP = 6
 UDP = 17
+ALL_BITS = 0xFFFFFFFF
 
 
 class Family(IntEnum):
@@ -268,7 +269,9 @@ def _masked(value: int, mask: int | None, negate: bool) -> Phrase:
 
 
 def set_mark(value: int, mask: int | None = None) -> Phrase:
-    """``meta mark set``: bits of ``mask`` become ``value``, the others stay; the mask is ``value`` unless told."""
+    """``meta mark set``: the bits of ``mask``, ``value`` itself unless told, become ``value``; others stay."""
+    if mask == ALL_BITS:
+        return (Immediate(host_u32(value)), Meta(MetaKey.MARK, sreg=1))
     return (Meta(MetaKey.MARK, dreg=1), _replace_bits(value, mask), Meta(MetaKey.MARK, sreg=1))
 
 
@@ -279,7 +282,7 @@ def set_ct_mark(value: int, mask: int | None = None) -> Phrase:
 
 def _replace_bits(value: int, mask: int | None) -> Bitwise:
     bits = value if mask is None else mask
-    return Bitwise(host_u32(~bits & 0xFFFFFFFF), host_u32(value))
+    return Bitwise(host_u32(~bits & ALL_BITS), host_u32(value))
 
 
 def copy_ct_mark_to_mark() -> Phrase:

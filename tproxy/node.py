@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_interface, ip_network
 
 from tproxy.expressions import (
+    ALL_BITS,
     TCP,
     Family,
     accept,
@@ -201,7 +202,7 @@ def _host_table(wanted: Node) -> Table:
     ]
     save = [Rule((*mark_is(mark), *set_ct_mark(mark))) for mark in (CONNECTION_SKIP_MARK, PROXY_MARK)]
     output = [
-        Rule((*source_is(address), *set_mark(CONNECTION_SKIP_MARK, 0xFFFFFFFF)), "kubelet and host processes")
+        Rule((*source_is(address), *set_mark(CONNECTION_SKIP_MARK, ALL_BITS)), "kubelet and host processes")
         for address in wanted.host_addresses
         if address.version in versions
     ]

@@ -1,0 +1,305 @@
+"""Resources as text for people: tables as nft prints them, rules and routes as ip does.
+
+Register programs are read back into nft's language by following what each register holds. The result is
+valid input for ``nft -f``; a program that makes no sense in that language is shown as nft's own debug
+output would show it, in brackets.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import Literal
+
+from tproxy.expressions import (
+    ALL_BITS,
+    Base,
+    Bitwise,
+    Compare,
+    Ct,
+    CtKey,
+    Expression,
+    Family,
+    Fib,
+    Immediate,
+    Lookup,
+    Meta,
+    MetaKey,
+    Nat,
+    NatKind,
+    Opaque,
+    Payload,
+    Phrase,
+    Redirect,
+    SocketLookup,
+    Test,
+    Tproxy,
+    Verdict,
+    VerdictCode,
+    host_u32,
+)
+from tproxy.resources import Chain, HookPoint, IpRule, Namespace, Route, Set, SetKey, State, Table
+
+_Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag"]
+_FAMILIES = {Family.INET: "inet", Family.IPV4: "ip", Family.IPV6: "ip6"}
+_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp", 58: "ipv6-icmp"}
+_META: dict[int, tuple[str, _Kind]] = {
+    MetaKey.MARK: ("meta mark", "number"),
+    MetaKey.IIFNAME: ("iifname", "name"),
+    MetaKey.OIFNAME: ("oifname", "name"),
+    MetaKey.SKUID: ("meta skuid", "number"),
+    MetaKey.NFPROTO: ("meta nfproto", "family"),
+    MetaKey.L4PROTO: ("meta l4proto", "protocol"),
+}
+_CT: dict[int, tuple[str, _Kind]] = {CtKey.MARK: ("ct mark", "number"), CtKey.ZONE: ("ct zone", "number")}
+_ADDRESSES = {
+    (12, 4): "ip saddr",
+    (16, 4): "ip daddr",
+    (8, 16): "ip6 saddr",
+    (24, 16): "ip6 daddr",
+}
+_PORTS = {0: "sport", 2: "dport"}
+_PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
+# nft takes these names on one hook each.
+_NAT_PRIORITIES = {(HookPoint.PREROUTING, -100): "dstnat", (HookPoint.POSTROUTING, 100): "srcnat"}
+_SET_TYPES = {SetKey.IPV4_ADDRESS: "ipv4_addr", SetKey.IPV6_ADDRESS: "ipv6_addr", SetKey.INTERFACE: "ifname"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a register holds: a property, masked or not, or a constant."""
+
+    text: str
+    kind: _Kind
+    mask: int = ALL_BITS
+    xor: int = 0
+    constant: bytes | None = None
+
+
+class _Untranslatable(Exception):
+    """The program says something that nft's language has no words for."""
+
+
+def rule_text(phrase: Phrase) -> str:
+    """One rule in nft's language, without its comment."""
+    try:
+        return " ".join(_tidy(_clauses(phrase)))
+    except (_Untranslatable, KeyError, ValueError):
+        return " ".join(_raw(expression) for expression in phrase)
+
+
+def _raw(expression: Expression) -> str:
+    if isinstance(expression, Opaque):
+        return f"[ {expression.name} {expression.data.hex()} ]"
+    return f"[ {expression} ]"
+
+
+def _clauses(phrase: Phrase) -> Iterator[str]:
+    registers: dict[int, _Value] = {}
+    protocol: str | None = None
+    for expression in phrase:
+        match expression:
+            case Meta(key, dreg=int(register)):
+                registers[register] = _Value(*_META[key])
+            case Ct(key, dreg=int(register)):
+                registers[register] = _Value(*_CT[key])
+            case Payload(Base.NETWORK, offset, length, register):
+                registers[register] = _Value(_ADDRESSES[offset, length], "address")
+            case Payload(Base.TRANSPORT, offset, 2, register) if protocol is not None:
+                registers[register] = _Value(f"{protocol} {_PORTS[offset]}", "port")
+            case Fib(3, 2, register):
+                registers[register] = _Value("fib daddr type", "type")
+            case SocketLookup(0, register):
+                registers[register] = _Value("socket transparent", "flag")
+            case Immediate(data, register):
+                registers[register] = _Value("", "number", constant=data)
+            case Bitwise(mask, xor, 4, source, target):
+                value = registers[source]
+                registers[target] = replace(value, mask=_number(mask), xor=_number(xor))
+            case Compare(data, op, register):
+                value = registers[register]
+                yield _comparison(value, data, op)
+                if value.kind == "protocol" and op == Test.EQUAL:
+                    protocol = _PROTOCOLS.get(data[0])
+            case Lookup(name, register, flags):
+                yield f"{registers[register].text} {'!= ' if flags else ''}@{name}"
+            case Meta(key, sreg=int(register)):
+                yield f"{_META[key][0]} set {_assigned(registers[register])}"
+            case Ct(key, sreg=int(register)):
+                yield f"{_CT[key][0]} set {_assigned(registers[register])}"
+            case Tproxy(family, port, address):
+                yield f"tproxy {_FAMILIES[Family(family)]} to {_target(registers, address, port)}"
+            case Nat(kind, family, address, _, port, _):
+                verb = "snat" if kind == NatKind.SOURCE else "dnat"
+                yield f"{verb} {_FAMILIES[Family(family)]} to {_target(registers, address, port)}"
+            case Redirect(port, _):
+                yield f"redirect to {_target(registers, None, port)}"
+            case Verdict(code, chain):
+                yield f"{VerdictCode(code).name.lower()} {chain}".strip()
+            case _:
+                raise _Untranslatable(expression)
+
+
+def _tidy(clauses: Iterable[str]) -> list[str]:
+    """Leave out the tests that the next one implies, as nft does."""
+    words: list[str] = []
+    implied = {"ip ": "meta nfproto ipv4", "ip6 ": "meta nfproto ipv6"}
+    for clause in clauses:
+        for start, before in implied.items():
+            spoken = (start, f"dnat {start}", f"snat {start}", f"tproxy {start}")
+            if clause.startswith(spoken[:3]) and words and words[-1] == before:
+                words.pop()
+        for protocol in ("tcp", "udp"):
+            if clause.startswith(f"{protocol} ") and words and words[-1] == f"meta l4proto {protocol}":
+                words.pop()
+        words.append(clause)
+    return words
+
+
+def _number(data: bytes) -> int:
+    # Reading host order by means of its writer keeps the byte order in one place.
+    return next(
+        value for value in (int.from_bytes(data, "little"), int.from_bytes(data, "big")) if host_u32(value) == data
+    )
+
+
+def _comparison(value: _Value, data: bytes, op: int) -> str:
+    negated = op == Test.NOT_EQUAL
+    sign = "!= " if negated else ""
+    match value.kind:
+        case "number":
+            number = _number(data)
+            if value.mask != ALL_BITS:
+                return f"{value.text} & {value.mask:#x} {'!=' if negated else '=='} {number:#x}"
+            return f"{value.text} {sign}{number:#x}"
+        case "name":
+            return f'{value.text} {sign}"{data.rstrip(bytes(1)).decode()}"'
+        case "address":
+            return f"{value.text} {sign}{ip_address(data)}"
+        case "port":
+            return f"{value.text} {sign}{int.from_bytes(data, 'big')}"
+        case "family":
+            return f"{value.text} {sign}{'ipv4' if data[0] == Family.IPV4 else 'ipv6'}"
+        case "protocol":
+            return f"{value.text} {sign}{_PROTOCOLS.get(data[0], str(data[0]))}"
+        case "type":
+            return f"{value.text} {sign}{'local' if _number(data) == 2 else str(_number(data))}"
+        case "flag":
+            return f"{value.text} {sign}{data[0]}"
+
+
+def _assigned(value: _Value) -> str:
+    if value.constant is not None:
+        return f"{_number(value.constant):#x}"
+    if value.mask == 0:
+        return f"{value.xor:#x}"
+    if value.mask == ALL_BITS and value.xor == 0:
+        return value.text
+    if value.mask == ~value.xor & ALL_BITS:
+        return f"{value.text} | {value.xor:#x}"
+    if value.mask & value.xor:
+        raise _Untranslatable(value)
+    return f"{value.text} & {value.mask:#x} | {value.xor:#x}"
+
+
+def _target(registers: dict[int, _Value], address: int | None, port: int | None) -> str:
+    text = ""
+    if address is not None:
+        value = registers[address]
+        text = value.text if value.constant is None else str(ip_address(value.constant))
+        if value.constant is not None and ":" in text and port is not None:
+            text = f"[{text}]"
+    if port is not None:
+        constant = registers[port].constant
+        if constant is None:
+            raise _Untranslatable(registers[port])
+        text += f":{int.from_bytes(constant[:2], 'big')}"
+    return text
+
+
+def table_text(table: Table) -> str:
+    """A table as ``nft list table`` lays it out."""
+    lines = [f"table {_FAMILIES[table.family]} {table.name} {{"]
+    blocks = [_set_lines(item) for item in table.sets] + [_chain_lines(chain) for chain in table.chains]
+    for position, block in enumerate(blocks):
+        lines += [""] if position else []
+        lines += [f"\t{line}" if line else "" for line in block]
+    return "\n".join([*lines, "}"])
+
+
+def _set_lines(item: Set) -> Iterator[str]:
+    yield f"set {item.name} {{"
+    yield f"\ttype {_SET_TYPES[item.key]}"
+    if item.elements:
+        members = sorted(item.elements, key=lambda element: element.key)
+        shown = [_key(item.key, member.key) + _comment(member.comment) for member in members]
+        yield f"\telements = {{ {', '.join(shown)} }}"
+    yield "}"
+
+
+def _key(kind: SetKey, key: bytes) -> str:
+    if kind is SetKey.INTERFACE:
+        return f'"{key.rstrip(bytes(1)).decode(errors="replace")}"'
+    return str(ip_address(key)) if len(key) in (4, 16) else key.hex()
+
+
+def _comment(comment: str) -> str:
+    return f' comment "{comment}"' if comment else ""
+
+
+def _chain_lines(chain: Chain) -> Iterator[str]:
+    yield f"chain {chain.name} {{"
+    if chain.hook is not None:
+        hook = chain.hook
+        number = hook.priority
+        priority = _NAT_PRIORITIES.get((hook.point, number), _PRIORITIES.get(number, str(number)))
+        policy = "drop" if hook.drop else "accept"
+        point = hook.point.name.lower()
+        yield f"\ttype {hook.kind} hook {point} priority {priority}; policy {policy};"
+    for rule in chain.rules:
+        yield f"\t{rule_text(rule.phrase)}{_comment(rule.comment)}"
+    yield "}"
+
+
+def ip_rule_text(rule: IpRule) -> str:
+    """A rule as arguments of ``ip rule add``, with -6 in front for IPv6."""
+    words = ["-6 rule" if rule.version == 6 else "rule", f"priority {rule.priority}"]
+    if rule.mark is not None:
+        words.append(f"fwmark {rule.mark:#x}" + (f"/{rule.mask:#x}" if rule.mask is not None else ""))
+    words.append(f"goto {rule.goto}" if rule.goto is not None else f"lookup {rule.table}")
+    return " ".join(words)
+
+
+def route_text(route: Route) -> str:
+    """A route as arguments of ``ip route add``, with -6 in front for IPv6."""
+    destination = str(route.destination) if route.destination.prefixlen else "default"
+    words = ["-6 route" if route.version == 6 else "route", "local" if route.local else "", destination]
+    if route.gateway is not None:
+        words.append(f"via {route.gateway}")
+    words.append(f"dev {route.device}")
+    if route.source is not None:
+        words.append(f"src {route.source}")
+    words += ["onlink" if route.onlink else "", f"table {route.table}"]
+    return " ".join(word for word in words if word)
+
+
+def namespace_text(namespace: Namespace) -> str:
+    """Everything of ours in a namespace, sorted, one thing per line; tables last."""
+    lines = [f"up {device}" for device in sorted(namespace.up)]
+    lines += sorted(f"address {item.interface} dev {item.device}" for item in namespace.addresses)
+    lines += sorted(f"sysctl {key.path.replace('/', '.')} = {value}" for key, value in namespace.sysctls.items())
+    rules = sorted(namespace.rules, key=lambda rule: (rule.version, rule.priority))
+    lines += [ip_rule_text(rule) for rule in rules]
+    lines += sorted(route_text(route) for route in namespace.routes)
+    lines += [table_text(table) for table in namespace.tables]
+    return "\n".join(lines)
+
+
+def state_text(state: State) -> str:
+    """A whole state: pairs, then each namespace under a heading."""
+    parts = []
+    for pair in sorted(state.pairs, key=repr):
+        right = "?" if pair.right is None else f"{pair.right.namespace}/{pair.right.device}"
+        parts.append(f"veth {pair.left.namespace}/{pair.left.device} <-> {right}")
+    for name, namespace in state.namespaces.items():
+        parts.append(f"# {name}\n{namespace_text(namespace)}".rstrip())
+    return "\n".join(parts)
