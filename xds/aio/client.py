@@ -22,13 +22,13 @@ from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
+from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, DiscoveryResponse
 from xds.protocol.client import Backoff, ClientOptions, ClientState, Received, Refused
 from xds.protocol.delta import DeltaClient
-from xds.protocol.interest import Interest
-from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
+from xds.protocol.resource import Receive
 from xds.protocol.sotw import SotwClient
 from xds.protocol.types import method_path
 
@@ -76,7 +76,7 @@ class ControlPlaneStats:
 
 
 def connect_to(target: str, credentials: Any = None) -> Connect:
-    """Return how to reach ``host:port`` or ``unix:/path``, with ``grpc.ssl_channel_credentials`` or in plain text."""
+    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``credentials`` are given."""
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[Any]:
@@ -92,163 +92,6 @@ def connect_to(target: str, credentials: Any = None) -> Connect:
             await channel.close()
 
     return connect
-
-
-class GrpcSubscription:
-    """See :class:`xds.protocol.resource.Subscription`."""
-
-    def __init__(self, feed: "_Feed", receive: Receive, on_initial_timeout: Callable[[], None] | None) -> None:
-        self.stats = SubscriptionStats()
-        self.receive = receive
-        self._feed = feed
-        self._on_initial_timeout = on_initial_timeout
-        self._timer: asyncio.TimerHandle | None = None
-        self.on_close: Callable[[], object] | None = None
-
-    def set_names(self, names: Iterable[str]) -> None:
-        """Replace the names asked for."""
-        self.stats.update_attempt += 1
-        self._feed.set(self, names)
-
-    def close(self) -> None:
-        """Unsubscribe."""
-        self.settled()
-        self._feed.remove(self)
-        if self.on_close is not None:
-            self.on_close()
-
-    def start(self, initial_fetch_timeout_s: float) -> None:
-        """Begin waiting for the first update."""
-        self.stats.update_attempt += 1
-        if initial_fetch_timeout_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(initial_fetch_timeout_s, self._timed_out)
-
-    def settled(self) -> None:
-        """Stop waiting for the first update."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _timed_out(self) -> None:
-        self._timer = None
-        self.stats.init_fetch_timeout += 1
-        self.stats.update_attempt += 1
-        if self._on_initial_timeout is not None:
-            self._on_initial_timeout()
-
-
-class _Feed:
-    """One type on one stream: its subscriptions, what waits for them, and the task that hands it over."""
-
-    def __init__(self, stream: "_Stream", type_url: str) -> None:
-        self._stream = stream
-        self._interest: Interest[GrpcSubscription] = Interest(type_url)
-        self._received: list[Received] = []
-        self._expired: list[Update] = []
-        self._late: dict[GrpcSubscription, None] = {}
-        self._again: set[str] = set()
-        self._wake = asyncio.Event()
-
-    def set(self, subscription: GrpcSubscription, names: Iterable[str] | None) -> None:
-        wanted = None if names is None else frozenset(names)
-        self._again |= wanted or set()
-        self._interest.set(subscription, wanted)
-        self._late[subscription] = None
-        self._wake.set()
-        self._stream.wake()
-
-    def remove(self, subscription: GrpcSubscription) -> None:
-        self._interest.remove(subscription)
-        self._late.pop(subscription, None)
-        self._stream.wake()
-
-    def subscriptions(self) -> tuple[GrpcSubscription, ...]:
-        return self._interest.subscribers()
-
-    def tell(self, state: ClientState[Any, Any]) -> None:
-        """Pass what is wanted on to the protocol."""
-        self._interest.forget_unwanted()
-        state.want(self._interest.type_url, self._interest.union(), again=self._again)
-        self._again.clear()
-
-    def arrived(self, received: Received) -> None:
-        if self._received and self._received[-1].stream != received.stream:
-            # Its ACK has nowhere to go and the new stream brings the same again, or newer.
-            self._received[-1] = self._received[-1].then(received)
-        elif len(self._received) > 1:
-            self._received[-1] = self._received[-1].then(received)
-        else:
-            self._received.append(received)
-        self._wake.set()
-
-    def expired(self, update: Update) -> None:
-        self._expired.append(update)
-        self._wake.set()
-
-    def refused(self, refused: Refused) -> None:
-        for subscription in self.subscriptions():
-            subscription.settled()
-            subscription.stats.update_rejected += 1
-            subscription.stats.update_attempt += 1
-
-    async def deliver_forever(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._late or self._received or self._expired:
-                await self._deliver_one()
-
-    async def _deliver_one(self) -> None:
-        if self._late:
-            subscription = next(iter(self._late))
-            del self._late[subscription]
-            known = self._interest.known(subscription)
-            if known is not None:
-                await self._hand_over(subscription, known)
-        elif self._expired:
-            await self._hand_out(self._expired.pop(0))
-        else:
-            received = self._received.pop(0)
-            failures = await self._hand_out(received.update)
-            if failures:
-                self._stream.state.reject(received, "\n".join(dict.fromkeys(failures)))
-            else:
-                self._stream.state.accept(received)
-            self._stream.wake()
-
-    async def _hand_out(self, update: Update) -> list[str]:
-        failures = []
-        for subscription, part in self._interest.split(update):
-            failure = await self._hand_over(subscription, part)
-            if failure is not None:
-                failures.append(failure)
-        return failures
-
-    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> str | None:
-        """Returns the reason of a refusal."""
-        loop = asyncio.get_running_loop()
-        stats = subscription.stats
-        stats.update_attempt += 1
-        begin_s = loop.time()
-        try:
-            await subscription.receive(update)
-        except UpdateRejected as rejected:
-            stats.update_rejected += 1
-            logger.warning(
-                "configuration refused type=%s version=%s error=%s", update.type_url, update.version, rejected
-            )
-            return str(rejected)
-        except Exception as error:  # our bug: the last good configuration must outlive it
-            stats.update_rejected += 1
-            logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
-            return f"internal error: {type(error).__name__}: {error}"
-        finally:
-            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
-            subscription.settled()
-        stats.update_success += 1
-        stats.version_text = update.version
-        self._interest.accepted(update)
-        return None
 
 
 class _Stream:
@@ -272,11 +115,12 @@ class _Stream:
         self._name = name
         self._metadata = metadata
         self._backoff = backoff
-        self._feeds: dict[str, _Feed] = {}
+        self._feeds: dict[str, Feed] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
         self._away_since_s: float | None = None
+        self._answered = False
 
     def subscribe(
         self,
@@ -288,7 +132,7 @@ class _Stream:
     ) -> GrpcSubscription:
         feed = self._feeds.get(type_url)
         if feed is None:
-            feed = self._feeds[type_url] = _Feed(self, type_url)
+            feed = self._feeds[type_url] = Feed(type_url, self.state, self.wake)
             if self._tasks is not None:
                 self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
         subscription = GrpcSubscription(feed, receive, on_initial_timeout)
@@ -297,8 +141,9 @@ class _Stream:
         return subscription
 
     def wake(self) -> None:
-        """Make the writer look: names changed, or an answer is due."""
+        """Look again: names changed, or a receiver has returned."""
         self._wake.set()
+        self._arm_expiry()
 
     async def run(self) -> None:
         """Keep the stream until cancelled."""
@@ -329,44 +174,52 @@ class _Stream:
             await asyncio.sleep(self._backoff.next(random.random()))
 
     async def _one_stream(self) -> None:
+        async with self._connect() as channel:
+            metadata = None if self._metadata is None else tuple(self._metadata())
+            call = channel.stream_stream(self._path)(metadata=metadata)
+            self.state.stream_opened()
+            self._answered = False
+            try:
+                async with asyncio.TaskGroup() as directions:
+                    directions.create_task(self._write(call), name=f"xds {self._name} write")
+                    directions.create_task(self._read(call), name=f"xds {self._name} read")
+            except ExceptionGroup as failures:
+                raise self._broken(failures.exceptions[0]) from failures
+            finally:
+                call.cancel()
+
+    def _broken(self, error: BaseException) -> BaseException:
+        """Translate what ended a direction; what is neither gRPC's nor the server's doing is our bug."""
+        import grpc
+
+        if isinstance(error, grpc.RpcError):
+            return StreamBroken(_status_text(error.code(), error.details()), answered=self._answered)
+        if isinstance(error, DecodeError):
+            return StreamBroken("the server sent a malformed response", answered=self._answered)
+        return error
+
+    async def _read(self, call: Any) -> None:
         import grpc.aio
 
-        answered = False
-        try:
-            async with self._connect() as channel:
-                call = channel.stream_stream(self._path)(
-                    metadata=tuple(self._metadata()) if self._metadata else None
-                )
-                self.state.stream_opened()
-                async with asyncio.TaskGroup() as directions:
-                    writer = directions.create_task(self._write(call), name=f"xds {self._name} write")
-                    while (data := await call.read()) is not grpc.aio.EOF:
-                        answered = True
-                        self._back()
-                        self._receive(data)
-                    writer.cancel()
-                raise StreamBroken(_status_text(await call.code(), await call.details()), answered=answered)
-        except* grpc.RpcError as errors:
-            error = errors.exceptions[0]
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise StreamBroken(_status_text(error.code(), error.details()), answered=answered) from error
-        except* (StreamBroken, DecodeError, asyncio.InvalidStateError) as errors:
-            error = errors.exceptions[0]
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise StreamBroken(str(error), answered=answered) from error
+        while (data := await call.read()) is not grpc.aio.EOF:
+            self._answered = True
+            self._back()
+            self._receive(data)
+        raise StreamBroken(_status_text(await call.code(), await call.details()), answered=self._answered)
 
     async def _write(self, call: Any) -> None:
         while True:
             self._wake.clear()
             for feed in self._feeds.values():
-                feed.tell(self.state)
+                feed.tell()
             requests = self.state.requests_to_send()
             self.stats.pending_requests = len(requests)
             for request in requests:
                 logger.debug("> %s", _Shown(request))
-                await call.write(request.SerializeToString())
+                try:
+                    await call.write(request.SerializeToString())
+                except asyncio.InvalidStateError:
+                    return  # the call has ended; the reader learns why
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
             await self._wake.wait()
@@ -380,15 +233,10 @@ class _Stream:
         if feed is not None and isinstance(event, Received):
             feed.arrived(event)
         elif feed is not None and isinstance(event, Refused):
-            logger.warning(
-                "configuration refused type=%s version=%s error=%s", event.type_url, event.version, event.reason
-            )
             feed.refused(event)
         self.wake()
-        self.arm_expiry()
 
-    def arm_expiry(self) -> None:
-        """Set the timer of the next time to live."""
+    def _arm_expiry(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
         at_s = self.state.next_expiry_s()
@@ -398,7 +246,7 @@ class _Stream:
         self._expiry = None
         for update in self.state.expire(asyncio.get_running_loop().time()):
             self._feeds[update.type_url].expired(update)
-        self.arm_expiry()
+        self._arm_expiry()
 
     def _lost(self, broken: StreamBroken) -> None:
         for feed in self._feeds.values():
@@ -411,8 +259,8 @@ class _Stream:
         elif self._away_since_s is None:
             self._away_since_s = asyncio.get_running_loop().time()
             logger.warning(
-                "control plane unreachable target=%s error=%s; the last configuration stays in force and attempts "
-                "go on. Check that it runs, that name and port are right, and that its certificate or the "
+                "control plane does not answer target=%s error=%s; the last configuration stays in force and "
+                "attempts go on. Check that it runs, that name and port are right, and that its certificate or the "
                 "socket's permissions let this node in",
                 self._name,
                 broken,

@@ -4,5 +4,6 @@
 ``types``     type URLs and the gRPC methods that carry them
 ``client``    contract of the client halves; ``sotw`` and ``delta`` implement it
 ``interest``  many subscriptions of one type over one stream
+``file``      what a watched file holds
 ``snapshot``  the server half, both variants, for the embedded control plane
 """

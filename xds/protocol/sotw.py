@@ -95,10 +95,12 @@ class SotwClient:
             return None
         state.nonce = response.nonce
         try:
-            resources, heartbeats = self._resources(response, state)
+            all_resources, heartbeats = resources_of(response, response.type_url)
         except BadResponse as bad:
             self._answer(state, response.nonce, str(bad))
             return Refused(type_url=state.type_url, version=response.version_info, reason=str(bad))
+        wanted = state.wanted
+        resources = [resource for resource in all_resources if wanted is None or resource.name in wanted]
         renewed = [
             held
             for name, ttl_s in heartbeats
@@ -196,25 +198,28 @@ class SotwClient:
             request.error_detail.CopyFrom(failure(reason))
         state.answers.append(request)
 
-    def _resources(
-        self, response: DiscoveryResponse, state: _Type
-    ) -> tuple[list[Resource], list[tuple[str, float | None]]]:
-        """Unwrap; returns the wanted resources, and names and times to live of heartbeats."""
-        resources: list[Resource] = []
-        heartbeats: list[tuple[str, float | None]] = []
-        seen: set[str] = set()
-        for packed in response.resources:
-            name, body, ttl_s = _unwrap(packed, response.type_url)
-            if name in seen:
-                raise BadResponse(f"duplicate name {name} found among added/updated resources")
-            seen.add(name)
-            if state.wanted is not None and name not in state.wanted:
-                continue
-            if body is None:
-                heartbeats.append((name, ttl_s))
-            else:
-                resources.append(Resource(name=name, version=response.version_info, body=body, ttl_s=ttl_s))
-        return resources, heartbeats
+
+def resources_of(
+    response: DiscoveryResponse, type_url: str
+) -> tuple[list[Resource], list[tuple[str, float | None]]]:
+    """Unwrap a response; returns its resources, and names and times to live of heartbeats.
+
+    Raises:
+        BadResponse: duplicates, other types, malformed resources.
+    """
+    resources: list[Resource] = []
+    heartbeats: list[tuple[str, float | None]] = []
+    seen: set[str] = set()
+    for packed in response.resources:
+        name, body, ttl_s = _unwrap(packed, type_url)
+        if name in seen:
+            raise BadResponse(f"duplicate name {name} found among added/updated resources")
+        seen.add(name)
+        if body is None:
+            heartbeats.append((name, ttl_s))
+        else:
+            resources.append(Resource(name=name, version=response.version_info, body=body, ttl_s=ttl_s))
+    return resources, heartbeats
 
 
 def _unwrap(packed: AnyMessage, type_url: str) -> tuple[str, AnyMessage | None, float | None]:

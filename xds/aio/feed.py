@@ -1,0 +1,178 @@
+"""One type on one stream: its subscriptions, what waits for them, and the task that hands it over.
+
+Receivers are called one after the other, so calls of one subscription never overlap; the stream gets its ACK
+or NACK when all of them have returned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xds.protocol.client import ClientState, Received, Refused
+from xds.protocol.interest import Interest
+from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
+
+logger = logging.getLogger(__name__)
+
+
+class GrpcSubscription:
+    """See :class:`xds.protocol.resource.Subscription`."""
+
+    def __init__(self, feed: "Feed", receive: Receive, on_initial_timeout: Callable[[], None] | None) -> None:
+        self.stats = SubscriptionStats()
+        self.receive = receive
+        self._feed = feed
+        self._on_initial_timeout = on_initial_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self.on_close: Callable[[], object] | None = None
+
+    def set_names(self, names: Iterable[str]) -> None:
+        """Replace the names asked for."""
+        self.stats.update_attempt += 1
+        self._feed.set(self, names)
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        self.settled()
+        self._feed.remove(self)
+        if self.on_close is not None:
+            self.on_close()
+
+    def start(self, initial_fetch_timeout_s: float) -> None:
+        """Begin waiting for the first update."""
+        self.stats.update_attempt += 1
+        if initial_fetch_timeout_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(initial_fetch_timeout_s, self._timed_out)
+
+    def settled(self) -> None:
+        """Stop waiting for the first update."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _timed_out(self) -> None:
+        self._timer = None
+        self.stats.init_fetch_timeout += 1
+        self.stats.update_attempt += 1
+        if self._on_initial_timeout is not None:
+            self._on_initial_timeout()
+
+
+class Feed:
+    """One type on one stream: its subscriptions, what waits for them, and the task that hands it over."""
+
+    def __init__(self, type_url: str, state: ClientState[Any, Any], wake_stream: Callable[[], None]) -> None:
+        self._state = state
+        self._wake_stream = wake_stream
+        self._interest: Interest[GrpcSubscription] = Interest(type_url)
+        self._received: Received | None = None
+        self._expired: list[Update] = []
+        self._late: dict[GrpcSubscription, None] = {}
+        self._again: set[str] = set()
+        self._wake = asyncio.Event()
+
+    def set(self, subscription: GrpcSubscription, names: Iterable[str] | None) -> None:
+        """Add a subscription or change its names."""
+        wanted = None if names is None else frozenset(names)
+        self._again |= wanted or set()
+        self._interest.set(subscription, wanted)
+        self._late[subscription] = None
+        self._wake.set()
+        self._wake_stream()
+
+    def remove(self, subscription: GrpcSubscription) -> None:
+        """End a subscription."""
+        self._interest.remove(subscription)
+        self._late.pop(subscription, None)
+        self._wake_stream()
+
+    def subscriptions(self) -> tuple[GrpcSubscription, ...]:
+        """Return those that are not closed."""
+        return self._interest.subscribers()
+
+    def tell(self) -> None:
+        """Pass what is wanted on to the protocol; the stream calls it before it asks what to send."""
+        self._interest.forget_unwanted()
+        self._state.want(self._interest.type_url, self._interest.union(), again=self._again)
+        self._again.clear()
+
+    def arrived(self, received: Received) -> None:
+        """Deliver a response after the one under way; what already waits is merged with it."""
+        self._received = received if self._received is None else self._received.then(received)
+        self._wake.set()
+
+    def expired(self, update: Update) -> None:
+        """Deliver the removal of what outlived its time to live; nobody is told ACK."""
+        self._expired.append(update)
+        self._wake.set()
+
+    def refused(self, refused: Refused) -> None:
+        """Count a response that broke a rule of the protocol."""
+        logger.warning(
+            "configuration refused type=%s version=%s error=%s", refused.type_url, refused.version, refused.reason
+        )
+        for subscription in self.subscriptions():
+            subscription.settled()
+            subscription.stats.update_rejected += 1
+            subscription.stats.update_attempt += 1
+
+    async def deliver_forever(self) -> None:
+        """Call receivers, one at a time, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._late or self._received or self._expired:
+                await self._deliver_one()
+
+    async def _deliver_one(self) -> None:
+        if self._late:
+            subscription = next(iter(self._late))
+            del self._late[subscription]
+            known = self._interest.known(subscription)
+            if known is not None:
+                await self._hand_over(subscription, known)
+        elif self._expired:
+            await self._hand_out(self._expired.pop(0))
+        elif self._received is not None:
+            received, self._received = self._received, None
+            failures = await self._hand_out(received.update)
+            if failures:
+                self._state.reject(received, "\n".join(dict.fromkeys(failures)))
+            else:
+                self._state.accept(received)
+            self._wake_stream()
+
+    async def _hand_out(self, update: Update) -> list[str]:
+        failures = []
+        for subscription, part in self._interest.split(update):
+            failure = await self._hand_over(subscription, part)
+            if failure is not None:
+                failures.append(failure)
+        return failures
+
+    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> str | None:
+        """Returns the reason of a refusal."""
+        loop = asyncio.get_running_loop()
+        stats = subscription.stats
+        stats.update_attempt += 1
+        begin_s = loop.time()
+        try:
+            await subscription.receive(update)
+        except UpdateRejected as rejected:
+            stats.update_rejected += 1
+            logger.warning(
+                "configuration refused type=%s version=%s error=%s", update.type_url, update.version, rejected
+            )
+            return str(rejected)
+        except Exception as error:  # our bug: the last good configuration must outlive it
+            stats.update_rejected += 1
+            logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
+            return f"internal error: {type(error).__name__}: {error}"
+        finally:
+            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
+            subscription.settled()
+        stats.update_success += 1
+        stats.version_text = update.version
+        self._interest.accepted(update)
+        return None

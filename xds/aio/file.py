@@ -1,0 +1,260 @@
+"""Configuration from watched files (``path_config_source``).
+
+A file is read when it is first asked for and whenever something is renamed onto its path, or, with a watched
+directory, whenever something is renamed inside that directory (how Kubernetes swaps the ``..data`` link of a
+mounted volume). Writing in place changes nothing: half a file would be read. A file that is wrong or missing
+leaves the last good configuration in force; counters and one log line tell.
+
+Many subscriptions may share one file; it is read and parsed once per change.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+from xds.aio.inotify import RenameWatcher
+from xds.errors import ConfigError
+from xds.protocol.file import FileContent, parse_file, update_of
+from xds.protocol.resource import Receive, SubscriptionStats, UpdateRejected
+
+logger = logging.getLogger(__name__)
+
+#: Told path and field paths of what a file held that its messages do not have.
+OnUnknownFields = Callable[[str, tuple[str, ...]], None]
+
+
+class FileSubscription:
+    """See :class:`xds.protocol.resource.Subscription`."""
+
+    def __init__(self, file: "_File", type_url: str, names: Iterable[str] | None, receive: Receive) -> None:
+        self.stats = SubscriptionStats()
+        self.type_url = type_url
+        self.names = None if names is None else frozenset(names)
+        self.receive = receive
+        self._file = file
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_names(self, names: Iterable[str]) -> None:
+        """Replace the names asked for; they are looked up in the file as last read."""
+        self.names = frozenset(names)
+        self._file.read_for(self)
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        self.settled()
+        self._file.remove(self)
+
+    def start(self, initial_fetch_timeout_s: float, on_initial_timeout: Callable[[], None] | None) -> None:
+        """Begin waiting for the first update."""
+        if initial_fetch_timeout_s > 0:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(initial_fetch_timeout_s, self._timed_out, on_initial_timeout)
+
+    def settled(self) -> None:
+        """Stop waiting for the first update."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _timed_out(self, on_initial_timeout: Callable[[], None] | None) -> None:
+        self._timer = None
+        self.stats.init_fetch_timeout += 1
+        if on_initial_timeout is not None:
+            on_initial_timeout()
+
+
+class _File:
+    """One path, its subscriptions, and the task that reads it."""
+
+    def __init__(
+        self, path: str, on_unknown_fields: OnUnknownFields | None, on_unused: Callable[[], None]
+    ) -> None:
+        self.path = path
+        self.stop_watching: Callable[[], None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._on_unknown_fields = on_unknown_fields
+        self._on_unused = on_unused
+        self._content: FileContent | ConfigError | None = None
+        self._due: dict[FileSubscription, None] = {}
+        self._subscriptions: dict[FileSubscription, None] = {}
+        self._changed = True
+        self._wake = asyncio.Event()
+
+    def add(self, subscription: FileSubscription) -> None:
+        self._subscriptions[subscription] = None
+        self.read_for(subscription)
+
+    def remove(self, subscription: FileSubscription) -> None:
+        self._subscriptions.pop(subscription, None)
+        self._due.pop(subscription, None)
+        if not self._subscriptions:
+            self._on_unused()
+
+    def read_for(self, subscription: FileSubscription) -> None:
+        self._due[subscription] = None
+        self._wake.set()
+
+    def moved(self, name: str | None) -> None:
+        """Something appeared in the directory that holds the file; None: anything may have."""
+        if name is None or name == os.path.basename(self.path):
+            self.reload()
+
+    def moved_any(self, name: str | None) -> None:
+        """Something appeared in the watched directory."""
+        self.reload()
+
+    def reload(self) -> None:
+        self._changed = True
+        self._due.update(self._subscriptions)
+        self._wake.set()
+
+    async def deliver_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._due:
+                if self._changed:
+                    self._changed = False
+                    self._content = self._read()
+                subscription = next(iter(self._due))
+                del self._due[subscription]
+                await self._hand_over(subscription)
+
+    def _read(self) -> FileContent | ConfigError:
+        try:
+            with open(self.path, "rb") as file:
+                content = parse_file(self.path, file.read())
+        except OSError as error:
+            failure = ConfigError(f"cannot be read: {error.strerror}")
+        except ConfigError as error:
+            failure = error
+        else:
+            if content.unknown_fields:
+                logger.warning(
+                    "unknown fields ignored path=%s fields=%s", self.path, ", ".join(content.unknown_fields[:10])
+                )
+                if self._on_unknown_fields is not None:
+                    self._on_unknown_fields(self.path, content.unknown_fields)
+            return content
+        logger.warning("configuration file refused path=%s error=%s", self.path, failure)
+        return failure
+
+    async def _hand_over(self, subscription: FileSubscription) -> None:
+        loop = asyncio.get_running_loop()
+        stats = subscription.stats
+        stats.update_attempt += 1
+        content = self._content
+        assert content is not None, "read before the first hand-over"
+        if isinstance(content, ConfigError):
+            stats.update_failure += 1
+            return
+        begin_s = loop.time()
+        try:
+            update = update_of(content.response, subscription.type_url, subscription.names)
+            await subscription.receive(update)
+        except (ConfigError, UpdateRejected) as rejected:
+            stats.update_rejected += 1
+            logger.warning(
+                "configuration refused path=%s type=%s error=%s", self.path, subscription.type_url, rejected
+            )
+            return
+        except Exception:  # our bug: the last good configuration must outlive it
+            stats.update_rejected += 1
+            logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
+            return
+        finally:
+            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
+            subscription.settled()
+        stats.update_success += 1
+        stats.version_text = update.version
+
+
+class FileSource:
+    """Files below a working directory; :meth:`at` is the :class:`xds.protocol.resource.ResourceSource` of one path.
+
+    ``async with`` owns the watches and tasks.
+    """
+
+    def __init__(self, *, on_unknown_fields: OnUnknownFields | None = None) -> None:
+        self._on_unknown_fields = on_unknown_fields
+        self._watcher = RenameWatcher()
+        self._files: dict[tuple[str, str | None], _File] = {}
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._watcher.__aenter__()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        for file in self._files.values():
+            if file.task is not None:
+                file.task.cancel()
+        try:
+            await self._tasks.__aexit__(*exception)
+        finally:
+            await self._watcher.__aexit__(*exception)
+
+    def at(self, path: str, watched_directory: str | None = None) -> "FileAt":
+        """Return the source that reads ``path``."""
+        return FileAt(self, path, watched_directory)
+
+    def file(self, path: str, watched_directory: str | None) -> _File:
+        """Return the shared state of a path, watched from now on.
+
+        Raises:
+            ConfigError: its directory cannot be watched.
+        """
+        key = (os.path.abspath(path), watched_directory and os.path.abspath(watched_directory))
+        file = self._files.get(key)
+        if file is None:
+            file = _File(path, self._on_unknown_fields, lambda: self._forget(key))
+            directory = watched_directory or os.path.dirname(path) or "."
+            try:
+                file.stop_watching = self._watcher.watch(
+                    directory, file.moved if watched_directory is None else file.moved_any
+                )
+            except OSError as error:
+                raise ConfigError(f"cannot watch {directory}: {error.strerror}") from error
+            file.task = self._tasks.create_task(file.deliver_forever(), name=f"xds file {path}")
+            self._files[key] = file
+        return file
+
+    def _forget(self, key: tuple[str, str | None]) -> None:
+        file = self._files.pop(key, None)
+        if file is not None:
+            if file.stop_watching is not None:
+                file.stop_watching()
+            if file.task is not None:
+                file.task.cancel()
+
+
+class FileAt:
+    """One path of a :class:`FileSource`; see :class:`xds.protocol.resource.ResourceSource`."""
+
+    def __init__(self, source: FileSource, path: str, watched_directory: str | None) -> None:
+        self._source = source
+        self._path = path
+        self._watched_directory = watched_directory
+
+    def subscribe(
+        self,
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        *,
+        initial_fetch_timeout_s: float = 15.0,
+        on_initial_timeout: Callable[[], None] | None = None,
+    ) -> FileSubscription:
+        """See :meth:`xds.protocol.resource.ResourceSource.subscribe`; inside ``async with`` of the source.
+
+        Raises:
+            ConfigError: the directory cannot be watched.
+        """
+        file = self._source.file(self._path, self._watched_directory)
+        subscription = FileSubscription(file, type_url, names, receive)
+        subscription.start(initial_fetch_timeout_s, on_initial_timeout)
+        file.add(subscription)
+        return subscription
