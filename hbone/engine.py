@@ -173,6 +173,11 @@ class Engine:
         self.output.append(opening)
 
     @property
+    def said_goodbye(self) -> bool:
+        """Server: the final GOAWAY was sent; a client has none to send before it closes."""
+        return not self._server or self._goaway_limit is not None
+
+    @property
     def open_streams(self) -> int:
         """Streams not yet ended by both sides."""
         return len(self._streams)
@@ -738,7 +743,7 @@ class Engine:
         self._charge(1 + len(payload) // 64)
         for key, value in frames.SETTING.iter_unpack(payload):
             self._apply_setting(key, value)
-        self._control_reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.peer_settings_seen = True
         self._events.append(SettingsReceived())
 
@@ -769,11 +774,11 @@ class Engine:
     def _ping_frame(self, flags: int, payload: bytes) -> None:
         self._charge()
         if not flags & frames.ACK:
-            self._control_reply(frames.frame(frames.PING, frames.ACK, 0, payload))
-        elif payload == _DRAIN_PING and self.draining and self._goaway_limit is None:
+            self.output.append(frames.frame(frames.PING, frames.ACK, 0, payload))
+            return
+        if payload == _DRAIN_PING and self.draining and self._goaway_limit is None:
             self.goaway()
-        else:
-            self._events.append(PingAcknowledged(payload))
+        self._events.append(PingAcknowledged(payload))
 
     def _goaway_frame(self, payload: bytes) -> None:
         if len(payload) < 8:
@@ -833,13 +838,10 @@ class Engine:
         self.output.append(frames.frame(frames.WINDOW_UPDATE, 0, stream_id, frames.U32.pack(size)))
 
     def _send_reset(self, stream_id: int, code: int) -> None:
-        self._control_reply(frames.frame(frames.RST_STREAM, 0, stream_id, frames.U32.pack(code)))
+        self.output.append(frames.frame(frames.RST_STREAM, 0, stream_id, frames.U32.pack(code)))
         self._reset_here[stream_id] = None
         if len(self._reset_here) > _REMEMBERED_RESETS:
             del self._reset_here[next(iter(self._reset_here))]
-
-    def _control_reply(self, frame: bytes) -> None:
-        self.output.append(frame)
 
     def _local_ended(self, stream_id: int, stream: _Stream) -> None:
         stream.local_open = False

@@ -53,6 +53,11 @@ class Output:
     def __bool__(self) -> bool:
         return self._end > 0
 
+    @property
+    def borrows(self) -> bool:
+        """A buffer is held, perhaps with nothing in it; :meth:`taken` gives it back."""
+        return self._buffer is not None
+
     def __len__(self) -> int:
         return self._end + sum(map(len, self._overflow))
 

@@ -1,0 +1,558 @@
+"""One HTTP/2 connection over a TCP socket, with TLS or without: the engine, run by the poller.
+
+Everything per chunk is a callback; coroutines wait for the handshake, for the answer to CONNECT, for the
+end. All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls
+:meth:`Connection.close` or :meth:`Connection.abort`; what the network or the peer ends is reported through
+the tunnels and :meth:`Connection.wait_closed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hbone.aio.link import Link, LinkClosed
+from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.tunnel import Tunnel
+from hbone.engine import Engine
+from hbone.errors import (
+    ConnectionBroken,
+    ConnectRefused,
+    ErrorCode,
+    HboneError,
+    PeerSilent,
+    RemoteProtocolError,
+    TlsError,
+    TunnelBroken,
+    TunnelClosed,
+)
+from hbone.events import (
+    ConnectionFailed,
+    DataReceived,
+    Event,
+    GoawayReceived,
+    Header,
+    PingAcknowledged,
+    RequestReceived,
+    ResponseReceived,
+    SettingsReceived,
+    StreamEnded,
+    StreamReset,
+    WindowOpened,
+)
+from hbone.settings import Http2Settings, Role, client_settings, server_settings
+from hbone.tls import PeerFacts, TlsSession
+from hbone.tls_context import TlsContext
+
+if TYPE_CHECKING:
+    from hbone.aio.server import Requests
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
+
+    ``early_bytes``: of one stream, held before its answer. ``ping_interval_s`` None: no keepalive.
+    """
+
+    http2: Http2Settings = field(default_factory=server_settings)
+    handshake_timeout_s: float = 10.0
+    ping_interval_s: float | None = 10.0
+    ping_timeout_s: float = 20.0
+    close_timeout_s: float = 2.0
+    early_bytes: int = 64 * 1024
+
+
+def default_client() -> ConnectionSettings:
+    """Settings of an outbound connection."""
+    return ConnectionSettings(http2=client_settings())
+
+
+class Connection:
+    """See the module. Made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
+
+    __slots__ = (
+        "_answers",
+        "_closed",
+        "_closing",
+        "_established",
+        "_flushing",
+        "_on_change",
+        "_on_established",
+        "_ping_payload",
+        "_ping_sent_s",
+        "_requests",
+        "_room",
+        "_timer",
+        "_touched",
+        "_tunnels",
+        "_waiting",
+        "dirty",
+        "engine",
+        "error",
+        "facts",
+        "link",
+        "poller",
+        "role",
+        "settings",
+    )
+
+    def __init__(
+        self,
+        role: Role,
+        sock: socket.socket,
+        tls_context: TlsContext | None,
+        settings: ConnectionSettings,
+        poller: Poller,
+        *,
+        requests: Requests | None = None,
+        on_established: Callable[[Connection], None] | None = None,
+    ) -> None:
+        self.role = role
+        self.settings = settings
+        self.poller = poller
+        self.link = Link(sock, TlsSession(tls_context) if tls_context is not None else None, poller)
+        self.engine = Engine(role, settings.http2, poller)
+        self.facts: PeerFacts | None = None
+        """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
+        self.error: Exception | None = None
+        """Why the connection ended, once it has."""
+        self.dirty = False
+        self._requests = requests
+        self._on_established = on_established
+        self._on_change: Callable[[Connection], None] | None = None
+        self._tunnels: dict[int, Tunnel] = {}
+        self._answers: dict[int, asyncio.Future[Tunnel]] = {}
+        self._waiting: dict[int, Tunnel] = {}
+        self._touched: list[Tunnel] = []
+        self._room = False
+        self._flushing = False
+        self._closing = False
+        self._established: asyncio.Future[None] = poller.loop.create_future()
+        self._closed: asyncio.Future[None] = poller.loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping_payload = b""
+        self._ping_sent_s = 0.0
+        poller.register(sock.fileno(), self)
+
+    # Opening
+
+    async def establish(self) -> None:
+        """Finish the TLS handshake and start HTTP/2, without waiting for the peer's SETTINGS.
+
+        Raises:
+            TlsError: either side refused.
+            PeerSilent: not within ``handshake_timeout_s``.
+            ConnectionBroken: the network ended it.
+            Exception: what ``on_established`` raised; nothing of HTTP/2 was sent then.
+        """
+        try:
+            async with asyncio.timeout(self.settings.handshake_timeout_s):
+                self._handshake_step(None)
+                await self._established
+        except TimeoutError:
+            error = PeerSilent("TLS handshake timed out")
+            self._end(error)
+            raise error from None
+        except BaseException:
+            self._end(TunnelClosed("not established"))
+            raise
+
+    def _handshake_step(self, received: int | None) -> None:
+        tls = self.link.tls
+        if self._established.done():
+            return
+        try:
+            if tls is not None:
+                try:
+                    finished = tls.handshake()
+                finally:
+                    self.link.send_tls()
+                if not finished:
+                    return
+                self.facts = tls.facts()
+            if self._on_established is not None:
+                self._on_established(self)
+        except Exception as error:  # noqa: BLE001  the hook's refusals are the application's own types
+            self._end(error)
+            return
+        self._established.set_result(None)
+        self.engine.start()
+        self.flush()
+        self._schedule_ping()
+        if tls is not None and received is not None and self.error is None:
+            self._receive(self.link.left_over)
+
+    # Events of the poller
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if self.error is not None:
+            return
+        if mask & WRITABLE and self.link.blocked:
+            self._unblock()
+        if mask & HUNG_UP:
+            self.link.hang_up_seen()
+        if mask & READABLE or not mask:
+            self.link.readable = True
+            for _ in range(READS_PER_TURN):
+                if self._established.done():
+                    self._receive(self.link.receive)
+                else:
+                    self._receive_handshake()
+                if self.error is not None or not self.link.readable:
+                    return
+            self.poller.again(self)
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        self._end(error)
+
+    def _receive_handshake(self) -> None:
+        link, buffer = self.link, self.poller.ciphertext
+        try:
+            size = link.receive_raw(buffer)
+        except (OSError, LinkClosed) as error:
+            self._end(_broken(error, "during the TLS handshake"))
+            return
+        if size and link.tls is not None:
+            link.tls.receive(buffer[:size])
+            self._handshake_step(size)
+
+    def _receive(self, read: Callable[[], memoryview | None]) -> None:
+        try:
+            data = read()
+        except TlsError as error:
+            self._end(error)
+            return
+        except (OSError, LinkClosed) as error:
+            self._end(_broken(error, ""))
+            return
+        if data is None:
+            return
+        for event in self.engine.receive_data(data, self.poller.now_s):
+            if type(event) is DataReceived:
+                tunnel = self._tunnels.get(event.stream_id)
+                if tunnel is not None:
+                    tunnel.on_data(event.chunks, event.size)
+                else:
+                    self.engine.acknowledge(event.stream_id, event.size)
+            else:
+                self._dispatch(event)
+        if self._touched:
+            touched, self._touched = self._touched, []
+            for tunnel in touched:
+                if tunnel.peer is not None:
+                    tunnel.peer.flush()
+        if self.engine.output and not self.dirty:
+            self.poller.mark(self)
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case RequestReceived(stream_id, head, ended):
+                assert self._requests is not None
+                self._tunnels[stream_id] = tunnel = Tunnel(self, stream_id)
+                self._requests.arrived(self, tunnel, head, ended=ended)
+            case ResponseReceived(stream_id, status, headers):
+                self._answered(stream_id, status, headers)
+            case StreamEnded(stream_id):
+                tunnel_at = self._tunnels.get(stream_id)
+                if tunnel_at is not None:
+                    tunnel_at.on_end()
+            case StreamReset(stream_id, code, by_peer, unprocessed):
+                what = "peer reset the stream" if by_peer else "peer broke the protocol on the stream"
+                self._stream_gone(stream_id, TunnelBroken(what, code=code, unprocessed=unprocessed))
+            case WindowOpened(stream_id):
+                if stream_id == 0 or stream_id in self._waiting:
+                    self._room = True
+                    self.poller.mark(self)  # resumed in flush, when this read's buffers are free
+            case PingAcknowledged(payload):
+                if payload == self._ping_payload:
+                    self._ping_payload = b""
+                elif self._closing:
+                    self._changed()  # perhaps the PONG that made the engine say its final GOAWAY
+            case GoawayReceived():
+                self._changed()
+            case SettingsReceived():
+                self._changed()
+            case ConnectionFailed(code, detail):
+                self.flush()
+                self._end(RemoteProtocolError(code, detail))
+
+    def _answered(self, stream_id: int, status: int, headers: tuple[Header, ...]) -> None:
+        answer = self._answers.pop(stream_id, None)
+        tunnel = self._tunnels.get(stream_id)
+        if answer is None or tunnel is None or answer.done():
+            return
+        if status == 200:
+            tunnel.headers = headers
+            answer.set_result(tunnel)
+        else:
+            answer.set_exception(ConnectRefused(status, headers))
+            tunnel.close()
+
+    def _stream_gone(self, stream_id: int, error: TunnelBroken) -> None:
+        tunnel = self._tunnels.pop(stream_id, None)
+        self._waiting.pop(stream_id, None)
+        answer = self._answers.pop(stream_id, None)
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
+        if tunnel is not None:
+            tunnel.on_reset(error)
+            if self._requests is not None:
+                self._requests.gone(tunnel)
+        self._changed()
+
+    # Output
+
+    def flush(self) -> None:
+        """Send everything queued as one TLS write; then let those who waited for room go on."""
+        self.dirty = False
+        if self.error is not None or self._flushing:
+            return
+        self._flushing = True
+        try:
+            self._write()
+            if self._room and self._waiting and not self.link.blocked:
+                self._room = False
+                waiting, self._waiting = self._waiting, {}
+                for tunnel in waiting.values():
+                    if self.link.blocked:
+                        self._waiting.setdefault(tunnel.stream_id, tunnel)
+                    else:
+                        tunnel.on_room()
+                self._write()
+        finally:
+            self._flushing = False
+
+    def _write(self) -> None:
+        if not self._established.done():
+            return
+        output = self.engine.output
+        if output.borrows and not self.link.blocked and self.error is None:
+            try:
+                self.link.send(output.views())
+            except (OSError, TlsError) as error:
+                self._end(_broken(error, "while sending"))
+                return
+            output.taken()
+
+    def _unblock(self) -> None:
+        try:
+            if self.link.retry():
+                self._room = True
+                self.flush()
+        except OSError as error:
+            self._end(_broken(error, "while sending"))
+
+    # For tunnels
+
+    def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
+        """Room for payload of ``tunnel``; None: it is called when there may be some."""
+        if not self.link.blocked:
+            if not self.dirty:
+                self.poller.mark(self)  # also when nothing comes of it: the buffer goes back then
+            room = self.engine.reserve(tunnel.stream_id, limit)
+            if room is not None:
+                return room
+            if self.engine.output.full:
+                self._write()
+                if self.error is not None:
+                    return None
+                if not self.link.blocked:
+                    room = self.engine.reserve(tunnel.stream_id, limit)
+                    if room is not None:
+                        return room
+        self._waiting[tunnel.stream_id] = tunnel
+        return None
+
+    def touch(self, tunnel: Tunnel) -> None:
+        """The tunnel's peer must be flushed before the read's buffers are used again."""
+        self._touched.append(tunnel)
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """Return credit."""
+        if self.error is None:
+            self.engine.acknowledge(stream_id, size)
+            if self.engine.output and not self.dirty:
+                self.poller.mark(self)
+
+    def end_stream(self, tunnel: Tunnel) -> None:
+        """Send END_STREAM."""
+        if self.error is None:
+            self.engine.end_stream(tunnel.stream_id)
+            self.poller.mark(self)
+
+    def reset(self, tunnel: Tunnel, code: int) -> None:
+        """Send RST_STREAM, unless the stream is gone."""
+        if self.error is None:
+            self.engine.reset_stream(tunnel.stream_id, code)
+            self.poller.mark(self)
+
+    def forget(self, tunnel: Tunnel) -> None:
+        """The tunnel's owner is done with it."""
+        self._tunnels.pop(tunnel.stream_id, None)
+        self._waiting.pop(tunnel.stream_id, None)
+        self._answers.pop(tunnel.stream_id, None)
+        self._changed()
+
+    # For owners
+
+    def on_change(self, callback: Callable[[Connection], None] | None) -> None:
+        """Call when a stream ended, SETTINGS or GOAWAY arrived, or the connection ended."""
+        self._on_change = callback
+
+    @property
+    def established(self) -> bool:
+        """The handshake is finished and HTTP/2 started."""
+        return self._established.done() and not self._established.cancelled() and self.error is None
+
+    @property
+    def open_streams(self) -> int:
+        """Tunnels that still have an owner or a stream."""
+        return max(len(self._tunnels), self.engine.open_streams)
+
+    @property
+    def accepts_streams(self) -> bool:
+        """Client: whether :meth:`open` may be called."""
+        return self.error is None and not self._closing and self.engine.accepts_streams
+
+    async def open(self, headers: Iterable[Header]) -> Tunnel:
+        """Client: send CONNECT, wait for its 200.
+
+        Raises:
+            ConnectRefused: another status.
+            TunnelBroken: the stream or the connection ended before the answer.
+            LocalProtocolError: see :attr:`accepts_streams`.
+        """
+        if self.error is not None:
+            raise ConnectionBroken(f"connection is closed: {self.error}", unprocessed=True)
+        stream_id = self.engine.open_stream(headers)
+        tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
+        answer: asyncio.Future[Tunnel] = self.poller.loop.create_future()
+        self._answers[stream_id] = answer
+        self.poller.mark(self)
+        try:
+            return await answer
+        except BaseException:
+            tunnel.close()
+            raise
+
+    def drain(self) -> None:
+        """Take no new streams; a server tells the peer in two steps. Open streams go on."""
+        if self.error is None and not self._closing:
+            self._closing = True
+            if self.role is Role.SERVER:
+                self.engine.drain()
+                self.poller.mark(self)
+            self._changed()
+
+    def close(self) -> None:
+        """Reset what is open, say GOAWAY and close_notify, close; does not wait for the network."""
+        if self.error is not None:
+            return
+        if self._established.done():
+            for tunnel in list(self._tunnels.values()):
+                tunnel.close(TunnelClosed("connection closed"))
+            self.engine.goaway()
+            self.flush()
+        if self.link.tls is not None and self.error is None:
+            self.link.tls.close()
+            try:
+                self.link.send_tls()
+            except (OSError, TlsError) as error:
+                logger.debug("closing: %s", error)
+        self._end(TunnelClosed("connection closed"))
+
+    def abort(self, reason: str) -> None:
+        """Close without a word (as Rust ztunnel when a pod is deleted or the drain deadline is over)."""
+        self._end(TunnelClosed(reason))
+
+    async def wait_closed(self) -> None:
+        """Until the connection has ended; :attr:`error` says why."""
+        await asyncio.shield(self._closed)
+
+    def _end(self, error: Exception) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.link.close()
+        self.engine.output.taken()
+        broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
+        if not self._established.done():
+            self._established.set_exception(error)
+            self._established.exception()  # also when nobody waits for it any more
+        for stream_id in list(self._tunnels):
+            self._stream_gone(
+                stream_id,
+                broken if isinstance(broken, TunnelBroken) else ConnectionBroken(f"connection ended: {error}"),
+            )
+        self._waiting.clear()
+        self._touched.clear()
+        self._on_established = None
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._changed()
+        self._on_change = None
+
+    def _changed(self) -> None:
+        if self._closing and self.error is None and not self.open_streams and self.engine.said_goodbye:
+            self.poller.loop.call_soon(self.close)
+        if self._on_change is not None:
+            self._on_change(self)
+
+    # Keepalive
+
+    def _schedule_ping(self) -> None:
+        if self.settings.ping_interval_s is not None and self.error is None:
+            self._timer = self.poller.loop.call_later(self.settings.ping_interval_s, self._ping)
+
+    def _ping(self) -> None:
+        """Every interval: the PONG of the last one must have come within ``ping_timeout_s``."""
+        loop, settings = self.poller.loop, self.settings
+        assert settings.ping_interval_s is not None
+        if not self._ping_payload:
+            self._ping_payload = os.urandom(8)
+            self._ping_sent_s = loop.time()
+            self.engine.ping(self._ping_payload)
+            self.poller.mark(self)
+            wait = settings.ping_interval_s
+        else:
+            wait = self._ping_sent_s + settings.ping_timeout_s - loop.time()
+            if wait <= 0:
+                if self.role is Role.SERVER:
+                    self.engine.goaway(ErrorCode.NO_ERROR)
+                    self.flush()
+                self._end(PeerSilent("HBONE ping timeout"))
+                return
+        self._timer = loop.call_later(min(wait, settings.ping_interval_s), self._ping)
+
+
+def _broken(error: Exception, when: str) -> HboneError:
+    if isinstance(error, HboneError):
+        return error
+    what = "peer closed the connection" if isinstance(error, LinkClosed) else f"network failed: {error}"
+    return ConnectionBroken(f"{what} {when}".rstrip())
+
+
+async def connect(
+    sock: socket.socket, tls_context: TlsContext | None, settings: ConnectionSettings, poller: Poller
+) -> Connection:
+    """Client: TLS and HTTP/2 over a connected, non-blocking socket, which belongs to the result from now on.
+
+    Raises:
+        TlsError, PeerSilent, ConnectionBroken: see :meth:`Connection.establish`; the socket is closed then.
+    """
+    connection = Connection(Role.CLIENT, sock, tls_context, settings, poller)
+    await connection.establish()
+    return connection

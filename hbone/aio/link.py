@@ -1,0 +1,146 @@
+"""A socket, with or without TLS on it, as plaintext in and out: what connections and TLS ends share."""
+
+from __future__ import annotations
+
+import socket
+
+from hbone.aio.poller import Poller
+from hbone.output import BUFFER_BYTES
+from hbone.tls import TlsSession
+
+
+class LinkClosed(Exception):
+    """The other side ended the byte stream in order (EOF; ``notified``: after close_notify)."""
+
+    def __init__(self, *, notified: bool) -> None:
+        super().__init__(notified)
+        self.notified = notified
+
+
+class Link:
+    """Owns the socket. Reads into the poller's scratch buffers; holds bytes only while the network is full."""
+
+    __slots__ = ("_hung_up", "_unsent", "poller", "readable", "sock", "tls")
+
+    def __init__(self, sock: socket.socket, tls: TlsSession | None, poller: Poller) -> None:
+        self.sock = sock
+        self.tls = tls
+        self.poller = poller
+        self.readable = True
+        """False: the socket is known to be empty until the next event."""
+        self._hung_up = False
+        self._unsent = bytearray()
+
+    @property
+    def blocked(self) -> bool:
+        """The network took less than it was given: send no more for now."""
+        return bool(self._unsent)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait for the network."""
+        return len(self._unsent)
+
+    def hang_up_seen(self) -> None:
+        """The poller reported an end: read on until it is found."""
+        self._hung_up = True
+
+    def receive_raw(self, into: memoryview) -> int:
+        """One read; 0: nothing there now.
+
+        Raises:
+            LinkClosed: EOF.
+            OSError: the network failed.
+        """
+        try:
+            size = self.sock.recv_into(into)
+        except BlockingIOError:
+            self.readable = False
+            return 0
+        if not size:
+            raise LinkClosed(notified=False)
+        if size < len(into) and not self._hung_up:
+            self.readable = False
+        return size
+
+    def receive(self) -> memoryview | None:
+        """One read as plaintext, valid until the next; None: nothing there now; may be empty.
+
+        Raises:
+            LinkClosed: EOF or close_notify.
+            TlsError: a bad record, or an alert.
+            OSError: the network failed.
+        """
+        poller, tls = self.poller, self.tls
+        plain = poller.plaintext
+        if tls is None:
+            size = self.receive_raw(plain[:BUFFER_BYTES])
+            return plain[:size] if size else None
+        if tls.peer_closed:
+            raise LinkClosed(notified=True)
+        size = self.receive_raw(poller.ciphertext)
+        if not size:
+            return None
+        tls.receive(poller.ciphertext[:size])
+        return plain[: tls.read_into(plain)]
+
+    def left_over(self) -> memoryview:
+        """After the handshake: plaintext that came with its last bytes."""
+        plain = self.poller.plaintext
+        assert self.tls is not None
+        return plain[: self.tls.read_into(plain)]
+
+    def send(self, views: list[memoryview | bytes]) -> None:
+        """Seal and send everything; what the network does not take now waits here.
+
+        Raises:
+            TlsError: the session cannot send.
+            OSError: the network failed.
+        """
+        tls = self.tls
+        if tls is None:
+            for view in views:
+                self._put(memoryview(view))
+            return
+        sealed = self.poller.sealed
+        for view in views:
+            for start in range(0, len(view), BUFFER_BYTES):
+                size = tls.seal(view[start : start + BUFFER_BYTES], sealed)
+                self._put(sealed[:size])
+
+    def send_tls(self) -> None:
+        """Send what TLS itself has to say: handshake, alerts, close_notify."""
+        if self.tls is not None:
+            size = self.tls.seal(b"", self.poller.sealed)
+            if size:
+                self._put(self.poller.sealed[:size])
+
+    def retry(self) -> bool:
+        """Send what waits; True when nothing is left."""
+        if self._unsent:
+            try:
+                sent = self.sock.send(self._unsent)
+            except BlockingIOError:
+                return False
+            del self._unsent[:sent]
+            if self._unsent:
+                return False
+            self._unsent = bytearray()
+        return True
+
+    def _put(self, data: memoryview) -> None:
+        if self._unsent:
+            self._unsent += data
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._unsent += data[sent:]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.poller.unregister(self.sock.fileno())
+        self.sock.close()
+        self._unsent = bytearray()

@@ -1,0 +1,182 @@
+"""Two ends, copied into each other until both directions are over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from hbone.aio.end import End
+from hbone.errors import TunnelClosed
+
+LINGER_S = 30.0
+"""How long an application may go on writing into a tunnel whose peer is gone (a guess)."""
+
+
+class ByteCounts:
+    """What a relay has moved: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``; live."""
+
+    __slots__ = ("_a", "_b", "_received", "_sent")
+
+    def __init__(self) -> None:
+        self._a: End | None = None
+        self._b: End | None = None
+        self._sent = 0
+        self._received = 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes from the first end to the second."""
+        return self._a.read_bytes if self._a is not None else self._sent
+
+    @property
+    def received(self) -> int:
+        """Bytes from the second end to the first."""
+        return self._b.read_bytes if self._b is not None else self._received
+
+    def follow(self, a: End, b: End) -> None:
+        """Read the ends' own counters from now on: nothing is added per chunk."""
+        self._a, self._b = a, b
+
+    def freeze(self) -> None:
+        """Keep the numbers, let go of the ends."""
+        self._sent, self._received = self.sent, self.received
+        self._a = self._b = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayEnd:
+    """How a relay ended.
+
+    Attributes:
+        first: the end that stopped first, as given to :func:`relay`; None: ended by us.
+        error: what an end reported beyond an orderly close; None: both directions ended in order.
+        timed_out: nothing moved for the idle time.
+    """
+
+    first: End | None
+    error: Exception | None
+    timed_out: bool = False
+
+
+class Relay:
+    """A running relay: await it once for its :class:`RelayEnd`; cancelling that aborts it."""
+
+    __slots__ = (
+        "_a",
+        "_b",
+        "_counts",
+        "_done",
+        "_error",
+        "_first",
+        "_idle_s",
+        "_left",
+        "_linger",
+        "_loop",
+        "_seen",
+        "_timer",
+    )
+
+    def __init__(self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._a: End | None = a
+        self._b: End | None = b
+        self._counts = counts
+        self._done: asyncio.Future[RelayEnd] = self._loop.create_future()
+        self._first: End | None = None
+        self._error: Exception | None = None
+        self._left = {a, b}
+        self._linger: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_s = idle_timeout_s
+        self._seen = -1
+        counts.follow(a, b)
+        a.join(self, b)
+        b.join(self, a)
+        if idle_timeout_s is not None:
+            self._tick()
+        a.start()
+        if self._a is not None:
+            b.start()
+
+    def __await__(self) -> Generator[object, None, RelayEnd]:
+        try:
+            return (yield from self._done)
+        except asyncio.CancelledError:
+            self.abort("cancelled")
+            raise
+
+    def abort(self, reason: str) -> None:
+        """End now, in both directions; the owner closes the ends, which tells the peers."""
+        if self._error is None:
+            self._error = TunnelClosed(reason)
+            self._first = None
+        self._finish()
+
+    # Called by the ends
+
+    def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
+        """``end`` will give no more; ``clean``: ``error`` counts as an ordinary end."""
+        if self._first is None:
+            self._first = end
+        if error is not None and not clean and self._error is None:
+            self._error = error
+
+    def write_ended(self, end: End) -> None:
+        """Everything for ``end``, its EOF included, has been handed to the network (or is swallowed)."""
+        self._left.discard(end)
+        if not self._left:
+            self._finish()
+
+    def sink_broken(self, end: End, error: Exception) -> None:
+        """``end`` swallows from now on; the relay lingers for the rest, not without limit."""
+        if self._first is None:
+            self._first = end
+        if self._linger is None and self._a is not None:
+            self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
+
+    def fail(self, end: End, error: Exception) -> None:
+        """``end`` cannot go on at all."""
+        if self._first is None:
+            self._first = end
+        if self._error is None:
+            self._error = error
+        self._finish()
+
+    def _tick(self) -> None:
+        assert self._idle_s is not None
+        moved = self._counts.sent + self._counts.received
+        if moved == self._seen:
+            self._finish(timed_out=True)
+            return
+        self._seen = moved
+        self._timer = self._loop.call_later(self._idle_s, self._tick)
+
+    def _finish(self, *, timed_out: bool = False) -> None:
+        a, b = self._a, self._b
+        if a is None or b is None:
+            return
+        self._a = self._b = None
+        for handle in (self._timer, self._linger):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._linger = None
+        self._counts.freeze()
+        a.leave()
+        b.leave()
+        self._left.clear()
+        if not self._done.done():
+            self._done.set_result(RelayEnd(first=self._first, error=self._error, timed_out=timed_out))
+        self._first = None
+
+
+def relay(a: End, b: End, counts: ByteCounts, *, idle_timeout_s: float | None = None) -> Relay:
+    """Start to copy between two ends; half-closes are passed on.
+
+    Args:
+        a: by convention the client's side.
+        b: the other end.
+        counts: follows the bytes from now on.
+        idle_timeout_s: end when no byte came from either side for between once and twice this time.
+    """
+    return Relay(a, b, counts, idle_timeout_s)

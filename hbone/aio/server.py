@@ -1,0 +1,169 @@
+"""The server's side of a connection: requests, one handler each, owned by the connection's object."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
+
+from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.poller import Poller
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import ErrorCode, LocalProtocolError, TunnelBroken
+from hbone.events import Header, RequestHead
+from hbone.settings import Role
+from hbone.tls_context import TlsContext
+
+logger = logging.getLogger(__name__)
+
+
+class Request:
+    """One request, waiting for its answer. Not only CONNECT: the handler answers 404 or 400 itself."""
+
+    __slots__ = ("_tunnel", "answered", "connection", "ended", "head")
+
+    def __init__(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
+        self.connection = connection
+        self.head = head
+        self.ended = ended
+        """The client sent END_STREAM with the request."""
+        self.answered = False
+        self._tunnel = tunnel
+
+    @property
+    def gone(self) -> bool:
+        """The client reset the stream, or the connection ended."""
+        return self._tunnel.reset_seen
+
+    def accept(self, headers: Iterable[Header] = ()) -> Tunnel:
+        """Answer 200; the stream is a tunnel from now on, and the caller's to close.
+
+        Raises:
+            TunnelBroken: the stream is gone.
+            LocalProtocolError: answered before, or no CONNECT.
+        """
+        if not self.head.is_tunnel:
+            raise LocalProtocolError("only CONNECT can become a tunnel")
+        self._answer()
+        self.connection.engine.respond(self._tunnel.stream_id, 200, headers)
+        self.connection.poller.mark(self.connection)
+        return self._tunnel
+
+    def refuse(
+        self,
+        status: int,
+        headers: Iterable[Header] = (),
+        body: bytes = b"",
+        reset_code: int = ErrorCode.NO_ERROR,
+    ) -> None:
+        """Answer with an end; then reset the stream when the client has not ended it.
+
+        The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)); Envoy's 503 has a body
+        and CONNECT_ERROR. Nothing when the stream is gone.
+        """
+        if self.gone:
+            self.answered = True
+            return
+        self._answer()
+        connection, stream_id = self.connection, self._tunnel.stream_id
+        connection.engine.respond(stream_id, status, headers, body=body, ended=True, reset_code=reset_code)
+        connection.poller.mark(connection)
+        self._tunnel.close()
+
+    def reset(self, code: int) -> None:
+        """RST_STREAM instead of an answer."""
+        self.answered = True
+        self.connection.reset(self._tunnel, code)
+        self._tunnel.close()
+
+    def _answer(self) -> None:
+        if self.answered:
+            raise LocalProtocolError("the request was answered before")
+        self.answered = True
+        if self.gone:
+            raise TunnelBroken("the client gave up before the answer")
+
+
+Handler: TypeAlias = Callable[[Request], Awaitable[None]]
+
+
+class Requests:
+    """The running handlers of one connection."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._tasks: dict[Tunnel, tuple[Request, asyncio.Task[None]]] = {}
+
+    def arrived(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
+        """Start the handler of a new stream."""
+        request = Request(connection, tunnel, head, ended=ended)
+        task = connection.poller.loop.create_task(self._run(request, tunnel), name=f"request {tunnel.stream_id}")
+        self._tasks[tunnel] = request, task
+
+    def gone(self, tunnel: Tunnel) -> None:
+        """The stream ended under its handler: before the answer there is nothing left to do."""
+        entry = self._tasks.get(tunnel)
+        if entry is not None and not entry[0].answered:
+            entry[1].cancel("the client gave up")
+
+    async def _run(self, request: Request, tunnel: Tunnel) -> None:
+        try:
+            await self._handler(request)
+        except asyncio.CancelledError:
+            pass  # nobody awaits this task but cancel()
+        except Exception:
+            logger.exception("request handler failed")
+        finally:
+            if not request.answered:
+                request.reset(ErrorCode.INTERNAL_ERROR)
+            else:
+                tunnel.close()
+            self._tasks.pop(tunnel, None)
+
+    async def finish(self, *, cancel: bool) -> None:
+        """Wait for every handler, cancelled first or not."""
+        tasks = [task for _, task in self._tasks.values()]
+        if cancel:
+            for task in tasks:
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+async def serve_connection(
+    sock: socket.socket,
+    tls_context: TlsContext | None,
+    settings: ConnectionSettings,
+    poller: Poller,
+    on_request: Handler,
+    *,
+    on_established: Callable[[Connection], None] | None = None,
+) -> None:
+    """Serve one accepted, non-blocking socket until the connection and all its handlers are over.
+
+    Args:
+        sock: belongs to this call.
+        tls_context: None: cleartext HTTP/2 with prior knowledge.
+        settings: times and windows.
+        poller: of this loop.
+        on_request: runs as a task per request; must answer it, owns the tunnel it accepted, which is closed
+            when the handler returns. Cancelled when the stream ends before the answer, and at the end.
+        on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is sent; may keep it
+            for ``drain``, ``abort`` or ``close``; may raise to close it without a frame.
+
+    Raises:
+        TlsError, PeerSilent, ConnectionBroken: the handshake failed.
+        Exception: what ``on_established`` raised.
+    """
+    requests = Requests(on_request)
+    connection = Connection(
+        Role.SERVER, sock, tls_context, settings, poller, requests=requests, on_established=on_established
+    )
+    try:
+        await connection.establish()
+        await connection.wait_closed()
+    finally:
+        connection.abort("no longer served")
+        await requests.finish(cancel=True)

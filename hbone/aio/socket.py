@@ -1,0 +1,324 @@
+"""A plain TCP (or Unix) stream socket as one end of a relay."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from hbone.aio.end import CHUNK_BYTES, End
+from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.errors import TunnelClosed
+
+_MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
+
+
+class PlainSocket(End):
+    """A connected, non-blocking stream socket; owns it from here on.
+
+    Bytes that arrive before a relay starts stay in the kernel, unless taken with :meth:`read_now` and given
+    back with :meth:`push_back`.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_eof",
+        "_gather",
+        "_gathered",
+        "_hung_up",
+        "_paused",
+        "_pending",
+        "_pushed",
+        "_readable",
+        "_waiter",
+        "broken",
+        "closed",
+        "poller",
+        "sock",
+    )
+
+    def __init__(self, sock: socket.socket, poller: Poller) -> None:
+        self.sock = sock
+        self.poller = poller
+        self.peer = None
+        self.relay = None
+        self.read_bytes = 0
+        self.broken: OSError | None = None
+        self.closed = False
+        self._readable = True  # unknown: the first read tells
+        self._hung_up = False
+        self._paused = False
+        self._ended = False
+        self._eof = False
+        self._pending = bytearray()
+        self._pushed = b""
+        self._gather: list[memoryview] = []
+        self._gathered = 0
+        self._waiter: asyncio.Future[None] | None = None
+        poller.register(sock.fileno(), self)
+
+    # Before a relay
+
+    async def wait_readable(self) -> None:
+        """Return when there is a byte, an EOF or an error to read; consumes nothing."""
+        while not self._pushed:
+            try:
+                self.sock.recv(1, socket.MSG_PEEK)
+                return
+            except BlockingIOError:
+                await self._next_event()
+            except OSError:
+                return
+
+    async def peek(self, size: int, *, seen: int = 0) -> bytes:
+        """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
+
+        Raises:
+            OSError: the connection was reset.
+        """
+        while True:
+            try:
+                data = self.sock.recv(size, socket.MSG_PEEK)
+            except BlockingIOError:
+                data = None
+            if data is not None and (len(data) > seen or self._hung_up or not data or len(data) == size):
+                return data
+            await self._next_event()
+
+    async def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes, consumed; empty at EOF.
+
+        Raises:
+            OSError: the connection was reset.
+        """
+        if self._pushed:
+            data, self._pushed = self._pushed[:size], self._pushed[size:]
+            return data
+        while True:
+            try:
+                return self.sock.recv(size)
+            except BlockingIOError:
+                await self._next_event()
+
+    def push_back(self, data: bytes) -> None:
+        """Bytes that :meth:`read` took too many; the next read or the relay gets them first."""
+        self._pushed = data + self._pushed
+
+    def send_first(self, data: bytes) -> None:
+        """Queue bytes that precede the relay's (a PROXY header); they are not counted."""
+        self._send(memoryview(data))
+
+    async def _next_event(self) -> None:
+        self._waiter = self.poller.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # Events
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if mask & HUNG_UP:
+            self._hung_up = True
+        if mask & READABLE or not mask:
+            self._readable = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+            if not self._paused:
+                self._pump()
+        if mask & WRITABLE and self._pending and not self.closed:
+            self._drain()
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if self.relay is not None:
+            self.relay.fail(self, error)
+        self.close(error)
+
+    # As a source
+
+    def start(self) -> None:
+        """See :class:`End`."""
+        peer = self.peer
+        if self._pushed and peer is not None:
+            pushed, self._pushed = self._pushed, b""
+            self.read_bytes += len(pushed)
+            peer.write([memoryview(pushed)], len(pushed))
+            peer.flush()
+        self._pump()
+
+    def resume(self) -> None:
+        """See :class:`End`."""
+        if self._paused:
+            self._paused = False
+            if self._readable:
+                self._pump()
+
+    def delivered(self, size: int) -> None:
+        """Nothing: the kernel's buffers need no credit."""
+
+    def _pump(self) -> None:
+        if self._ended or self.closed:
+            return
+        for _ in range(READS_PER_TURN):
+            peer = self.peer
+            if peer is None:
+                return
+            room = peer.reserve(CHUNK_BYTES)
+            if room is None:
+                self._paused = True
+                return
+            try:
+                size = self.sock.recv_into(room)
+            except BlockingIOError:
+                self._readable = False
+                return
+            except OSError as error:
+                # A reset of the application travels as an end (as Rust ztunnel): HBONE has no better word.
+                self._end(error)
+                return
+            if not size:
+                self._end(None)
+                return
+            self.read_bytes += size
+            peer.commit(size)
+            if size < len(room) and not self._hung_up:
+                # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
+                self._readable = False
+                return
+        self.poller.again(self)
+
+    def _end(self, error: OSError | None) -> None:
+        self._ended = True
+        self._readable = False
+        relay, peer = self.relay, self.peer
+        if relay is not None and peer is not None:
+            relay.read_ended(self, error, clean=True)
+            peer.write_eof()
+
+    # As a sink
+
+    def reserve(self, limit: int) -> memoryview | None:
+        """See :class:`End`."""
+        if self._pending:
+            return None
+        return self.poller.plaintext[:limit]
+
+    def commit(self, size: int) -> None:
+        """See :class:`End`."""
+        self._send(self.poller.plaintext[:size])
+
+    def write(self, chunks: list[memoryview], size: int) -> None:
+        """See :class:`End`."""
+        self._gather += chunks
+        self._gathered += size
+
+    def flush(self) -> None:
+        """See :class:`End`."""
+        chunks, size = self._gather, self._gathered
+        if not size:
+            return
+        self._gather, self._gathered = [], 0
+        if self._pending:
+            for chunk in chunks:
+                self._pending += chunk
+            return
+        if self.broken is not None or self.closed:
+            sent = size
+        else:
+            try:
+                if len(chunks) == 1:
+                    sent = self.sock.send(chunks[0])
+                else:
+                    if len(chunks) > _MOST_CHUNKS:
+                        chunks = [memoryview(b"".join(chunks))]
+                    sent = self.sock.sendmsg(chunks)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._break(error)
+                sent = size
+        if sent < size:
+            skip = sent
+            for chunk in chunks:
+                if skip < len(chunk):
+                    self._pending += chunk[skip:]
+                    skip = 0
+                else:
+                    skip -= len(chunk)
+        peer = self.peer
+        if peer is not None and sent:
+            peer.delivered(sent)
+
+    def write_eof(self) -> None:
+        """See :class:`End`."""
+        self._eof = True
+        if not self._pending:
+            self._shut()
+
+    def _send(self, data: memoryview) -> None:
+        if self._pending:
+            self._pending += data
+            return
+        if self.broken is not None or self.closed:
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._break(error)
+            return
+        if sent < len(data):
+            self._pending += data[sent:]
+
+    def _drain(self) -> None:
+        try:
+            sent = self.sock.send(self._pending)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._break(error)
+            return
+        del self._pending[:sent]
+        self._after_drain(sent)
+
+    def _after_drain(self, sent: int) -> None:
+        peer = self.peer
+        if peer is not None and sent:
+            peer.delivered(sent)
+        if not self._pending:
+            self._pending = bytearray()  # gives back what a stall had grown
+            if self._eof:
+                self._shut()
+            elif peer is not None:
+                peer.resume()
+
+    def _break(self, error: OSError) -> None:
+        """The network takes nothing more: swallow, and let the other direction end by itself."""
+        self.broken = error
+        dropped, self._pending = len(self._pending), bytearray()
+        if self.relay is not None:
+            self.relay.sink_broken(self, error)
+        self._after_drain(dropped)
+
+    def _shut(self) -> None:
+        if self.broken is None and not self.closed:
+            try:
+                self.sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self.broken = error
+        if self.relay is not None:
+            self.relay.write_ended(self)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Close; the kernel sends RST when unread data is left."""
+        if not self.closed:
+            self.closed = True
+            if self.relay is not None:
+                self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
+            self.poller.unregister(self.sock.fileno())
+            self.sock.close()
+            self._pending = bytearray()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(TunnelClosed("socket closed"))
