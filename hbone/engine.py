@@ -183,6 +183,11 @@ class Engine:
         return len(self._streams)
 
     @property
+    def exhausted(self) -> bool:
+        """Client: no stream identifier is left."""
+        return self._next_id > MAX_STREAM_ID
+
+    @property
     def accepts_streams(self) -> bool:
         """Client: whether :meth:`open_stream` may be called now."""
         return (

@@ -430,10 +430,10 @@ class Connection:
         Raises:
             ConnectRefused: another status.
             TunnelBroken: the stream or the connection ended before the answer.
-            LocalProtocolError: see :attr:`accepts_streams`.
+                ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`.
         """
-        if self.error is not None:
-            raise ConnectionBroken(f"connection is closed: {self.error}", unprocessed=True)
+        if not self.accepts_streams:
+            raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
         answer: asyncio.Future[Tunnel] = self.poller.loop.create_future()

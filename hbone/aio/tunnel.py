@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hbone.aio.end import CHUNK_BYTES, End
@@ -34,6 +35,7 @@ class Tunnel(End):
         "connection",
         "error",
         "headers",
+        "on_close",
         "reset_seen",
         "stream_id",
     )
@@ -46,6 +48,8 @@ class Tunnel(End):
         self.read_bytes = 0
         self.headers: Headers = ()
         """Client: the response's header fields."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once, when the owner has closed the tunnel."""
         self.reset_seen = False
         """The stream is gone, by the peer or with the connection."""
         self.error: Exception | None = None
@@ -236,3 +240,6 @@ class Tunnel(End):
                 served = self.connection.role is Role.SERVER and self._local_ended
                 self.connection.reset(self, ErrorCode.NO_ERROR if served else ErrorCode.CANCEL)
         self.connection.forget(self)
+        if self.on_close is not None:
+            closed, self.on_close = self.on_close, None
+            closed()

@@ -1,0 +1,239 @@
+"""Tunnels over shared connections: :class:`hbone.pool.PoolState` decides, this dials, opens and closes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, assert_never
+
+from hbone.aio.connection import Connection
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import PoolClosed, TunnelBroken
+from hbone.events import Header
+from hbone.pool import (
+    Action,
+    Assign,
+    CancelDial,
+    Close,
+    ConnectionId,
+    Dial,
+    Fail,
+    PoolSettings,
+    PoolState,
+    WaiterId,
+)
+
+DialFunction: TypeAlias = Callable[[Hashable], Awaitable[Connection]]
+_MOST_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics:
+    """Numbers of the moment, and counts since the start."""
+
+    connections: int
+    idle: int
+    streams: int
+    waiters: int
+    dialling: int
+    dialled: int
+    dial_failures: int
+    reused: int
+    retried: int
+
+
+class Pool:
+    """Shares connections between tunnels of one key. Close it before the poller.
+
+    Args:
+        dial: opens a connection for a key; its errors reach the :meth:`open` that asked for it, as raised.
+        settings: limits.
+    """
+
+    def __init__(self, dial: DialFunction, settings: PoolSettings | None = None) -> None:
+        self._dial = dial
+        self._state = PoolState(settings if settings is not None else PoolSettings())
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[WaiterId, asyncio.Future[ConnectionId]] = {}
+        self._connections: dict[ConnectionId, Connection] = {}
+        self._limits: dict[ConnectionId, int | None] = {}
+        self._dials: dict[Hashable, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._dialled = self._failures = self._opened = self._retried = 0
+
+    @property
+    def statistics(self) -> PoolStatistics:
+        """See :class:`PoolStatistics`."""
+        state = self._state
+        return PoolStatistics(
+            connections=state.connections,
+            idle=state.idle,
+            streams=state.streams,
+            waiters=state.waiters,
+            dialling=state.dialling,
+            dialled=self._dialled,
+            dial_failures=self._failures,
+            reused=max(0, self._opened - self._dialled),
+            retried=self._retried,
+        )
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """Every open connection, for re-checks (revocation) and dumps."""
+        return tuple(self._connections.values())
+
+    async def open(self, key: Hashable, request: Iterable[Header]) -> Tunnel:
+        """A tunnel on a connection of ``key``, after its 200; the caller closes it.
+
+        A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is sent
+        again, on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
+
+        Raises:
+            ConnectRefused: answered with something else than 200.
+            TunnelBroken: the stream or the connection ended before the answer.
+            PoolClosed: drained or closed meanwhile.
+            PoolFull: too many wait already.
+            Exception: what ``dial`` raised, if it dialled for this caller.
+        """
+        headers = tuple(request)
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            connection_id = await self._assigned(key)
+            connection = self._connections.get(connection_id)
+            try:
+                if connection is None:
+                    raise TunnelBroken("connection ended", unprocessed=True)
+                tunnel = await connection.open(headers)
+            except TunnelBroken as error:
+                self._released(connection_id)
+                if not error.unprocessed or attempt == _MOST_ATTEMPTS:
+                    raise
+                self._retried += 1
+            except BaseException:
+                self._released(connection_id)
+                raise
+            else:
+                self._opened += 1
+                tunnel.on_close = partial(self._released, connection_id)
+                return tunnel
+        raise AssertionError("unreachable")
+
+    def drain(self) -> None:
+        """No new tunnels; waiting ones fail; connections close with their last stream."""
+        self._execute(self._state.close(PoolClosed("the pool was drained")))
+
+    async def close(self) -> None:
+        """Drain, then close every connection at once (RST_STREAM, GOAWAY, close_notify)."""
+        self.drain()
+        for connection in list(self._connections.values()):
+            connection.close()
+        dials = [*self._dials.values(), *self._ending]
+        if dials:
+            await asyncio.wait(dials)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _assigned(self, key: Hashable) -> ConnectionId:
+        waiter, actions = self._state.request(key, self._loop.time())
+        future: asyncio.Future[ConnectionId] = self._loop.create_future()
+        self._waiting[waiter] = future
+        self._execute(actions)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._released(future.result())  # assigned and cancelled in the same turn
+            raise
+        finally:
+            self._waiting.pop(waiter, None)
+            self._execute(self._state.give_up(waiter, self._loop.time()))
+
+    def _execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Dial(key):
+                    self._dials[key] = self._loop.create_task(self._run_dial(key), name=f"dial {key!r}"[:200])
+                case Assign(waiter, connection_id):
+                    future = self._waiting.pop(waiter)
+                    if future.done():  # cancelled, and not run since
+                        self._loop.call_soon(self._released, connection_id)
+                    else:
+                        future.set_result(connection_id)
+                case Fail(waiter, error):
+                    future = self._waiting.pop(waiter)
+                    if not future.done():
+                        future.set_exception(error)
+                case Close(connection_id):
+                    connection = self._connections.pop(connection_id, None)
+                    self._limits.pop(connection_id, None)
+                    if connection is not None:
+                        connection.on_change(None)
+                        connection.close()
+                case CancelDial(key):
+                    task = self._dials.pop(key)
+                    self._ending.add(task)
+                    task.add_done_callback(self._ending.discard)
+                    task.cancel()
+                case _:
+                    assert_never(action)
+        self._schedule()
+
+    async def _run_dial(self, key: Hashable) -> None:
+        task = asyncio.current_task()
+        try:
+            connection = await self._dial(key)
+        except asyncio.CancelledError:
+            if self._dials.get(key) is not task:
+                return  # CancelDial: nobody waits
+            self._dial_over(key, TunnelBroken("dial was cancelled"))
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the one who asked
+            self._dial_over(key, error)
+            return
+        if self._dials.get(key) is not task:
+            connection.close()
+            return
+        del self._dials[key]
+        self._dialled += 1
+        limit = connection.engine.peer_max_streams
+        connection_id, actions = self._state.dialled(key, limit, self._loop.time())
+        self._connections[connection_id] = connection
+        self._limits[connection_id] = limit
+        connection.on_change(partial(self._changed, connection_id))
+        self._execute(actions)
+        self._changed(connection_id, connection)
+
+    def _dial_over(self, key: Hashable, error: Exception) -> None:
+        if self._dials.pop(key, None) is not None:
+            self._failures += 1
+            self._execute(self._state.dial_failed(key, error, self._loop.time()))
+
+    def _changed(self, connection_id: ConnectionId, connection: Connection) -> None:
+        if connection_id not in self._connections:
+            return
+        now_s, engine = self._loop.time(), connection.engine
+        if connection.error is not None:
+            del self._connections[connection_id]
+            self._limits.pop(connection_id, None)
+            self._execute(self._state.lost(connection_id, now_s))
+        elif engine.going_away or engine.draining or engine.exhausted:
+            self._execute(self._state.draining(connection_id, now_s))
+        elif engine.peer_max_streams != self._limits[connection_id]:
+            self._limits[connection_id] = engine.peer_max_streams
+            self._execute(self._state.limit_learned(connection_id, engine.peer_max_streams, now_s))
+
+    def _released(self, connection_id: ConnectionId) -> None:
+        self._execute(self._state.released(connection_id, self._loop.time()))
+
+    def _schedule(self) -> None:
+        deadline_s = self._state.next_deadline_s()
+        if deadline_s is None or self._timer is not None:
+            return
+        self._timer = self._loop.call_at(deadline_s, self._advance)
+
+    def _advance(self) -> None:
+        self._timer = None
+        self._execute(self._state.advance(self._loop.time()))

@@ -1,0 +1,347 @@
+"""Which connection carries the next tunnel: the pool's decisions, without sockets or clock.
+
+The rules. A key is anything hashable; connections of one key are interchangeable. A tunnel takes the oldest
+connection of its key with room; without one, and below the limits, exactly one connection per key is being
+dialled, however many wait for it. When it opens, those waiting get its room in their order and the next dial
+starts only if some are left. When it fails, the one who asked for it learns why, and the next in line asks
+anew: nobody waits for an event that will not come.
+
+Room is ``min(own limit, what the peer's SETTINGS say)``, and a limit learned later counts from then on. A
+connection that is draining (GOAWAY, our drain, evicted) keeps its streams and takes no more. Idle
+connections are released after ``idle_timeout_s`` and, beyond ``max_idle``, the least recently used first.
+
+The caller executes what the methods return, in order, and reports back what came of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from hbone.errors import HboneError, PoolClosed, TunnelBroken
+
+ConnectionId = NewType("ConnectionId", int)
+WaiterId = NewType("WaiterId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Limits; the defaults are the Rust ztunnel's, ``max_connections_per_key`` and ``max_waiters`` ours."""
+
+    max_streams_per_connection: int = 100
+    max_connections_per_key: int = 1024
+    max_idle: int = 500
+    idle_timeout_s: float = 300.0
+    max_waiters: int = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Open a connection for ``key``; report :meth:`PoolState.dialled` or :meth:`PoolState.dial_failed`."""
+
+    key: Hashable
+    waiter: WaiterId
+    """On whose behalf; that one gets the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """``waiter`` opens its stream on ``connection``; its place is already counted."""
+
+    waiter: WaiterId
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """``waiter`` gets ``error``."""
+
+    waiter: WaiterId
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close ``connection``: it has no streams and is not wanted any more."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDial:
+    """Nobody waits for the dial of ``key`` any more."""
+
+    key: Hashable
+
+
+Action: TypeAlias = Dial | Assign | Fail | Close | CancelDial
+
+
+class PoolFull(HboneError):
+    """More tunnels wait for a connection than ``max_waiters``."""
+
+
+@dataclass(slots=True)
+class _Member:
+    key: Hashable
+    limit: int
+    streams: int = 0
+    draining: bool = False
+    idle_since_s: float = 0.0
+
+
+class _Key:
+    __slots__ = ("dialling", "members", "waiters")
+
+    def __init__(self) -> None:
+        self.members: dict[ConnectionId, _Member] = {}
+        self.waiters: OrderedDict[WaiterId, None] = OrderedDict()
+        self.dialling: WaiterId | None = None
+
+
+class PoolState:
+    """See the module. ``now_s`` is monotonic and never decreases."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._keys: dict[Hashable, _Key] = {}
+        self._members: dict[ConnectionId, _Member] = {}
+        self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
+        self._waiting: dict[WaiterId, Hashable] = {}
+        self._next_connection = 0
+        self._next_waiter = 0
+        self._closed = False
+
+    @property
+    def connections(self) -> int:
+        """Open connections, draining ones included."""
+        return len(self._members)
+
+    @property
+    def idle(self) -> int:
+        """Connections without streams."""
+        return len(self._idle)
+
+    @property
+    def streams(self) -> int:
+        """Tunnels assigned and not released."""
+        return sum(member.streams for member in self._members.values())
+
+    @property
+    def waiters(self) -> int:
+        """Tunnels without a connection yet."""
+        return len(self._waiting)
+
+    @property
+    def dialling(self) -> int:
+        """Keys for which a connection is being opened."""
+        return sum(entry.dialling is not None for entry in self._keys.values())
+
+    def request(self, key: Hashable, now_s: float) -> tuple[WaiterId, list[Action]]:
+        """A tunnel is wanted; an :class:`Assign` or :class:`Fail` for the returned id comes now or later.
+
+        Raises:
+            PoolFull: too many are waiting.
+            PoolClosed: after :meth:`close`.
+        """
+        if self._closed:
+            raise PoolClosed("the pool is closed")
+        if len(self._waiting) >= self._settings.max_waiters:
+            raise PoolFull("too many tunnels wait for a connection")
+        waiter = WaiterId(self._next_waiter)
+        self._next_waiter += 1
+        entry = self._keys.get(key)
+        if entry is None:
+            entry = self._keys[key] = _Key()
+        entry.waiters[waiter] = None
+        self._waiting[waiter] = key
+        return waiter, self._serve(key, entry, now_s)
+
+    def give_up(self, waiter: WaiterId, now_s: float) -> list[Action]:
+        """The tunnel is not wanted any more; nothing if it was assigned or failed before."""
+        key = self._waiting.pop(waiter, None)
+        if key is None:
+            return []
+        entry = self._keys[key]
+        del entry.waiters[waiter]
+        if entry.dialling is None:
+            return self._serve(key, entry, now_s)
+        if entry.waiters:
+            if entry.dialling == waiter:
+                entry.dialling = next(iter(entry.waiters))  # the dial goes on for the next in line
+            return []
+        entry.dialling = None
+        self._tidy(key, entry)
+        return [CancelDial(key)]
+
+    def dialled(self, key: Hashable, peer_limit: int | None, now_s: float) -> tuple[ConnectionId, list[Action]]:
+        """The dial of ``key`` opened a connection, whose peer allows ``peer_limit`` streams (None: not known)."""
+        connection = ConnectionId(self._next_connection)
+        self._next_connection += 1
+        member = _Member(key, self._limit(peer_limit), idle_since_s=now_s)
+        entry = self._keys.setdefault(key, _Key())
+        entry.dialling = None
+        entry.members[connection] = member
+        self._members[connection] = member
+        self._idle[connection] = None
+        if self._closed:
+            member.draining = True
+            return connection, self._settle(connection, member)
+        if member.limit < 1:
+            return connection, self._useless(connection, member, now_s)
+        return connection, [*self._serve(key, entry, now_s), *self._evict()]
+
+    def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
+        """The dial of ``key`` failed: the one who asked gets the error, the next in line dials anew."""
+        entry = self._keys.get(key)
+        if entry is None or entry.dialling is None:
+            return []
+        waiter, entry.dialling = entry.dialling, None
+        actions: list[Action] = []
+        if waiter in self._waiting:
+            del self._waiting[waiter]
+            del entry.waiters[waiter]
+            actions.append(Fail(waiter, error))
+        return actions + self._serve(key, entry, now_s)
+
+    def limit_learned(self, connection: ConnectionId, peer_limit: int | None, now_s: float) -> list[Action]:
+        """The peer's SETTINGS arrived; streams above a lower limit stay."""
+        member = self._members.get(connection)
+        if member is None:
+            return []
+        member.limit = self._limit(peer_limit)
+        if member.limit < 1 and not member.draining:
+            return self._useless(connection, member, now_s)
+        return self._serve(member.key, self._keys[member.key], now_s)
+
+    def released(self, connection: ConnectionId, now_s: float) -> list[Action]:
+        """One assigned tunnel has ended, or never opened."""
+        member = self._members.get(connection)
+        if member is None:
+            return []
+        member.streams -= 1
+        if not member.streams:
+            member.idle_since_s = now_s
+            self._idle[connection] = None
+        if member.draining:
+            return self._settle(connection, member)
+        return [*self._serve(member.key, self._keys[member.key], now_s), *self._evict()]
+
+    def draining(self, connection: ConnectionId, now_s: float) -> list[Action]:
+        """GOAWAY or an owner's wish: no new streams on it."""
+        member = self._members.get(connection)
+        if member is None or member.draining:
+            return []
+        member.draining = True
+        actions = self._settle(connection, member)
+        entry = self._keys.get(member.key)
+        return actions + (self._serve(member.key, entry, now_s) if entry is not None else [])
+
+    def lost(self, connection: ConnectionId, now_s: float) -> list[Action]:
+        """The connection has ended, with whatever it carried."""
+        member = self._members.get(connection)
+        if member is None:
+            return []
+        self._remove(connection, member)
+        entry = self._keys.get(member.key)
+        return self._serve(member.key, entry, now_s) if entry is not None else []
+
+    def advance(self, now_s: float) -> list[Action]:
+        """Release connections that have been idle for the whole timeout."""
+        actions: list[Action] = []
+        while self._idle:
+            connection = next(iter(self._idle))
+            member = self._members[connection]
+            if now_s - member.idle_since_s < self._settings.idle_timeout_s:
+                break
+            member.draining = True
+            actions += self._settle(connection, member)
+        return actions
+
+    def next_deadline_s(self) -> float | None:
+        """When :meth:`advance` has something to do."""
+        if not self._idle:
+            return None
+        return self._members[next(iter(self._idle))].idle_since_s + self._settings.idle_timeout_s
+
+    def close(self, error: Exception) -> list[Action]:
+        """Every waiter fails; connections drain; whatever is dialled later closes at once."""
+        self._closed = True
+        actions: list[Action] = []
+        for key, entry in list(self._keys.items()):
+            if entry.dialling is not None:
+                entry.dialling = None
+                actions.append(CancelDial(key))
+            for waiter in entry.waiters:
+                del self._waiting[waiter]
+                actions.append(Fail(waiter, error))
+            entry.waiters.clear()
+            self._tidy(key, entry)
+        for connection, member in list(self._members.items()):
+            member.draining = True
+            actions += self._settle(connection, member)
+        return actions
+
+    def _limit(self, peer_limit: int | None) -> int:
+        own = self._settings.max_streams_per_connection
+        return own if peer_limit is None else min(own, peer_limit)
+
+    def _serve(self, key: Hashable, entry: _Key, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for connection, member in entry.members.items():
+            while entry.waiters and not member.draining and member.streams < member.limit:
+                waiter, _ = entry.waiters.popitem(last=False)
+                del self._waiting[waiter]
+                member.streams += 1
+                self._idle.pop(connection, None)
+                actions.append(Assign(waiter, connection))
+            if not entry.waiters:
+                break
+        if (
+            entry.waiters
+            and entry.dialling is None
+            and not self._closed
+            and len(entry.members) < self._settings.max_connections_per_key
+        ):
+            entry.dialling = next(iter(entry.waiters))
+            actions.append(Dial(key, entry.dialling))
+        self._tidy(key, entry)
+        return actions
+
+    def _useless(self, connection: ConnectionId, member: _Member, now_s: float) -> list[Action]:
+        """A peer that allows no streams: not a reason to dial it again on behalf of the same waiter."""
+        entry = self._keys[member.key]
+        actions: list[Action] = []
+        if entry.waiters:
+            waiter, _ = entry.waiters.popitem(last=False)
+            del self._waiting[waiter]
+            actions.append(Fail(waiter, TunnelBroken("peer allows no streams")))
+        return actions + self.draining(connection, now_s)
+
+    def _settle(self, connection: ConnectionId, member: _Member) -> list[Action]:
+        if member.streams:
+            return []
+        self._remove(connection, member)
+        return [Close(connection)]
+
+    def _evict(self) -> list[Action]:
+        actions: list[Action] = []
+        while len(self._idle) > self._settings.max_idle:
+            connection = next(iter(self._idle))
+            member = self._members[connection]
+            member.draining = True
+            actions += self._settle(connection, member)
+        return actions
+
+    def _remove(self, connection: ConnectionId, member: _Member) -> None:
+        del self._members[connection]
+        self._idle.pop(connection, None)
+        entry = self._keys[member.key]
+        del entry.members[connection]
+        self._tidy(member.key, entry)
+
+    def _tidy(self, key: Hashable, entry: _Key) -> None:
+        if not entry.members and not entry.waiters and entry.dialling is None:
+            self._keys.pop(key, None)
