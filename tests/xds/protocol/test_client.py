@@ -1,0 +1,43 @@
+import pytest
+
+from xds.errors import ConfigError
+from xds.protocol.client import Backoff
+from xds.protocol.resource import SubscriptionStats
+from xds.protocol.types import CDS, ECDS, LDS, SDS, method_path, type_of_method
+
+
+def test_backoff_doubles_below_the_maximum_and_is_jittered() -> None:
+    backoff = Backoff(base_s=0.5, max_s=30.0)
+    assert [backoff.next(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff.next(0.25) == 7.5
+    backoff.reset()
+    assert backoff.next(1.0) == 0.5
+
+
+def test_version_stat_is_the_hash_of_the_text_after_the_first_success() -> None:
+    stats = SubscriptionStats()
+    assert stats.version == 0
+    stats.update_success, stats.version_text = 1, "1"
+    assert stats.version == 13237225503670494420
+
+
+@pytest.mark.parametrize(
+    ("type_url", "delta", "path"),
+    [
+        (None, False, "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources"),
+        (None, True, "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggregatedResources"),
+        (LDS, False, "/envoy.service.listener.v3.ListenerDiscoveryService/StreamListeners"),
+        (CDS, True, "/envoy.service.cluster.v3.ClusterDiscoveryService/DeltaClusters"),
+        (SDS, False, "/envoy.service.secret.v3.SecretDiscoveryService/StreamSecrets"),
+        (ECDS, True, "/envoy.service.extension.v3.ExtensionConfigDiscoveryService/DeltaExtensionConfigs"),
+    ],
+)
+def test_method_paths(type_url: str | None, delta: bool, path: str) -> None:
+    assert method_path(type_url, delta=delta) == path
+    assert type_of_method(path) == (type_url, delta)
+
+
+def test_unknown_services() -> None:
+    with pytest.raises(ConfigError):
+        method_path("type.googleapis.com/acme.X", delta=False)
+    assert type_of_method("/grpc.health.v1.Health/Check") is None
