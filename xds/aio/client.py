@@ -135,9 +135,8 @@ class _Stream:
             feed = self._feeds[type_url] = Feed(type_url, self.state, self.wake)
             if self._tasks is not None:
                 self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
-        subscription = GrpcSubscription(feed, receive, on_initial_timeout)
+        subscription = GrpcSubscription(feed, receive, initial_fetch_timeout_s, on_initial_timeout)
         feed.set(subscription, names)
-        subscription.start(initial_fetch_timeout_s)
         return subscription
 
     def wake(self) -> None:
@@ -158,7 +157,7 @@ class _Stream:
                 self._expiry.cancel()
             for feed in self._feeds.values():
                 for subscription in feed.subscriptions():
-                    subscription.settled()
+                    subscription.initial_fetch.over()
 
     async def _keep_connected(self) -> None:
         while True:
@@ -260,8 +259,8 @@ class _Stream:
             self._away_since_s = asyncio.get_running_loop().time()
             logger.warning(
                 "control plane does not answer target=%s error=%s; the last configuration stays in force and "
-                "attempts go on. Check that it runs, that name and port are right, and that its certificate or the "
-                "socket's permissions let this node in",
+                "attempts go on. Check that it runs, that name and port are right, and that its certificate or "
+                "the socket's permissions let this node in",
                 self._name,
                 broken,
             )

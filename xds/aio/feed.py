@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xds.aio.initial_fetch import InitialFetch
 from xds.protocol.client import ClientState, Received, Refused
 from xds.protocol.interest import Interest
 from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
@@ -19,13 +20,18 @@ logger = logging.getLogger(__name__)
 class GrpcSubscription:
     """See :class:`xds.protocol.resource.Subscription`."""
 
-    def __init__(self, feed: "Feed", receive: Receive, on_initial_timeout: Callable[[], None] | None) -> None:
-        self.stats = SubscriptionStats()
+    def __init__(
+        self,
+        feed: "Feed",
+        receive: Receive,
+        initial_fetch_timeout_s: float,
+        on_initial_timeout: Callable[[], None] | None,
+    ) -> None:
+        self.stats = SubscriptionStats(update_attempt=1)
         self.receive = receive
-        self._feed = feed
-        self._on_initial_timeout = on_initial_timeout
-        self._timer: asyncio.TimerHandle | None = None
+        self.initial_fetch = InitialFetch(self.stats, on_initial_timeout, initial_fetch_timeout_s)
         self.on_close: Callable[[], object] | None = None
+        self._feed = feed
 
     def set_names(self, names: Iterable[str]) -> None:
         """Replace the names asked for."""
@@ -34,29 +40,10 @@ class GrpcSubscription:
 
     def close(self) -> None:
         """Unsubscribe."""
-        self.settled()
+        self.initial_fetch.over()
         self._feed.remove(self)
         if self.on_close is not None:
             self.on_close()
-
-    def start(self, initial_fetch_timeout_s: float) -> None:
-        """Begin waiting for the first update."""
-        self.stats.update_attempt += 1
-        if initial_fetch_timeout_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(initial_fetch_timeout_s, self._timed_out)
-
-    def settled(self) -> None:
-        """Stop waiting for the first update."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _timed_out(self) -> None:
-        self._timer = None
-        self.stats.init_fetch_timeout += 1
-        self.stats.update_attempt += 1
-        if self._on_initial_timeout is not None:
-            self._on_initial_timeout()
 
 
 class Feed:
@@ -113,9 +100,9 @@ class Feed:
             "configuration refused type=%s version=%s error=%s", refused.type_url, refused.version, refused.reason
         )
         for subscription in self.subscriptions():
-            subscription.settled()
             subscription.stats.update_rejected += 1
             subscription.stats.update_attempt += 1
+            subscription.initial_fetch.failed()
 
     async def deliver_forever(self) -> None:
         """Call receivers, one at a time, until cancelled."""
@@ -167,11 +154,12 @@ class Feed:
             return str(rejected)
         except Exception as error:  # our bug: the last good configuration must outlive it
             stats.update_rejected += 1
+            subscription.initial_fetch.failed()
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return f"internal error: {type(error).__name__}: {error}"
         finally:
             stats.update_times_ms.append((loop.time() - begin_s) * 1000)
-            subscription.settled()
+            subscription.initial_fetch.over()
         stats.update_success += 1
         stats.version_text = update.version
         self._interest.accepted(update)

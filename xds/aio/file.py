@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+from xds.aio.initial_fetch import InitialFetch
 from xds.aio.inotify import RenameWatcher
 from xds.errors import ConfigError
 from xds.protocol.file import FileContent, parse_file, update_of
@@ -28,13 +29,21 @@ OnUnknownFields = Callable[[str, tuple[str, ...]], None]
 class FileSubscription:
     """See :class:`xds.protocol.resource.Subscription`."""
 
-    def __init__(self, file: "_File", type_url: str, names: Iterable[str] | None, receive: Receive) -> None:
+    def __init__(
+        self,
+        file: "_File",
+        type_url: str,
+        names: Iterable[str] | None,
+        receive: Receive,
+        initial_fetch_timeout_s: float,
+        on_initial_timeout: Callable[[], None] | None,
+    ) -> None:
         self.stats = SubscriptionStats()
         self.type_url = type_url
         self.names = None if names is None else frozenset(names)
         self.receive = receive
+        self.initial_fetch = InitialFetch(self.stats, on_initial_timeout, initial_fetch_timeout_s)
         self._file = file
-        self._timer: asyncio.TimerHandle | None = None
 
     def set_names(self, names: Iterable[str]) -> None:
         """Replace the names asked for; they are looked up in the file as last read."""
@@ -43,26 +52,8 @@ class FileSubscription:
 
     def close(self) -> None:
         """Unsubscribe."""
-        self.settled()
+        self.initial_fetch.over()
         self._file.remove(self)
-
-    def start(self, initial_fetch_timeout_s: float, on_initial_timeout: Callable[[], None] | None) -> None:
-        """Begin waiting for the first update."""
-        if initial_fetch_timeout_s > 0:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(initial_fetch_timeout_s, self._timed_out, on_initial_timeout)
-
-    def settled(self) -> None:
-        """Stop waiting for the first update."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _timed_out(self, on_initial_timeout: Callable[[], None] | None) -> None:
-        self._timer = None
-        self.stats.init_fetch_timeout += 1
-        if on_initial_timeout is not None:
-            on_initial_timeout()
 
 
 class _File:
@@ -149,12 +140,17 @@ class _File:
         assert content is not None, "read before the first hand-over"
         if isinstance(content, ConfigError):
             stats.update_failure += 1
+            subscription.initial_fetch.failed()
             return
         begin_s = loop.time()
         try:
-            update = update_of(content.response, subscription.type_url, subscription.names)
+            try:
+                update = update_of(content.response, subscription.type_url, subscription.names)
+            except ConfigError as refused:
+                subscription.initial_fetch.failed()
+                raise UpdateRejected(str(refused)) from None
             await subscription.receive(update)
-        except (ConfigError, UpdateRejected) as rejected:
+        except UpdateRejected as rejected:
             stats.update_rejected += 1
             logger.warning(
                 "configuration refused path=%s type=%s error=%s", self.path, subscription.type_url, rejected
@@ -162,17 +158,18 @@ class _File:
             return
         except Exception:  # our bug: the last good configuration must outlive it
             stats.update_rejected += 1
+            subscription.initial_fetch.failed()
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
         finally:
             stats.update_times_ms.append((loop.time() - begin_s) * 1000)
-            subscription.settled()
+            subscription.initial_fetch.over()
         stats.update_success += 1
         stats.version_text = update.version
 
 
 class FileSource:
-    """Files below a working directory; :meth:`at` is the :class:`xds.protocol.resource.ResourceSource` of one path.
+    """Watched files; :meth:`at` returns the :class:`xds.protocol.resource.ResourceSource` of one path.
 
     ``async with`` owns the watches and tasks.
     """
@@ -254,7 +251,8 @@ class FileAt:
             ConfigError: the directory cannot be watched.
         """
         file = self._source.file(self._path, self._watched_directory)
-        subscription = FileSubscription(file, type_url, names, receive)
-        subscription.start(initial_fetch_timeout_s, on_initial_timeout)
+        subscription = FileSubscription(
+            file, type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout
+        )
         file.add(subscription)
         return subscription

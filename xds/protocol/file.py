@@ -1,7 +1,7 @@
 """What a watched file holds: a ``DiscoveryResponse`` as YAML, JSON, binary or text protobuf.
 
-The form is chosen by the file's name, as in Envoy: ``.yaml``, ``.yml``, ``.json``, ``.pb`` (binary) and ``.pb_text``;
-any other name is read as YAML, which includes JSON.
+The form is chosen by the file's name, as in Envoy: ``.yaml``, ``.yml``, ``.json``, ``.pb`` (binary) and
+``.pb_text``; any other name is read as YAML, which includes JSON.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,36 @@
+"""The wait for a subscription's first update (``initial_fetch_timeout``)."""
+
+import asyncio
+from collections.abc import Callable
+
+from xds.protocol.resource import SubscriptionStats
+
+
+class InitialFetch:
+    """Runs from subscribing to the first update; tells at most once that there will be none to wait for."""
+
+    def __init__(self, stats: SubscriptionStats, on_timeout: Callable[[], None] | None, timeout_s: float) -> None:
+        self._stats = stats
+        self._on_timeout = on_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out)
+
+    def over(self) -> None:
+        """The first update is here, or nobody waits any more."""
+        self._on_timeout = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def failed(self) -> None:
+        """What came cannot be given to the receiver; as in Envoy that ends the wait like a timeout, uncounted."""
+        on_timeout = self._on_timeout
+        self.over()
+        if on_timeout is not None:
+            on_timeout()
+
+    def _timed_out(self) -> None:
+        self._stats.init_fetch_timeout += 1
+        self._stats.update_attempt += 1
+        self.failed()
