@@ -13,7 +13,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from tproxy.operations import (
     SetUp,
 )
 from tproxy.render import dump, netlink
+from tproxy.render.text import operation_text
 from tproxy.resources import (
     End,
     Namespace,
@@ -223,7 +224,7 @@ class BlockingKernel:
             for operation in operations:
                 self._carry_out(operation)
             done += operations
-        raise KernelRefused(f"to keep what was applied: {operations[0]}", errno.EAGAIN)
+        raise KernelRefused(f"to keep {'; '.join(operation_text(operations[0]))}", errno.EAGAIN)
 
     def _carry_out(self, operation: Operation) -> None:
         log.debug("apply operation=%s", operation)
@@ -289,6 +290,7 @@ class BlockingKernel:
         if isinstance(operation, CreatePair | DeletePair):
             for other in self._places.values():
                 other.links = []
+        doing = "; ".join(operation_text(operation))
         removes = isinstance(operation, DeletePair | DeleteAddress | DeleteRoute | DeleteIpRule)
         try:
             place.route.request(message(place))
@@ -300,10 +302,10 @@ class BlockingKernel:
             if removes and error.code in _GONE:
                 return
             if error.code == errno.EEXIST:
-                raise NotOurs(operation) from error
+                raise NotOurs(doing) from error
             if error.code == errno.EOPNOTSUPP and unsupported is not None:
                 raise unsupported from error
-            raise KernelRefused(f"{operation}", error.code) from error
+            raise KernelRefused(doing, error.code) from error
         except NeedCapability as error:
             raise NeedCapability(error.capability, f"change routes and devices ({namespace})") from error
 
@@ -409,7 +411,7 @@ class Kernel:
 
     async def keep(
         self, wanted: Callable[[], State], *, recheck_s: float = 5.0
-    ) -> AsyncIterator[tuple[Operation, ...] | TproxyError]:
+    ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
         """Apply ``wanted()`` now, at every change that the kernel reports, and every ``recheck_s`` seconds.
 
         Yields what had to be done each time it was not nothing, or the error that prevented it; the next

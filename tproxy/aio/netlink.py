@@ -4,6 +4,7 @@ Blocking, because the kernel answers while we are still in ``sendmsg``; one thre
 """
 
 import errno
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -125,11 +126,10 @@ class NetlinkSocket:
 
     def _pending(self) -> bool:
         """Whether more answers are queued: a refused transaction may answer for some messages only."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        return True
+        # MSG_DONTWAIT would not do: a Python socket with a time limit waits all the same.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _collect(self, message: Message) -> tuple[list[bytes], bool]:
         bodies: list[bytes] = []

@@ -8,7 +8,7 @@ output would show it, in brackets.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
-from typing import Literal
+from typing import Literal, assert_never
 
 from tproxy.expressions import (
     ALL_BITS,
@@ -37,7 +37,34 @@ from tproxy.expressions import (
     VerdictCode,
     host_u32,
 )
-from tproxy.resources import Chain, HookPoint, IpRule, Namespace, Route, Set, SetKey, State, Table
+from tproxy.operations import (
+    AddAddress,
+    AddChain,
+    AddElements,
+    AddIpRule,
+    AddRoute,
+    AddSet,
+    AddTable,
+    AppendRule,
+    CreatePair,
+    DeleteAddress,
+    DeleteChain,
+    DeleteElements,
+    DeleteIpRule,
+    DeletePair,
+    DeleteRoute,
+    DeleteSet,
+    DeleteTable,
+    FlushChain,
+    Forget,
+    NftStep,
+    NftTransaction,
+    Operation,
+    Remember,
+    SetSysctl,
+    SetUp,
+)
+from tproxy.resources import Chain, HookPoint, IpRule, Namespace, Route, Set, SetKey, State, SysctlKey, Table
 
 _Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag"]
 _FAMILIES = {Family.INET: "inet", Family.IPV4: "ip", Family.IPV6: "ip6"}
@@ -286,7 +313,7 @@ def namespace_text(namespace: Namespace) -> str:
     """Everything of ours in a namespace, sorted, one thing per line; tables last."""
     lines = [f"up {device}" for device in sorted(namespace.up)]
     lines += sorted(f"address {item.interface} dev {item.device}" for item in namespace.addresses)
-    lines += sorted(f"sysctl {key.path.replace('/', '.')} = {value}" for key, value in namespace.sysctls.items())
+    lines += sorted(f"sysctl {_sysctl_name(key)} = {value}" for key, value in namespace.sysctls.items())
     rules = sorted(namespace.rules, key=lambda rule: (rule.version, rule.priority))
     lines += [ip_rule_text(rule) for rule in rules]
     lines += sorted(route_text(route) for route in namespace.routes)
@@ -303,3 +330,66 @@ def state_text(state: State) -> str:
     for name, namespace in state.namespaces.items():
         parts.append(f"# {name}\n{namespace_text(namespace)}".rstrip())
     return "\n".join(parts)
+
+
+def operation_text(operation: Operation) -> list[str]:
+    """What an operation does, one line per step: ``+`` comes, ``-`` goes, ``=`` changes in place."""
+    match operation:
+        case NftTransaction(namespace, steps):
+            return [f"{namespace}: {_step_text(step)}" for step in steps]
+        case CreatePair(pair) | DeletePair(pair):
+            sign = "+" if isinstance(operation, CreatePair) else "-"
+            ends = " <-> ".join(f"{end.namespace}/{end.device}" for end in pair.ends)
+            return [f"{pair.left.namespace}: {sign} veth {ends}"]
+        case SetUp(namespace, device):
+            return [f"{namespace}: = {device} up"]
+        case AddAddress(namespace, address) | DeleteAddress(namespace, address):
+            sign = "+" if isinstance(operation, AddAddress) else "-"
+            return [f"{namespace}: {sign} address {address.interface} dev {address.device}"]
+        case AddRoute(namespace, route) | DeleteRoute(namespace, route):
+            sign = "+" if isinstance(operation, AddRoute) else "-"
+            return [f"{namespace}: {sign} {route_text(route)}"]
+        case AddIpRule(namespace, rule) | DeleteIpRule(namespace, rule):
+            sign = "+" if isinstance(operation, AddIpRule) else "-"
+            return [f"{namespace}: {sign} {ip_rule_text(rule)}"]
+        case Remember(namespace, values):
+            return [f"{namespace}: + remember {_sysctl_name(key)} = {value}" for key, value in values.items()]
+        case SetSysctl(namespace, key, value):
+            return [f"{namespace}: = sysctl {_sysctl_name(key)} = {value}"]
+        case Forget(namespace, values):
+            return [f"{namespace}: - remember {_sysctl_name(key)} = {value}" for key, value in values.items()]
+        case _:
+            assert_never(operation)
+
+
+def _sysctl_name(key: SysctlKey) -> str:
+    return key.path.replace("/", ".")
+
+
+def _step_text(step: NftStep) -> str:
+    match step:
+        case AddTable(_, table):
+            return f"+ table {table}"
+        case DeleteTable(_, table):
+            return f"- table {table}"
+        case AddChain(_, table, chain):
+            return f"+ chain {table} {chain.name}"
+        case FlushChain(_, table, name):
+            return f"- rules of chain {table} {name}"
+        case DeleteChain(_, table, name):
+            return f"- chain {table} {name}"
+        case AppendRule(_, table, name, rule):
+            return f"+ rule {table} {name} {rule_text(rule.phrase)}"
+        case AddSet(_, table, item):
+            return f"+ set {table} {item.name}"
+        case DeleteSet(_, table, name):
+            return f"- set {table} {name}"
+        case AddElements(_, table, name, elements) | DeleteElements(_, table, name, elements):
+            sign = "+" if isinstance(step, AddElements) else "-"
+            shown = (
+                str(ip_address(item.key)) + _comment(item.comment) if len(item.key) in (4, 16) else item.key.hex()
+                for item in elements
+            )
+            return f"{sign} element {table} {name} {{ {', '.join(shown)} }}"
+        case _:
+            assert_never(step)

@@ -1,0 +1,40 @@
+"""Everything a namespace's kernel state consists of, ours or not, for "before equals after"."""
+
+from pathlib import Path
+
+from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
+from tproxy.aio.netns import Netns
+from tproxy.render import netlink
+from tproxy.render.dump import read_link
+
+
+def everything(netns: Netns) -> dict[str, object]:
+    with NetlinkSocket(NETLINK_ROUTE, netns) as route, NetlinkSocket(NETLINK_NETFILTER, netns) as nft:
+        links = [read_link(body) for body in route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK))]
+        state: dict[str, object] = {"links": sorted((link.name, link.up, link.kind) for link in links)}
+        for name, kind in (("rules", netlink.RTM_GETRULE), ("routes", netlink.RTM_GETROUTE)):
+            state[name] = sorted(
+                body[:12].hex() + _stable(body[12:]) for body in route.dump(netlink.rtnetlink_dump(kind))
+            )
+        for name, kind in (
+            ("tables", netlink.NFT_GETTABLE),
+            ("chains", netlink.NFT_GETCHAIN),
+            ("rules of chains", netlink.NFT_GETRULE),
+            ("sets", netlink.NFT_GETSET),
+        ):
+            state[name] = sorted(nft.dump(netlink.nft_message(kind, 0, netlink.DUMP)))
+    with netns.entered():
+        state["sysctls"] = {
+            str(path): path.read_text()
+            for version in ("ipv4", "ipv6")
+            for path in sorted(Path(f"/proc/sys/net/{version}/conf").glob("*/*"))
+            if path.name != "stable_secret"
+        }
+    return state
+
+
+def _stable(attributes: bytes) -> str:
+    from tproxy.wire import attribute_map
+
+    # RTA_CACHEINFO (12) counts time and uses.
+    return repr(sorted((key, value) for key, value in attribute_map(attributes).items() if key != 12))
