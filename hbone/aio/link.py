@@ -139,6 +139,10 @@ class Link:
         if sent < len(data):
             self._unsent += data[sent:]
 
+    def discard(self) -> None:
+        """Forget what waits for a network that is gone."""
+        self._unsent = bytearray()
+
     def close(self) -> None:
         """Close the socket."""
         self.poller.unregister(self.sock.fileno())

@@ -1,0 +1,338 @@
+"""A TLS byte stream without HTTP/2, as one end of a relay; both roles."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from hbone.aio.end import CHUNK_BYTES, End
+from hbone.aio.link import Link, LinkClosed
+from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.errors import ConnectionBroken, PeerSilent, TlsError, TunnelClosed
+from hbone.tls import PeerFacts, TlsSession
+from hbone.tls_context import TlsContext
+
+_LEAST_ROOM = 16 * 1024
+
+
+class TlsSocket(End):
+    """Owns a connected, non-blocking socket; call :meth:`establish` before a relay.
+
+    Output of a turn is one TLS write. Plaintext that came with the handshake is kept for the relay; beyond
+    that nothing is read before it starts. Incoming records are decrypted into the poller's buffer and given
+    to the peer at once; while the peer has no room nothing is read from the socket.
+    """
+
+    __slots__ = (
+        "_early",
+        "_ended",
+        "_eof",
+        "_established",
+        "_filled",
+        "_in_flight",
+        "_notified",
+        "_output",
+        "_owed",
+        "_paused",
+        "_shut_done",
+        "_waiting",
+        "broken",
+        "closed",
+        "dirty",
+        "facts",
+        "link",
+        "poller",
+    )
+
+    def __init__(self, sock: socket.socket, tls_context: TlsContext, poller: Poller) -> None:
+        self.poller = poller
+        self.link = Link(sock, TlsSession(tls_context), poller)
+        self.peer = None
+        self.relay = None
+        self.read_bytes = 0
+        self.facts: PeerFacts | None = None
+        self.broken: Exception | None = None
+        self.closed = False
+        self.dirty = False
+        self._established: asyncio.Future[None] = poller.loop.create_future()
+        self._early = b""
+        self._ended = False
+        self._eof = False
+        self._paused = False
+        self._waiting = False
+        self._output: memoryview | None = None
+        self._filled = 0
+        self._in_flight = 0
+        self._owed = 0
+        self._shut_done = False
+        self._notified = False
+        poller.register(sock.fileno(), self)
+
+    async def establish(self, timeout_s: float = 10.0) -> PeerFacts:
+        """Finish the handshake.
+
+        Raises:
+            TlsError: either side refused.
+            PeerSilent: not within ``timeout_s``.
+            ConnectionBroken: the network ended it.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._handshake_step()
+                await self._established
+        except TimeoutError:
+            self.close()
+            raise PeerSilent("TLS handshake timed out") from None
+        except BaseException:
+            self.close()
+            raise
+        assert self.facts is not None
+        return self.facts
+
+    def _handshake_step(self) -> None:
+        tls = self.link.tls
+        assert tls is not None
+        if self._established.done():
+            return
+        try:
+            try:
+                finished = tls.handshake()
+            finally:
+                self.link.send_tls()
+            if not finished:
+                return
+            self.facts = tls.facts()
+            self._early = bytes(self.link.left_over())
+        except Exception as error:  # noqa: BLE001  the verify hook may raise what it wants
+            self._established.set_exception(error)
+            self._established.exception()
+            return
+        self._established.set_result(None)
+
+    # Events
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if self.closed:
+            return
+        if mask & WRITABLE and self.link.blocked:
+            self._unblock()
+        if mask & HUNG_UP:
+            self.link.hang_up_seen()
+        if mask & READABLE or not mask:
+            self.link.readable = True
+            if not self._established.done():
+                self._receive_handshake()
+            elif not self._paused:
+                self._pump()
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        self.close(error)
+
+    def _receive_handshake(self) -> None:
+        link, tls = self.link, self.link.tls
+        assert tls is not None
+        try:
+            while not self._established.done():
+                size = link.receive_raw(self.poller.ciphertext)
+                if not size:
+                    return
+                tls.receive(self.poller.ciphertext[:size])
+                self._handshake_step()
+        except (OSError, LinkClosed) as error:
+            self._established.set_exception(ConnectionBroken(f"during the TLS handshake: {error}"))
+            self._established.exception()
+
+    # As a source
+
+    def start(self) -> None:
+        """See :class:`End`."""
+        early, self._early = self._early, b""
+        peer = self.peer
+        if early and peer is not None:
+            self._give(peer, memoryview(early))
+        self._pump()
+
+    def resume(self) -> None:
+        """See :class:`End`."""
+        if self._paused:
+            self._paused = False
+            if self.link.readable:
+                self.poller.again(self)  # not at once: the scratch buffers may be in use
+
+    def delivered(self, size: int) -> None:
+        """Bytes given to the peer have left; reading goes on when all have."""
+        self._in_flight -= size
+        if self._in_flight <= 0:
+            self.resume()
+
+    def _pump(self) -> None:
+        if self._ended or self.closed:
+            return
+        for _ in range(READS_PER_TURN):
+            peer = self.peer
+            if peer is None:
+                return
+            if self._in_flight > 0:
+                self._paused = True
+                return
+            try:
+                plain = self.link.receive()
+            except (OSError, TlsError, LinkClosed) as error:
+                self._end(error)
+                return
+            if plain is not None and len(plain):
+                self._give(peer, plain)
+            tls = self.link.tls
+            if tls is not None and tls.peer_closed:
+                self._end(LinkClosed(notified=True))
+                return
+            if not self.link.readable:
+                self._send_tls()  # a key update asks for an answer
+                return
+        self.poller.again(self)
+
+    def _give(self, peer: End, plain: memoryview) -> None:
+        self.read_bytes += len(plain)
+        self._in_flight += len(plain)
+        peer.write([plain], len(plain))
+        peer.flush()
+
+    def _end(self, error: Exception) -> None:
+        self._ended = True
+        relay, peer = self.relay, self.peer
+        if relay is None or peer is None:
+            return
+        if isinstance(error, LinkClosed):
+            if error.notified:
+                relay.read_ended(self, None, clean=True)
+            else:
+                # Without close_notify an attacker may have cut the stream (RFC 8446, 6.1).
+                relay.read_ended(self, ConnectionBroken("peer ended TLS without close_notify"), clean=False)
+        else:
+            relay.read_ended(self, error, clean=isinstance(error, OSError))
+        peer.write_eof()
+
+    def _send_tls(self) -> None:
+        try:
+            self.link.send_tls()
+        except (OSError, TlsError) as error:
+            self._break(error)
+
+    # As a sink
+
+    def reserve(self, limit: int) -> memoryview | None:
+        """See :class:`End`."""
+        if self.broken is not None:
+            return self.poller.plaintext[:CHUNK_BYTES]
+        if self._output is not None and len(self._output) - self._filled < _LEAST_ROOM:
+            self.flush()
+        if self.link.blocked:
+            self._waiting = True
+            return None
+        if self._output is None:
+            self._output = self.poller.take()
+        self.poller.mark(self)  # also when nothing comes of it: the buffer goes back then
+        return self._output[self._filled : self._filled + limit]
+
+    def commit(self, size: int) -> None:
+        """See :class:`End`."""
+        if self.broken is None:
+            self._filled += size
+
+    def write(self, chunks: list[memoryview], size: int) -> None:
+        """See :class:`End`; sealed at once, so that nothing of the views is kept."""
+        if self.broken is None:
+            try:
+                self.link.send(list(chunks))
+            except (OSError, TlsError) as error:
+                self._break(error)
+        if self.link.blocked:
+            self._owed += size  # credit goes back when the network has taken it
+        elif self.peer is not None:
+            self.peer.delivered(size)
+
+    def flush(self) -> None:
+        """Seal and send what was collected: at the end of a turn."""
+        self.dirty = False
+        output = self._output
+        if output is None or self.link.blocked:
+            return
+        filled, self._filled, self._output = self._filled, 0, None
+        if filled:
+            try:
+                self.link.send([output[:filled]])
+            except (OSError, TlsError) as error:
+                self._break(error)
+        self.poller.give(output)
+
+    def write_eof(self) -> None:
+        """See :class:`End`: close_notify, then the end of the TCP direction."""
+        self._eof = True
+        self.flush()
+        if not self.link.blocked:
+            self._shut()
+
+    def _unblock(self) -> None:
+        try:
+            if not self.link.retry():
+                return
+        except OSError as error:
+            self._break(error)
+        self.flush()
+        if self.link.blocked:
+            return
+        owed, self._owed = self._owed, 0
+        if owed and self.peer is not None:
+            self.peer.delivered(owed)
+        if self._eof:
+            self._shut()
+        elif self._waiting and self.peer is not None:
+            self._waiting = False
+            self.peer.resume()
+
+    def _break(self, error: Exception) -> None:
+        self.broken = error
+        self.link.discard()
+        if self.relay is not None:
+            self.relay.sink_broken(self, error)
+
+    def _shut(self) -> None:
+        """Runs again after a full network took the close_notify."""
+        if self._shut_done:
+            return
+        if self.broken is None and not self.closed:
+            assert self.link.tls is not None
+            if not self._notified:
+                self._notified = True
+                self.link.tls.close()
+                self._send_tls()
+            if self.link.blocked:
+                return
+            try:
+                self.link.sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self.broken = error
+        self._shut_done = True
+        if self.relay is not None:
+            self.relay.write_ended(self)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Say close_notify if the network takes it, close."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.relay is not None:
+            self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
+        if self._established.done() and self.broken is None and not self._notified:
+            assert self.link.tls is not None
+            self.link.tls.close()
+            self._send_tls()
+        if not self._established.done():
+            self._established.set_exception(TunnelClosed("socket closed"))
+            self._established.exception()
+        if self._output is not None:
+            self.poller.give(self._output)
+            self._output = None
+        self.link.close()

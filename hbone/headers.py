@@ -1,0 +1,193 @@
+"""Header fields of tunnels, as values: authority, baggage, forwarded, traceparent.
+
+Writers give exactly what the Rust ztunnel sends; readers accept what it accepts. Identifiers and random
+bytes are arguments.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from hbone.errors import InvalidHeader
+from hbone.events import Headers
+
+IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_HOSTNAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_]([a-z0-9_-]{0,62}))*\Z")
+_PORT: Final = re.compile(r"[0-9]{1,5}\Z")
+_LOWER_HEX: Final = re.compile(r"[0-9a-fA-F]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Target of a CONNECT: an address, or a lower-case host name, and a port from 1 to 65535."""
+
+    host: IPAddress | str
+    port: int
+
+    def __str__(self) -> str:
+        if isinstance(self.host, ipaddress.IPv6Address):
+            return f"[{self.host}]:{self.port}"
+        return f"{self.host}:{self.port}"
+
+    def encode(self) -> bytes:
+        """The ``:authority`` value."""
+        return str(self).encode("ascii")
+
+
+def parse_authority(value: bytes | None) -> Authority:
+    """Split a CONNECT ``:authority`` into host and port (RFC 9113, 8.5; RFC 3986, 3.2).
+
+    Args:
+        value: ASCII ``host:port``, an IPv6 host in brackets, no userinfo; None: the field was missing.
+
+    Returns:
+        The host as an address when it is one (an IPv4-mapped IPv6 address as IPv4, so that no rule for one
+        spelling misses the other), else as a lower-case name; a trailing dot is refused.
+
+    Raises:
+        InvalidHeader: anything else; callers answer 400.
+    """
+    raw = value if value is not None else b""
+    try:
+        text = raw.decode("ascii")
+    except UnicodeDecodeError:
+        raise InvalidHeader("authority", raw) from None
+    host, colon, port_text = text.rpartition(":")
+    if not colon or not _PORT.match(port_text) or not 0 < int(port_text) < 65536:
+        raise InvalidHeader("authority", raw)
+    port = int(port_text)
+    if host.startswith("[") and host.endswith("]"):
+        if "%" in host:
+            raise InvalidHeader("authority", raw)
+        try:
+            address = ipaddress.IPv6Address(host[1:-1])
+        except ValueError:
+            raise InvalidHeader("authority", raw) from None
+        return Authority(address.ipv4_mapped or address, port)
+    try:
+        return Authority(ipaddress.IPv4Address(host), port)
+    except ValueError:
+        pass  # a name, then
+    name = host.lower()
+    # All digits and dots, or a hexadecimal last label, is what some resolvers take for an IPv4 address.
+    if not _HOSTNAME.match(name) or re.match(r"(0x[0-9a-f]*|[0-9]+)\Z", name.rpartition(".")[2]):
+        raise InvalidHeader("authority", raw)
+    return Authority(name, port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baggage:
+    """Workload metadata of one side; empty fields are absent on the wire."""
+
+    cluster_id: str = ""
+    namespace: str = ""
+    workload_type: str = ""
+    workload_name: str = ""
+    service_name: str = ""
+    revision: str = ""
+    region: str = ""
+    zone: str = ""
+
+
+_WORKLOAD_TYPES: Final = ("deployment", "cronjob", "pod", "job")
+_BAGGAGE_FIELDS: Final = {
+    "k8s.cluster.name": "cluster_id",
+    "k8s.namespace.name": "namespace",
+    "service.name": "service_name",
+    "service.version": "revision",
+    "cloud.region": "region",
+    "cloud.availability_zone": "zone",
+}
+
+
+def format_baggage(baggage: Baggage) -> bytes:
+    """The ``baggage`` value, in the Rust ztunnel's order."""
+    kind = baggage.workload_type.lower() or "deployment"
+    pairs = (
+        ("k8s.cluster.name", baggage.cluster_id),
+        ("k8s.namespace.name", baggage.namespace),
+        (f"k8s.{kind}.name", baggage.workload_name),
+        ("service.name", baggage.service_name),
+        ("service.version", baggage.revision),
+        ("cloud.region", baggage.region),
+        ("cloud.availability_zone", baggage.zone),
+    )
+    return ",".join(f"{key}={value}" for key, value in pairs if value).encode("utf-8")
+
+
+def parse_baggage(headers: Headers) -> Baggage:
+    """Every ``baggage`` field of a section; unknown keys are ignored, later ones win, spaces are kept.
+
+    A value with other bytes than ASCII voids all of them, as in the Rust ztunnel.
+    """
+    values: dict[str, str] = {}
+    for name, raw in headers:
+        if name != b"baggage":
+            continue
+        if not raw.isascii():
+            return Baggage()
+        for item in raw.decode("ascii").split(","):
+            pieces = item.split("=")
+            if len(pieces) < 2:
+                continue
+            key, value = pieces[0], pieces[1]
+            if key in _BAGGAGE_FIELDS:
+                values[_BAGGAGE_FIELDS[key]] = value
+            elif key.startswith("k8s.") and key.endswith(".name") and key[4:-5] in _WORKLOAD_TYPES:
+                values["workload_type"] = key[4:-5] if value else ""
+                values["workload_name"] = value
+    return Baggage(**values)
+
+
+def format_forwarded(client: IPAddress, port: int, host: str | None = None) -> bytes:
+    """The ``forwarded`` value: the client's address, and the service it meant, if one."""
+    value = f'for="{Authority(client, port)}"'
+    return (f"{value};host={host}" if host else value).encode("ascii")
+
+
+def forwarded_host(headers: Headers) -> str | None:
+    """``host=`` of the ``forwarded`` field, quotes stripped (RFC 7239); None: absent or not ASCII."""
+    value = first(headers, b"forwarded")
+    if value is None or not value.isascii():
+        return None
+    for part in value.decode("ascii").split(";"):
+        text = part.strip()
+        if text.startswith("host="):
+            return text[5:].strip('"') or None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """W3C trace context: 16 and 8 bytes, and the flags."""
+
+    trace_id: bytes
+    parent_id: bytes
+    flags: int = 0
+
+    def encode(self) -> bytes:
+        """The ``traceparent`` value, version 00."""
+        return f"00-{self.trace_id.hex()}-{self.parent_id.hex()}-{self.flags:02x}".encode("ascii")
+
+
+def parse_traceparent(value: bytes | None) -> TraceParent | None:
+    """None: absent, or not four hexadecimal pieces in 55 bytes; callers then make a new one."""
+    if value is None or len(value) != 55 or not value.isascii():
+        return None
+    pieces = value.decode("ascii").split("-")
+    if [len(piece) for piece in pieces] != [2, 32, 16, 2] or not all(map(_LOWER_HEX.match, pieces)):
+        return None
+    return TraceParent(bytes.fromhex(pieces[1]), bytes.fromhex(pieces[2]), int(pieces[3], 16))
+
+
+def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The first value of a field, name in lower case."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
