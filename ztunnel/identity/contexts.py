@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
@@ -50,6 +52,7 @@ class LiveContext:
 
     Attributes:
         current: what the next handshake uses; ``None`` while a secret is missing.
+        validation: how the peer is verified, the SDS part merged in; ``None`` verifies nothing.
         generation: goes up with each rebuild; part of the key of pooled connections, so that a rotated
             certificate is used by new connections while old ones live on.
         local_uri_sans: identities of the own certificate.
@@ -60,6 +63,7 @@ class LiveContext:
     ) -> None:
         self.model = model
         self.current: TlsContext | None = None
+        self.validation: Validation | None = None
         self.generation = 0
         self.local_uri_sans: tuple[str, ...] = ()
         self._role = role
@@ -89,9 +93,26 @@ class LiveContext:
             return secret if isinstance(secret, Certificate) else None
         return source
 
-    @property
-    def validation(self) -> Validation | None:
-        """How the peer is verified, the SDS part merged in; ``None`` verifies nothing."""
+    def trusted_by(self, validation: Validation, now: datetime) -> bool:
+        """Whether a peer that verifies by ``validation`` would trust the own certificate's chain now.
+
+        Only for contexts without revocation lists, which need a handshake to be judged by.
+        """
+        own = self.certificate
+        if own is None or validation.trusted_ca_pem is None or validation.crl_pem is not None:
+            return False
+        chain = certificates_in(own.chain_pem)
+        roots = certificates_in(validation.trusted_ca_pem)
+        for index, certificate in enumerate(chain):
+            if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+                return False
+            if certificate in roots or any(_issued(certificate, root) for root in roots):
+                return True
+            if index + 1 < len(chain) and not _issued(certificate, chain[index + 1]):
+                return False
+        return False
+
+    def _merged_validation(self) -> Validation | None:
         if self.model.validation_ref is None:
             return self.model.validation
         secret = self._by_ref[self.model.validation_ref.name].secret
@@ -124,8 +145,9 @@ class LiveContext:
         if any(handle.secret is None for handle in self._handles):
             return
         try:
-            settings = self._settings()
-            self.current = TlsContext(self._role, settings)
+            validation = self._merged_validation()
+            self.current = TlsContext(self._role, self._settings(validation))
+            self.validation = validation
         except ValueError as error:
             # The last good context goes on serving; without one, connections are refused as not ready.
             log.error("TLS context unusable, the last good one stays in force: %s", error)
@@ -136,8 +158,8 @@ class LiveContext:
             names = subject_alt_names(leaf_of(own))
             self.local_uri_sans = tuple(text for kind, text in names if kind == "uri")
 
-    def _settings(self) -> TlsSettings:
-        model, own, validation = self.model, self.certificate, self.validation
+    def _settings(self, validation: Validation | None) -> TlsSettings:
+        model, own = self.model, self.certificate
         if isinstance(model.certificate, SecretRef) and own is None:
             raise ValueError(f"secret {model.certificate.name} is not a certificate")
         if model.validation_ref is not None and validation is None:
@@ -173,6 +195,14 @@ class LiveContext:
         if self.model.require_peer_certificate or validation.restricts:
             return ClientCertificate.REQUIRED
         return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:

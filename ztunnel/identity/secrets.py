@@ -23,7 +23,7 @@ from xds.protocol.resource import Subscription, Update, UpdateRejected
 from ztunnel.clock import Clock
 from ztunnel.identity.verify import check_secret
 from ztunnel.sources import Sources
-from ztunnel.telemetry.stats import Stats
+from ztunnel.telemetry.stats import Scope, Stats
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class SecretHandle:
         self.users = 0
         self.watchers: list[Callable[[], None]] = []
         self.subscription: Subscription | None = None
+        self.scope: Scope | None = None
 
 
 class SecretStore:
@@ -101,7 +102,8 @@ class SecretStore:
                     initial_fetch_timeout_s=ref.initial_fetch_timeout_s,
                     on_initial_timeout=handle.settled.set,
                 )
-                self._sources.count(self._stats.scope(f"sds.{ref.name}"), handle.subscription)
+                handle.scope = self._stats.scope(f"sds.{ref.name}")
+                self._sources.count(handle.scope, handle.subscription)
         handle.users += 1
         handle.watchers.append(changed)
         return handle
@@ -113,7 +115,8 @@ class SecretStore:
         key = (handle.ref.name, handle.ref.source)
         if handle.users == 0 and self._handles.get(key) is handle:
             del self._handles[key]
-            self._stats.scope(f"sds.{handle.ref.name}").close()
+            if handle.scope is not None:
+                handle.scope.close()
             if handle.subscription is not None:
                 handle.subscription.close()
 

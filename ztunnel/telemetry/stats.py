@@ -8,7 +8,7 @@ first dot, a label holds the whole name.
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 Labels = tuple[tuple[str, str], ...]
@@ -155,12 +155,11 @@ class Stats:
         """Register a text readout."""
         self._texts[text.name] = text
 
-    def remove(self, prefix: str) -> None:
-        """Forget every metric under a dotted prefix (a cluster or listener that is gone)."""
-        for name in [name for name in self._metrics if name.startswith(prefix)]:
-            del self._metrics[name]
-        for name in [name for name in self._texts if name.startswith(prefix)]:
-            del self._texts[name]
+    def remove(self, names: Iterable[str]) -> None:
+        """Forget metrics and texts (of a cluster or listener that is gone)."""
+        for name in names:
+            self._metrics.pop(name, None)
+            self._texts.pop(name, None)
 
     def reset_counters(self) -> None:
         """``POST /reset_counters``."""
@@ -170,25 +169,28 @@ class Stats:
 
 
 class Scope:
-    """Metrics with a common prefix and labels."""
+    """Metrics with a common prefix and labels; knows which they are, so that :meth:`close` removes no others."""
 
-    __slots__ = ("_family", "_labels", "_prefix", "_stats")
+    __slots__ = ("_family", "_labels", "_names", "_prefix", "_stats")
 
-    def __init__(self, stats: Stats, prefix: str, family: str, labels: Labels) -> None:
+    def __init__(
+        self, stats: Stats, prefix: str, family: str, labels: Labels, names: set[str] | None = None
+    ) -> None:
         self._stats = stats
         self._prefix = prefix
         self._family = family
         self._labels = labels
+        self._names: set[str] = set() if names is None else names
 
     def counter(self, name: str) -> Counter:
         """The counter ``<prefix>.<name>``."""
-        metric = self._stats.add(Counter(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Counter(self._prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Counter)
         return metric
 
     def gauge(self, name: str, read: Callable[[], float] | None = None) -> Gauge:
         """The gauge ``<prefix>.<name>``; ``read`` replaces an earlier one."""
-        metric = self._stats.add(Gauge(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Gauge(self._prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Gauge)
         if read is not None:
             metric.read = read
@@ -196,22 +198,27 @@ class Scope:
 
     def histogram(self, name: str) -> Histogram:
         """The histogram ``<prefix>.<name>``."""
-        metric = self._stats.add(Histogram(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Histogram(self._prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Histogram)
         return metric
 
     def text(self, name: str, read: Callable[[], str]) -> None:
         """A text readout ``<prefix>.<name>``."""
+        self._names.add(self._prefix + name)
         self._stats.add_text(TextReadout(self._prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
-        """A scope below this one, with the same labels."""
+        """A scope below this one, with the same labels; it closes with this one."""
         clean = sanitised(name)
-        return Scope(self._stats, f"{self._prefix}{clean}.", self._family_of(clean), self._labels)
+        return Scope(self._stats, f"{self._prefix}{clean}.", self._family_of(clean), self._labels, self._names)
 
     def close(self) -> None:
-        """Forget everything in the scope."""
-        self._stats.remove(self._prefix)
+        """Forget everything made through the scope."""
+        self._stats.remove(self._names)
+
+    def _add(self, metric: Metric) -> Metric:
+        self._names.add(metric.name)
+        return self._stats.add(metric)
 
     def _family_of(self, name: str) -> str:
         return prometheus_name(f"{self._family}_{name}" if self._family else name)

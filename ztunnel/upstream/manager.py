@@ -18,7 +18,6 @@ from xds.model.cluster import Cluster
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.protocol.resource import Update, UpdateRejected
-from ztunnel.tasks import Tasks
 from ztunnel.upstream.cluster import LiveCluster, Surround
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ class ClusterManager:
         self._active: dict[str, LiveCluster] = {}
         self._warming: dict[str, LiveCluster] = {}
         self._static: set[str] = set()
-        self._tasks = Tasks("clusters")
         self.failures: dict[str, Failure] = {}
         self.version = ""
         scope = surround.stats.scope("cluster_manager")
@@ -188,6 +186,5 @@ class ClusterManager:
 
     async def close(self) -> None:
         """Close every cluster."""
-        await self._tasks.close()
         everything = [*self._active.values(), *self._warming.values()]
         await asyncio.gather(*(cluster.close() for cluster in everything))

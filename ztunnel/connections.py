@@ -1,0 +1,56 @@
+"""The table of live connections: what drains, re-checks and closes go through."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from ztunnel.stream_info import StreamInfo
+
+
+class LiveConnection:
+    """One accepted connection.
+
+    Attributes:
+        id: unique in the process.
+        info: its first hop.
+        chain: name of the filter chain that took it, empty until one did.
+        drain: tells the peer to finish, where the protocol can (GOAWAY); ``None`` where it cannot.
+        abort: ends it now, with a reason for the log.
+    """
+
+    __slots__ = ("abort", "chain", "drain", "id", "info", "owner")
+
+    def __init__(self, number: int, info: StreamInfo, owner: object) -> None:
+        self.id = number
+        self.info = info
+        self.owner = owner
+        self.chain: object = None
+        self.drain: Callable[[], None] | None = None
+        self.abort: Callable[[str], None] | None = None
+
+
+class Connections:
+    """All live connections, by id."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, LiveConnection] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveConnection]:
+        return iter(list(self._live.values()))
+
+    def next_id(self) -> int:
+        """A number no other connection has."""
+        return next(self._numbers)
+
+    def add(self, info: StreamInfo, owner: object) -> LiveConnection:
+        """Enter a connection, before anything judges it: a change in between must still find it."""
+        connection = LiveConnection(info.connection_id, info, owner)
+        self._live[connection.id] = connection
+        return connection
+
+    def remove(self, connection: LiveConnection) -> None:
+        """The connection is over."""
+        self._live.pop(connection.id, None)

@@ -1,0 +1,244 @@
+"""Listeners at run time: sockets, chains, and what counts as theirs.
+
+Updates follow Envoy: a change of chains or matcher only is made in place (unchanged chains keep their
+connections, the others drain), any other change makes a new listener that takes over the sockets while the old
+one drains as a whole.
+"""
+
+import errno
+import logging
+import socket
+from collections.abc import Callable, Iterable
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from hbone.aio.poller import READABLE, Poller
+from tproxy.aio import sockets
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.listener import (
+    DiscoveredFilter,
+    FilterChain,
+    Listener,
+    ListenerFilter,
+    ListenerFilterEntry,
+    OriginalSrc,
+)
+from ztunnel.chains import LiveChain, LiveSsl
+from ztunnel.clock import Clock
+from ztunnel.identity.secrets import SecretStore
+from ztunnel.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.telemetry.access_log import AccessLogs
+from ztunnel.telemetry.stats import Stats, listener_scope
+
+log = logging.getLogger(__name__)
+
+Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
+
+#: Accepts per event and listener, so that a storm on one does not starve the bytes of the others.
+_ACCEPTS_PER_TURN = 32
+_PAUSE_S = 0.5
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class ListeningSocket:
+    """One listening socket and who gets what it accepts."""
+
+    def __init__(self, sock: socket.socket, address: SocketAddress, backlog: int, poller: Poller) -> None:
+        self.sock = sock
+        self.address = address
+        self._backlog = backlog
+        self.accepted: Callable[[socket.socket, tuple[str, int]], None] | None = None
+        self._poller = poller
+        self._registered = False
+
+    def start(self) -> None:
+        """Begin to listen and accept."""
+        if not self._registered:
+            self._registered = True
+            self.sock.listen(self._backlog)
+            self._poller.register(self.sock.fileno(), self)
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if not (mask & READABLE or not mask):
+            return
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                client, peer = self.sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    log.error(
+                        "accept on %s: %s; waiting %g s (raise the limit of open files)",
+                        self.address,
+                        error.strerror,
+                        _PAUSE_S,
+                    )
+                    self._poller.loop.call_later(_PAUSE_S, self._again)
+                    return
+                raise
+            client.setblocking(False)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.accepted is None:
+                client.close()
+            else:
+                self.accepted(client, peer[:2])
+        self._poller.again(self)
+
+    def _again(self) -> None:
+        if self._registered:
+            self._poller.again(self)
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        log.error("accept on %s failed", self.address, exc_info=error)
+
+    def close(self) -> None:
+        """Stop accepting."""
+        if self._registered:
+            self._registered = False
+            self._poller.unregister(self.sock.fileno())
+        self.sock.close()
+
+
+def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSocket:
+    """The listening socket of one address of a listener.
+
+    Raises:
+        tproxy.errors.TproxyError: port taken, capability missing.
+    """
+    early = [
+        (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
+    ]
+    sock = sockets.listen(
+        address.host,
+        address.port,
+        transparent=model.transparent,
+        reuse_port=model.reuse_port,
+        freebind=model.freebind,
+        socket_options=early,
+        backlog=0,  # bound now, so that a taken port refuses the listener; it listens when everything is warm
+    )
+    for option in model.socket_options:
+        if option.state != "prebind":
+            if isinstance(option.value, int):
+                sock.setsockopt(option.level, option.name, option.value)
+            else:
+                sock.setsockopt(option.level, option.name, option.value)
+    bound = sock.getsockname()
+    return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
+
+
+class LiveListener:
+    """One version of one listener.
+
+    Attributes:
+        body: message as sent, for dumps.
+        sockets: what it accepts on; moves to the successor on an update.
+        draining: it was replaced or removed; its connections run out.
+    """
+
+    def __init__(
+        self,
+        model: Listener,
+        body: AnyMessage,
+        *,
+        version: str,
+        stats: Stats,
+        logs: AccessLogs,
+        secrets: SecretStore,
+        clock: Clock,
+        keep: Iterable[LiveChain] = (),
+    ) -> None:
+        self.model = model
+        self.name = model.name
+        self.body = body
+        self.version = version
+        self.last_updated = clock.wall()
+        self.sockets: list[ListeningSocket] = []
+        self.draining = False
+        self.discovered: dict[str, ListenerFilter] = {}
+        self.sinks = logs.sinks(model.access_log)
+        scope = self.scope = listener_scope(stats, _stat_address(model))
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_active = scope.gauge("downstream_cx_active")
+        self.cx_destroy = scope.counter("downstream_cx_destroy")
+        self.no_filter_chain_match = scope.counter("no_filter_chain_match")
+        self.pre_cx_timeout = scope.counter("downstream_pre_cx_timeout")
+        self.extension_config_missing = scope.counter("extension_config_missing")
+        self.node_local = scope.counter("node_local_shortcut")
+        self.ssl = LiveSsl(scope)
+        kept = {chain.model.content: chain for chain in keep}
+
+        def live(chain: FilterChain) -> LiveChain:
+            found = kept.get(chain.content)
+            if found is not None:
+                return found
+            return LiveChain(chain, stats=stats, logs=logs, secrets=secrets, ssl=self.ssl)
+
+        self.chains = {id(chain): live(chain) for chain in model.all_chains}
+
+    @property
+    def live_chains(self) -> list[LiveChain]:
+        """Every chain, the default one last."""
+        return list(self.chains.values())
+
+    def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
+        """The chain that takes a connection."""
+        chain = self.model.chain_for(facts)
+        return self.chains[id(chain)] if chain is not None else None
+
+    def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
+        """The filter in a place; of one that ECDS configures, what has arrived or its default, else ``None``."""
+        if isinstance(entry.filter, DiscoveredFilter):
+            return self.discovered.get(entry.name, entry.filter.default)
+        return entry.filter
+
+    def options_for(self, info: StreamInfo) -> UpstreamOptions:
+        """What the listener's ``original_src`` filter would give a connection."""
+        for entry in self.model.listener_filters:
+            if isinstance(entry.filter, OriginalSrc):
+                return UpstreamOptions(source=info.source.host, mark=entry.filter.mark)
+        return UpstreamOptions()
+
+    def opened(self) -> None:
+        """Count a new connection."""
+        self.cx_total.value += 1
+        self.cx_active.stored += 1
+
+    def closed(self) -> None:
+        """Count the end of one."""
+        self.cx_active.stored -= 1
+        self.cx_destroy.value += 1
+
+    async def settled(self) -> None:
+        """Wait for the secrets of every chain."""
+        for chain in self.live_chains:
+            await chain.settled()
+
+    @property
+    def address_text(self) -> str:
+        """The address as ``/listeners`` prints it."""
+        if self.model.internal:
+            return f"envoy://{self.name}/"
+        addresses = [sock.address for sock in self.sockets] or list(self.model.addresses)
+        return ",".join(map(str, addresses))
+
+    def stop(self) -> None:
+        """Stop accepting; connections live on."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = []
+
+
+def _stat_address(model: Listener) -> str:
+    if model.stat_prefix:
+        return model.stat_prefix
+    if model.internal:
+        return f"envoy_internal_{model.name}"
+    host, port = model.addresses[0]
+    return f"[{host}]_{port}" if ":" in host else f"{host}_{port}"

@@ -1,0 +1,103 @@
+"""The PROXY protocol, versions 1 and 2, as received in front of a connection."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from xds.model.address import SocketAddress, canonical
+
+SIGNATURE_2 = b"\r\n\r\n\x00\r\nQUIT\n"
+_LONGEST_1 = 107  # of a version 1 line, its CRLF included
+LONGEST = 16 + 4096
+"""The longest header that is read, a bound of ours: addresses and TLVs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyHeader:
+    """A parsed header.
+
+    Attributes:
+        version: 1 or 2.
+        size: bytes it took.
+        source: ``None`` for LOCAL and UNKNOWN: the socket's own addresses hold.
+        destination: likewise.
+    """
+
+    version: int
+    size: int
+    source: SocketAddress | None = None
+    destination: SocketAddress | None = None
+
+
+class NoHeader(Exception):
+    """The bytes begin with something else."""
+
+
+class NeedMore(Exception):
+    """The bytes are a proper beginning of a header."""
+
+
+class BadHeader(Exception):
+    """A header that breaks its own rules."""
+
+
+def parse_header(data: bytes) -> ProxyHeader:
+    """Read a header from the first bytes of a connection.
+
+    Raises:
+        NeedMore, NoHeader, BadHeader: see there.
+    """
+    if data[: len(SIGNATURE_2)] == SIGNATURE_2[: len(data)]:
+        return _version_2(data)
+    if data[:6] == b"PROXY "[: len(data)]:
+        return _version_1(data)
+    raise NoHeader
+
+
+def _version_1(data: bytes) -> ProxyHeader:
+    end = data.find(b"\r\n", 0, _LONGEST_1)
+    if end < 0:
+        if len(data) >= _LONGEST_1:
+            raise BadHeader("no line end within 107 bytes")
+        raise NeedMore
+    fields = data[:end].split(b" ")
+    if fields[1:2] == [b"UNKNOWN"]:
+        return ProxyHeader(1, end + 2)
+    if len(fields) != 6 or fields[1] not in (b"TCP4", b"TCP6"):
+        raise BadHeader(f"malformed line {data[:end]!r}")
+    try:
+        hosts = [ipaddress.ip_address(field.decode("ascii")) for field in fields[2:4]]
+        ports = [int(field) for field in fields[4:6] if field.isdigit()]
+    except ValueError:
+        raise BadHeader(f"malformed line {data[:end]!r}") from None
+    version = 4 if fields[1] == b"TCP4" else 6
+    if any(host.version != version for host in hosts) or len(ports) != 2 or max(ports) > 65535:
+        raise BadHeader(f"malformed line {data[:end]!r}")
+    source, destination = (SocketAddress(canonical(host), port) for host, port in zip(hosts, ports, strict=True))
+    return ProxyHeader(1, end + 2, source, destination)
+
+
+def _version_2(data: bytes) -> ProxyHeader:
+    if len(data) < 16:
+        raise NeedMore
+    version, command = data[12] >> 4, data[12] & 0xF
+    length = int.from_bytes(data[14:16], "big")
+    if version != 2 or command > 1:
+        raise BadHeader(f"version {version}, command {command}")
+    if 16 + length > LONGEST:
+        raise BadHeader(f"header of {length} bytes")
+    if len(data) < 16 + length:
+        raise NeedMore
+    size = 16 + length
+    if command == 0:
+        return ProxyHeader(2, size)
+    width = {0x11: 4, 0x21: 16}.get(data[13])
+    if width is None:
+        return ProxyHeader(2, size)
+    if length < 2 * width + 4:
+        raise BadHeader("addresses are cut off")
+    body = data[16:]
+    hosts = [ipaddress.ip_address(body[index * width : (index + 1) * width]) for index in range(2)]
+    ports = [int.from_bytes(body[at : at + 2], "big") for at in (2 * width, 2 * width + 2)]
+    return ProxyHeader(
+        2, size, SocketAddress(canonical(hosts[0]), ports[0]), SocketAddress(canonical(hosts[1]), ports[1])
+    )
