@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from hbone.aio.end import End
@@ -75,6 +75,7 @@ class Relay:
         "_loop",
         "_seen",
         "_timer",
+        "on_half_close",
     )
 
     def __init__(self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None) -> None:
@@ -90,6 +91,8 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
         self._idle_s = idle_timeout_s
         self._seen = -1
+        self.on_half_close: Callable[[End], None] | None = None
+        """Called with the end that will give no more, for each end while the relay runs."""
         counts.follow(a, b)
         a.join(self, b)
         b.join(self, a)
@@ -121,6 +124,8 @@ class Relay:
             self._first = end
         if error is not None and not clean and self._error is None:
             self._error = error
+        if self.on_half_close is not None:
+            self.on_half_close(end)
 
     def write_ended(self, end: End) -> None:
         """Everything for ``end``, its EOF included, has been handed to the network (or is swallowed)."""
@@ -165,6 +170,7 @@ class Relay:
         a.leave()
         b.leave()
         self._left.clear()
+        self.on_half_close = None
         if not self._done.done():
             self._done.set_result(RelayEnd(first=self._first, error=self._error, timed_out=timed_out))
         self._first = None

@@ -311,6 +311,14 @@ class PlainSocket(End):
         if self.relay is not None:
             self.relay.write_ended(self)
 
+    def detach(self) -> socket.socket:
+        """Give the socket up to another owner, as it is; only before a relay, and with nothing pushed back."""
+        assert self.relay is None
+        assert not self._pushed
+        self.closed = True
+        self.poller.unregister(self.sock.fileno())
+        return self.sock
+
     def close(self, error: Exception | None = None) -> None:
         """Close; the kernel sends RST when unread data is left."""
         if not self.closed:

@@ -88,7 +88,7 @@ def listen(
         mark: SO_MARK; accepted sockets and SYN-ACKs inherit it.
         socket_options: further (level, name, value), set before bind.
         netns: make it there instead of here.
-        backlog: connections waiting to be accepted.
+        backlog: connections waiting to be accepted; 0 binds only, and the caller listens when it is ready.
 
     Raises:
         PortTaken: somebody else listens there.
@@ -113,7 +113,8 @@ def listen(
         for level, name, value in socket_options:
             sock.setsockopt(level, name, value)
         sock.bind((str(where), port))
-        sock.listen(backlog)
+        if backlog:
+            sock.listen(backlog)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
