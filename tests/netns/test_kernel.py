@@ -232,15 +232,17 @@ def test_damage_is_repaired_within_a_second(
 
     async def main() -> None:
         # The recheck is far away: what repairs here is the kernel's notification.
-        async with Kernel(netns, OWNERSHIP) as kernel:
-            async with contextlib.aclosing(kernel.keep(lambda: wanted, recheck_s=600)) as results:
-                async with asyncio.timeout(WAIT_S):
-                    await anext(results)
-                damage(w1)
-                async with asyncio.timeout(REPAIR_S):
-                    repair = await anext(results)
-                assert isinstance(repair, tuple)
-                assert await kernel.apply(wanted) == ()
+        async with (
+            Kernel(netns, OWNERSHIP) as kernel,
+            contextlib.aclosing(kernel.keep(lambda: wanted, recheck_s=600)) as results,
+        ):
+            async with asyncio.timeout(WAIT_S):
+                await anext(results)
+            damage(w1)
+            async with asyncio.timeout(REPAIR_S):
+                repair = await anext(results)
+            assert isinstance(repair, tuple)
+            assert await kernel.apply(wanted) == ()
 
     run(main())
 
@@ -249,11 +251,14 @@ def test_a_sysctl_is_repaired_at_the_recheck(netns: dict[NamespaceName, Netns], 
     wanted = node(w1.wanted())
 
     async def main() -> None:
-        async with Kernel(netns, OWNERSHIP) as kernel, asyncio.timeout(WAIT_S):
-            async with contextlib.aclosing(kernel.keep(lambda: wanted, recheck_s=0.05)) as results:
-                await anext(results)
-                w1.place.run(RP_FILTER.write_text, "1")
-                assert [type(item).__name__ for item in await anext(results)] == ["SetSysctl"]  # type: ignore[union-attr]
+        async with (
+            asyncio.timeout(WAIT_S),
+            Kernel(netns, OWNERSHIP) as kernel,
+            contextlib.aclosing(kernel.keep(lambda: wanted, recheck_s=0.05)) as results,
+        ):
+            await anext(results)
+            w1.place.run(RP_FILTER.write_text, "1")
+            assert [type(item).__name__ for item in await anext(results)] == ["SetSysctl"]  # type: ignore[union-attr]
 
     asyncio.run(main())
 

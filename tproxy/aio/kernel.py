@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,6 +66,9 @@ _NFT_GROUPS = (7,)
 # Bursts (kube-proxy rewriting its tables, our own changes) end in one look; a guess.
 _SETTLE_S = 0.05
 _MAX_ROUNDS = 4
+# linkwatch handles what it finds not urgent once a second (net/core/link_watch.c).
+_RUNNING_S = 1.5
+_RUNNING_POLL_S = 0.005
 
 
 class _Place:
@@ -220,11 +224,24 @@ class BlockingKernel:
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:
+                if any(isinstance(operation, SetUp) for operation in done):
+                    self._wait_until_running(wanted)
                 return tuple(done)
             for operation in operations:
                 self._carry_out(operation)
             done += operations
         raise KernelRefused(f"to keep {'; '.join(operation_text(operations[0]))}", errno.EAGAIN)
+
+    def _wait_until_running(self, wanted: State) -> None:
+        """Let the kernel finish bringing our devices up; it takes milliseconds, or a second."""
+        deadline = time.monotonic() + _RUNNING_S
+        for name, namespace in wanted.namespaces.items():
+            place = self._places[name]
+            while time.monotonic() < deadline:
+                running = {link.name for link in place.read_links() if link.running}
+                if namespace.up <= running:
+                    break
+                time.sleep(_RUNNING_POLL_S)
 
     def _carry_out(self, operation: Operation) -> None:
         log.debug("apply operation=%s", operation)

@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
 from multiprocessing.process import BaseProcess
@@ -50,9 +51,13 @@ from tproxy.render.dump import read_link
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 from tproxy.wire import nest, text, u32
 
+# Away from the small numbers that eth0 has at the other end, see create_pair.
+_FIRST_INDEX = 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
 _STOP_S = 3.0
+_RUNNING_S = 3.0
+_ALL_LINKS = netlink.rtnetlink_dump(netlink.RTM_GETLINK)
 _PREFIX = "pt-"
 _MASTER = 10  # IFLA_MASTER
 _instances = itertools.count(1)
@@ -180,6 +185,7 @@ class Lab:
         self._catch_sigterm()
         try:
             self._build()
+            self._wait_until_running()
         except BaseException:
             self.close()
             raise
@@ -192,6 +198,16 @@ class Lab:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _wait_until_running(self) -> None:
+        deadline = time.monotonic() + _RUNNING_S
+        for netns in self._open:
+            with NetlinkSocket(NETLINK_ROUTE, netns) as link:
+                while time.monotonic() < deadline:
+                    links = [read_link(body) for body in link.dump(_ALL_LINKS)]
+                    if all(item.running for item in links if item.kind == "veth"):
+                        break
+                    time.sleep(0.005)
 
     def close(self) -> None:
         """End all processes, take all names away; may be called twice."""
@@ -254,7 +270,7 @@ class Lab:
         place = Place(self, name, netns, _ipv4(f"172.18.0.{number}"), _ipv6(f"fd00:172:18::{number}"), None)
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("net"), f"port{number}"))
-            link.request(netlink.create_pair(cable, fabric.fileno()))
+            link.request(netlink.create_pair(cable, fabric.fileno(), peer_index=_FIRST_INDEX + number))
             port = _index(fabric_link, f"port{number}")
             fabric_link.request(
                 netlink.link_message(netlink.RTM_SETLINK, 0, u32(_MASTER, bridge), index=port, up=True)
@@ -279,7 +295,7 @@ class Lab:
         gateways = (f"10.244.{number}.1", f"fd00:10:244:{number}::1")
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("node"), device))
-            link.request(netlink.create_pair(cable, node.fileno()))
+            link.request(netlink.create_pair(cable, node.fileno(), peer_index=_FIRST_INDEX + position))
             _configure(node_link, device, (f"{gateways[0]}/32", f"{gateways[1]}/128"))
             _configure(link, "eth0", (f"{ipv4}/32", f"{ipv6}/128"))
             for gateway, everything in zip(gateways, ("0.0.0.0/0", "::/0"), strict=True):
@@ -361,7 +377,7 @@ def _ipv6(value: str) -> IPv6Address:
 
 
 def _index(link: NetlinkSocket, device: str) -> int:
-    for body in link.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK)):
+    for body in link.dump(_ALL_LINKS):
         found = read_link(body)
         if found.name == device:
             return found.index

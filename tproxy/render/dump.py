@@ -37,15 +37,21 @@ from tproxy.resources import (
 from tproxy.wire import MalformedDump, attribute_map, attributes, read_be32, read_text, read_u32
 
 _RTM_F_CLONED = 0x200
+_IF_OPER_UP = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device as RTM_GETLINK shows it; ``peer_index`` is the other end's number in its own namespace."""
+    """A device as RTM_GETLINK shows it.
+
+    ``peer_index`` is the other end's number in its own namespace. ``running`` says that packets pass: the
+    kernel gets there up to a second after ``up``, on a delayed work queue, and drops them until then.
+    """
 
     index: int
     name: str
     up: bool
+    running: bool
     kind: str
     peer_index: int | None
 
@@ -59,6 +65,7 @@ def read_link(body: bytes) -> Link:
         index=index,
         name=read_text(parts.get(3, b"")),
         up=bool(flags & IFF_UP),
+        running=parts.get(16) == bytes((_IF_OPER_UP,)),
         kind=read_text(info.get(1, b"")),
         peer_index=read_u32(parts[5]) if 5 in parts else None,
     )

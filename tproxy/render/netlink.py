@@ -68,11 +68,15 @@ def link_message(kind: int, flags: int, *attributes: bytes, index: int = 0, up: 
     return Message(kind, flags | REQUEST, header + b"".join(attributes))
 
 
-def create_pair(pair: VethPair, peer_namespace_fd: int) -> Message:
-    """Make a veth pair, the left end in the namespace of the socket, the right one where the fd says."""
+def create_pair(pair: VethPair, peer_namespace_fd: int, *, peer_index: int = 0) -> Message:
+    """Make a veth pair, the left end in the namespace of the socket, the right one where the fd says.
+
+    ``peer_index`` is the right end's interface number, if it matters: ends with different numbers are
+    running at once, ends that happen to have the same one may take a second (net/core/link_watch.c).
+    """
     if pair.right is None:
         raise ValueError("a veth pair has two ends")
-    peer = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + text(3, pair.right.device) + u32(28, peer_namespace_fd)
+    peer = struct.pack("=BxHiII", 0, 0, peer_index, 0, 0) + text(3, pair.right.device) + u32(28, peer_namespace_fd)
     return link_message(
         RTM_NEWLINK,
         CREATE | EXCL,
