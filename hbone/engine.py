@@ -469,7 +469,9 @@ class Engine:
             raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "GOAWAY over the limit")
 
     def _frame(self, kind: int, flags: int, stream_id: int, length: int, payload: bytes) -> None:
-        if kind == DATA:
+        if kind == DATA and not flags & PADDED:
+            self._data_frame(flags, stream_id, length, length, 0)
+        elif kind == DATA:
             if not length:
                 raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "padded DATA without pad length")
             padding = payload[0]

@@ -1,0 +1,193 @@
+"""Ends over real loopback sockets, and applications behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
+from hbone.aio.server import Request, serve_connection
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.settings import Role
+from hbone.tls_context import TlsContext, TlsSettings
+from tests.hbone.certificates import Authority
+
+WAIT_S = 10.0
+LOOPS = ("asyncio", "uvloop")
+CONNECT = ((b":method", b"CONNECT"), (b":authority", b"10.0.0.2:8080"))
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "uvloop") -> None:
+    """Run to the end within the limit; a task left behind fails the test."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S * 3):
+            await main()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+
+    if loop == "uvloop":
+        uvloop.run(bounded())
+    else:
+        asyncio.run(bounded())
+
+
+@functools.cache
+def identity() -> TlsSettings:
+    authority = Authority()
+    leaf = authority.issue("spiffe://cluster.local/ns/a/sa/b")
+    return TlsSettings(
+        certificate_chain_pem=leaf.chain_pem, private_key_pem=leaf.key_pem, trusted_ca_pem=authority.pem
+    )
+
+
+@functools.cache
+def contexts() -> tuple[TlsContext, TlsContext]:
+    return TlsContext(Role.CLIENT, identity()), TlsContext(Role.SERVER, identity())
+
+
+@contextlib.contextmanager
+def polling() -> Any:
+    poller = Poller()
+    try:
+        yield poller
+        assert poller.registered == 0, "a socket was left behind"
+    finally:
+        poller.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Connected, non-blocking; without await, so that no cancellation can lose them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        two, _ = listener.accept()
+    for sock in (one, two):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return one, two
+
+
+class App:
+    """An application's socket: the far side of a :class:`PlainSocket`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.loop = asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self.loop.sock_sendall(self.sock, data)
+
+    def eof(self) -> None:
+        self.sock.shutdown(socket.SHUT_WR)
+
+    async def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = await asyncio.wait_for(self.loop.sock_recv(self.sock, size - len(data)), WAIT_S)
+            if not piece:
+                break
+            data += piece
+        return data
+
+    async def read_all(self) -> bytes:
+        data = bytearray()
+        while piece := await asyncio.wait_for(self.loop.sock_recv(self.sock, 1 << 20), WAIT_S):
+            data += piece
+        return bytes(data)
+
+    def reset(self) -> None:
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.sock.close()
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Pair:
+    """A client and a server connection; requests wait in a queue."""
+
+    def __init__(self, client: Connection, server: Connection, requests: asyncio.Queue[Request]) -> None:
+        self.client = client
+        self.server = server
+        self.requests = requests
+
+    async def tunnel(self) -> tuple[Tunnel, Tunnel]:
+        opening = asyncio.get_running_loop().create_task(self.client.open(CONNECT))
+        request = await self.requests.get()
+        accepted = request.accept()
+        return await opening, accepted
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    poller: Poller,
+    *,
+    tls: bool = True,
+    client_settings: ConnectionSettings | None = None,
+    server_settings: ConnectionSettings | None = None,
+    on_request: Callable[[Request], Awaitable[None]] | None = None,
+) -> AsyncIterator[Pair]:
+    near, far = tcp_pair()
+    requests: asyncio.Queue[Request] = asyncio.Queue()
+    servers: asyncio.Queue[Connection] = asyncio.Queue()
+    over = asyncio.Event()
+
+    async def hold(request: Request) -> None:
+        requests.put_nowait(request)
+        await over.wait()
+
+    client_context, server_context = contexts() if tls else (None, None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            serve_connection(
+                far,
+                server_context,
+                server_settings or ConnectionSettings(),
+                poller,
+                on_request or hold,
+                on_established=servers.put_nowait,
+            )
+        )
+        client = await connect(near, client_context, client_settings or default_client(), poller)
+        try:
+            yield Pair(client, await servers.get(), requests)
+        finally:
+            over.set()
+            client.close()
+
+
+@contextlib.asynccontextmanager
+async def ends(kind: str, poller: Poller) -> AsyncIterator[tuple[End, End]]:
+    """Two ends of one kind, joined by the network: what goes into one comes out of the other."""
+    if kind == "plain":
+        one, two = tcp_pair()
+        near, far = PlainSocket(one, poller), PlainSocket(two, poller)
+        with near, far:
+            yield near, far
+    elif kind == "tls":
+        one, two = tcp_pair()
+        client_context, server_context = contexts()
+        client = TlsSocket(one, client_context, poller)
+        server = TlsSocket(two, server_context, poller)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.establish())
+            tasks.create_task(server.establish())
+        with client, server:
+            yield client, server
+    else:
+        async with connected(poller, tls=kind == "tunnel") as pair:
+            opened, accepted = await pair.tunnel()
+            with opened, accepted:
+                yield opened, accepted

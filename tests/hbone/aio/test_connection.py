@@ -1,0 +1,504 @@
+"""Connections: handshake, requests, resets, drain, keepalive, cancellation; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.server import Request, serve_connection
+from hbone.aio.socket import PlainSocket
+from hbone.errors import (
+    ConnectionBroken,
+    ConnectRefused,
+    ErrorCode,
+    LocalProtocolError,
+    PeerSilent,
+    RemoteProtocolError,
+    TlsError,
+    TlsReason,
+    TunnelBroken,
+    TunnelClosed,
+)
+from hbone.settings import Http2Settings, client_settings
+from tests.hbone.aio.harness import CONNECT, LOOPS, App, connected, contexts, polling, run, tcp_pair
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_facts_and_requests(loop: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                for connection in (pair.client, pair.server):
+                    facts = connection.facts
+                    assert facts is not None
+                    assert facts.uri_sans == ("spiffe://cluster.local/ns/a/sa/b",)
+                    assert (facts.version, facts.alpn) == ("TLSv1.3", b"h2")
+                    assert facts.cipher == "TLS_AES_128_GCM_SHA256"
+                headers = (*CONNECT, (b"baggage", b"a=b"), (b"forwarded", b'for="1.2.3.4:5"'))
+                opening = asyncio.get_running_loop().create_task(pair.client.open(headers))
+                request = await pair.requests.get()
+                assert request.head.authority == b"10.0.0.2:8080"
+                assert request.head.headers == headers[2:]
+                accepted = request.accept([(b"baggage", b"c=d")])
+                opened = await opening
+                assert opened.headers == ((b"baggage", b"c=d"),)
+                with pytest.raises(LocalProtocolError):
+                    request.accept()
+                opened.close()
+                accepted.close()
+
+    run(main, loop)
+
+
+def test_refusals_reach_the_client() -> None:
+    async def main() -> None:
+        async def refuse(request: Request) -> None:
+            request.refuse(503, [(b"x", b"y")], b"no", ErrorCode.CONNECT_ERROR)
+
+        with polling() as poller:
+            async with connected(poller, on_request=refuse) as pair:
+                with pytest.raises(ConnectRefused) as caught:
+                    await pair.client.open(CONNECT)
+                assert caught.value.status == 503
+                assert caught.value.headers == ((b"x", b"y"),)
+                assert pair.client.open_streams == 0
+
+    run(main)
+
+
+def test_an_unanswered_request_is_reset() -> None:
+    async def main() -> None:
+        async def forget(request: Request) -> None:
+            return
+
+        with polling() as poller:
+            async with connected(poller, on_request=forget) as pair:
+                with pytest.raises(TunnelBroken) as caught:
+                    await pair.client.open(CONNECT)
+                assert caught.value.code == ErrorCode.INTERNAL_ERROR
+
+    run(main)
+
+
+def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                engine = pair.client.engine
+                while not engine.peer_settings_seen:
+                    await asyncio.sleep(0.001)
+                for size in (10, 200_000):
+                    stream_id = engine.open_stream(CONNECT)
+                    assert engine.send_data(stream_id, bytes(size)) == size
+                    poller.mark(pair.client)
+                request = await pair.requests.get()
+                near, inner = tcp_pair()
+                with near, PlainSocket(inner, poller) as end, request.accept() as tunnel:
+                    running = relay(tunnel, end, ByteCounts())
+                    assert await App(near).read(10) == bytes(10)
+                    running.abort("seen")
+                second = await pair.requests.get()
+                while not second.gone:
+                    await asyncio.sleep(0.001)
+                with pytest.raises(TunnelBroken):
+                    second.accept()
+
+    run(main)
+
+
+@pytest.mark.parametrize("code", [0, 5, 7, 8, 11])
+@pytest.mark.parametrize("resetter", ["client", "server"])
+def test_resets_end_the_relay_after_what_was_sent(code: int, resetter: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                opened, accepted = await pair.tunnel()
+                mine, other = (opened, accepted) if resetter == "client" else (accepted, opened)
+                near, inner = tcp_pair()
+                app = App(near)
+                with PlainSocket(inner, poller) as end:
+                    running = relay(end, other, ByteCounts())
+                    mine.connection.engine.send_data(mine.stream_id, b"last words")
+                    mine.connection.reset(mine, code)
+                    assert await app.read_all() == b"last words"
+                    await app.send(b"swallowed")
+                    app.eof()
+                    result = await running
+                    assert (result.error is None) == (code in (0, 8))
+                    if result.error is not None:
+                        assert isinstance(result.error, TunnelBroken)
+                        assert result.error.code == code
+                    assert result.first is other
+                app.close()
+                mine.close()
+                other.close()
+
+    run(main)
+
+
+def test_close_codes_of_tunnels() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                seen: list[tuple[str, int]] = []
+                for connection, name in ((pair.client, "client"), (pair.server, "server")):
+                    reset = connection.engine.reset_stream
+
+                    def spy(sid: int, code: int, reset=reset, name=name) -> None:  # type: ignore[no-untyped-def]
+                        seen.append((name, code))
+                        reset(sid, code)
+
+                    connection.engine.reset_stream = spy  # type: ignore[method-assign]
+                opened, accepted = await pair.tunnel()
+                opened.close()  # open both ways
+                while not accepted.reset_seen:
+                    await asyncio.sleep(0.001)
+                accepted.close()
+                opened, accepted = await pair.tunnel()
+                accepted.write_eof()
+                accepted.close()  # the server is done, the client is not
+                while not opened.reset_seen:
+                    await asyncio.sleep(0.001)
+                opened.close()
+                assert seen == [("client", ErrorCode.CANCEL), ("server", ErrorCode.NO_ERROR)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_drain_lets_streams_finish_then_closes(tls: bool) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller, tls=tls) as pair:
+                opened, accepted = await pair.tunnel()
+                pair.server.drain()
+                while pair.client.accepts_streams:
+                    await asyncio.sleep(0.001)
+                with pytest.raises(ConnectionBroken) as caught:
+                    await pair.client.open(CONNECT)
+                assert caught.value.unprocessed
+                assert pair.server.error is None
+                opened.write_eof()
+                accepted.write_eof()
+                while pair.client.engine.open_streams:
+                    await asyncio.sleep(0.001)
+                opened.close()
+                accepted.close()
+                await pair.server.wait_closed()
+                assert isinstance(pair.server.error, TunnelClosed)
+                await pair.client.wait_closed()
+
+    run(main)
+
+
+def test_goaway_that_crosses_a_request_says_unprocessed() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                pair.server.engine.goaway()
+                poller.mark(pair.server)
+                with pytest.raises(TunnelBroken) as caught:
+                    await pair.client.open(CONNECT)
+                assert caught.value.unprocessed
+
+    run(main)
+
+
+def test_a_silent_peer_is_noticed() -> None:
+    async def main() -> None:
+        quick = ConnectionSettings(http2=client_settings(), ping_interval_s=0.05, ping_timeout_s=0.1)
+        with polling() as poller:
+            near, far = tcp_pair()
+            connection = await connect(near, None, quick, poller)
+            opening = asyncio.get_running_loop().create_task(connection.open(CONNECT))
+            with far, pytest.raises(ConnectionBroken):
+                await opening
+            assert isinstance(connection.error, PeerSilent)
+
+    run(main)
+
+
+def test_pings_keep_an_idle_connection() -> None:
+    async def main() -> None:
+        client = ConnectionSettings(http2=client_settings(), ping_interval_s=0.02, ping_timeout_s=0.5)
+        server = ConnectionSettings(ping_interval_s=0.02, ping_timeout_s=0.5)
+        with polling() as poller:
+            async with connected(poller, client_settings=client, server_settings=server) as pair:
+                await asyncio.sleep(0.3)
+                assert pair.client.error is None
+                assert pair.server.error is None
+
+    run(main)
+
+
+def test_slow_handshakes_end_in_time() -> None:
+    async def main() -> None:
+        slow = ConnectionSettings(handshake_timeout_s=0.05)
+        with polling() as poller:
+            near, far = tcp_pair()
+
+            async def never(request: Request) -> None:
+                raise AssertionError
+
+            with near, pytest.raises(PeerSilent):
+                await serve_connection(far, contexts()[1], slow, poller, never)
+
+    run(main)
+
+
+def test_the_established_hook_can_close_without_a_frame() -> None:
+    class Denied(Exception):
+        pass
+
+    async def main() -> None:
+        def deny(connection: Connection) -> None:
+            assert connection.facts is not None
+            raise Denied
+
+        async def never(request: Request) -> None:
+            raise AssertionError
+
+        async def serve(sock: object) -> None:
+            with pytest.raises(Denied):
+                await serve_connection(
+                    sock,  # type: ignore[arg-type]
+                    contexts()[1],
+                    ConnectionSettings(),
+                    poller,
+                    never,
+                    on_established=deny,
+                )
+
+        with polling() as poller:
+            near, far = tcp_pair()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(serve(far))
+                client = await connect(near, contexts()[0], default_client(), poller)
+                await client.wait_closed()
+            assert isinstance(client.error, ConnectionBroken)
+            assert not client.engine.peer_settings_seen
+
+    run(main)
+
+
+def test_not_http2_after_tls_is_refused() -> None:
+    async def main() -> None:
+        async def never(request: Request) -> None:
+            raise AssertionError
+
+        servers: asyncio.Queue[Connection] = asyncio.Queue()
+        with polling() as poller:
+            near, far = tcp_pair()
+            with near:
+                async with asyncio.TaskGroup() as tasks:
+                    serving = serve_connection(
+                        far, None, ConnectionSettings(), poller, never, on_established=servers.put_nowait
+                    )
+                    tasks.create_task(serving)
+                    near.send(b"GET / HTTP/1.1\r\n\r\n")
+                server = servers.get_nowait()
+                assert isinstance(server.error, RemoteProtocolError)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stage", range(6))
+def test_cancelling_leaves_nothing_behind(stage: int) -> None:
+    """Cancel after so many turns of the loop: in connect, handshake, open, relay."""
+
+    async def main() -> None:
+        async def accept(request: Request) -> None:
+            near, inner = tcp_pair()
+            with near, PlainSocket(inner, poller) as end, request.accept() as tunnel:
+                await relay(tunnel, end, ByteCounts())
+
+        async def use(client: Connection) -> None:
+            near, inner = tcp_pair()
+            with near, PlainSocket(inner, poller) as end, await client.open(CONNECT) as tunnel:
+                near.send(b"x")
+                await relay(end, tunnel, ByteCounts())
+
+        with polling() as poller:
+            async with connected(poller, on_request=accept) as pair:
+                for turns in range(stage * 5, stage * 5 + 5):
+                    task = asyncio.get_running_loop().create_task(use(pair.client))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                    while pair.client.open_streams or pair.server.open_streams:
+                        await asyncio.sleep(0.001)
+                assert pair.client.error is None
+                assert pair.server.error is None
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_cancelling_a_handshake_closes_its_socket(turns: int) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, far = tcp_pair()
+            with far:
+                task = asyncio.get_running_loop().create_task(
+                    connect(near, contexts()[0], default_client(), poller)
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                if turns:
+                    assert near.fileno() == -1
+                else:
+                    near.close()
+
+    run(main)
+
+
+def test_peer_that_speaks_no_tls() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, far = tcp_pair()
+            far.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with far, pytest.raises(TlsError) as caught:
+                await connect(near, contexts()[0], default_client(), poller)
+            assert caught.value.reason is TlsReason.VERSION
+
+    run(main)
+
+
+def test_lost_connection_breaks_tunnels_and_waiting_requests() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                opened, accepted = await pair.tunnel()
+                waiting = asyncio.get_running_loop().create_task(pair.client.open(CONNECT))
+                await pair.requests.get()
+                near, inner = tcp_pair()
+                with near, PlainSocket(inner, poller) as end:
+                    running = relay(end, opened, ByteCounts())
+                    pair.server.abort("pod deleted")
+                    with pytest.raises(ConnectionBroken):
+                        await waiting
+                    assert await App(near).read_all() == b""
+                    near.shutdown(1)
+                    assert isinstance((await running).error, ConnectionBroken)
+                opened.close()
+                accepted.close()
+
+    run(main)
+
+
+def test_many_tunnels_share_a_small_window_fairly() -> None:
+    async def main() -> None:
+        small = Http2Settings(connection_window_bytes=65_535, stream_window_bytes=65_535)
+        server = ConnectionSettings(http2=small)
+        with polling() as poller:
+            async with connected(poller, server_settings=server) as pair, contextlib.AsyncExitStack() as stack:
+                apps = []
+                for _ in range(8):
+                    opened, accepted = await pair.tunnel()
+                    near, inner_near = tcp_pair()
+                    inner_far, far = tcp_pair()
+                    for end in (opened, accepted):
+                        stack.enter_context(end)
+                    left = stack.enter_context(PlainSocket(inner_near, poller))
+                    right = stack.enter_context(PlainSocket(inner_far, poller))
+                    relay(left, opened, ByteCounts())
+                    relay(accepted, right, ByteCounts())
+                    apps.append((App(near), App(far)))
+
+                async def carry(a: App, b: App) -> None:
+                    async def send() -> None:
+                        await a.send(bytes(500_000))
+                        a.eof()
+
+                    async with asyncio.TaskGroup() as both:
+                        both.create_task(send())
+                        assert len(await b.read_all()) == 500_000
+                    a.close()
+                    b.close()
+
+                async with asyncio.TaskGroup() as tasks:
+                    for a, b in apps:
+                        tasks.create_task(carry(a, b))
+
+    run(main)
+
+
+def test_idle_connections_hold_no_buffers() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                opened, accepted = await pair.tunnel()
+                near, inner = tcp_pair()
+                with near, PlainSocket(inner, poller) as end:
+                    running = relay(end, opened, ByteCounts())
+                    near.send(bytes(1000))
+                    while not running._counts.sent:
+                        await asyncio.sleep(0.001)
+                    await asyncio.sleep(0.01)
+                    for connection in (pair.client, pair.server):
+                        assert not connection.engine.output.borrows
+                        assert not connection.link.blocked
+                    running.abort("seen")
+                opened.close()
+                accepted.close()
+                gc.collect()
+
+    run(main)
+
+
+def test_h2_library_as_client_over_a_socket() -> None:
+    """A foreign implementation end to end: request, data both ways, END_STREAM both ways."""
+
+    async def main() -> None:
+        async def echo(request: Request) -> None:
+            near, inner = tcp_pair()
+
+            async def answer() -> None:
+                app = App(near)
+                data = await app.read_all()
+                await app.send(data.upper())
+                app.close()
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(answer())
+                with PlainSocket(inner, poller) as end, request.accept() as tunnel:
+                    await relay(tunnel, end, ByteCounts())
+
+        with polling() as poller:
+            near, far = tcp_pair()
+            loop = asyncio.get_running_loop()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(serve_connection(far, None, ConnectionSettings(), poller, echo))
+                peer = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+                peer.initiate_connection()
+                peer.send_headers(1, CONNECT)
+                await loop.sock_sendall(near, peer.data_to_send())
+                got, ended, sent = b"", False, False
+                while not ended:
+                    for event in peer.receive_data(await loop.sock_recv(near, 65536)):
+                        if isinstance(event, h2.events.ResponseReceived) and not sent:
+                            sent = True
+                            peer.send_data(1, b"shout", end_stream=True)
+                        elif isinstance(event, h2.events.DataReceived):
+                            got += event.data
+                            peer.acknowledge_received_data(event.flow_controlled_length, 1)
+                        elif isinstance(event, h2.events.StreamEnded):
+                            ended = True
+                    await loop.sock_sendall(near, peer.data_to_send())
+                assert got == b"SHOUT"
+                near.close()
+
+    run(main)

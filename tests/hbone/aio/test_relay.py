@@ -1,0 +1,295 @@
+"""Relays between every two kinds of ends, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
+from hbone.aio.socket import PlainSocket
+from hbone.errors import TunnelClosed
+from tests.hbone.aio.harness import LOOPS, WAIT_S, App, ends, polling, run, tcp_pair
+
+KINDS = ("plain", "tls", "tunnel", "cleartext")
+
+
+@contextlib.asynccontextmanager
+async def chain(poller: Poller, *kinds: str) -> AsyncIterator[tuple[App, App, list[Relay], list[ByteCounts]]]:
+    """App - plain end - relay - kinds... - relay - plain end - app."""
+    async with contextlib.AsyncExitStack() as stack:
+        near, inner_near = tcp_pair()
+        inner_far, far = tcp_pair()
+        before = stack.enter_context(PlainSocket(inner_near, poller))
+        last = stack.enter_context(PlainSocket(inner_far, poller))
+        relays = []
+        counts = []
+        for kind in kinds:
+            entry, leave = await stack.enter_async_context(ends(kind, poller))
+            counts.append(ByteCounts())
+            relays.append(relay(before, entry, counts[-1]))
+            before = leave
+        counts.append(ByteCounts())
+        relays.append(relay(before, last, counts[-1]))
+        a, b = App(near), App(far)
+        try:
+            yield a, b, relays, counts
+        finally:
+            a.close()
+            b.close()
+            for one in relays:
+                one.abort("test over")
+
+
+def blob(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+async def exchange(a: App, b: App, up: bytes, down: bytes) -> None:
+    async def send(app: App, data: bytes) -> None:
+        await app.send(data)
+        app.eof()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(send(a, up))
+        tasks.create_task(send(b, down))
+        got_up = tasks.create_task(b.read_all())
+        got_down = tasks.create_task(a.read_all())
+    assert got_up.result() == up
+    assert got_down.result() == down
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_64_mib_both_ways_at_once(loop: str) -> None:
+    up, down = blob(64 << 20, 1), blob(64 << 20, 2)
+
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, "tunnel") as (a, b, relays, counts):
+                await exchange(a, b, up, down)
+                for one in relays:
+                    end = await one
+                    assert end.error is None
+                for count in counts:
+                    assert (count.sent, count.received) == (len(up), len(down))
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(KINDS), *itertools.product(KINDS, KINDS)], ids="-".join)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_pair_of_ends_moves_bytes_both_ways(kinds: tuple[str, ...], loop: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, *kinds) as (a, b, relays, _):
+                await exchange(a, b, blob(3_000_000, 3), blob(2_000_001, 4))
+                for one in relays:
+                    assert (await one).error is None
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_half_close_passes_and_the_other_direction_goes_on(kind: str, first: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, relays, _):
+                early, late = (a, b) if first == "a" else (b, a)
+                await early.send(b"question")
+                early.eof()
+                assert await late.read_all() == b"question"
+                for number in range(5):
+                    await late.send(b"%d" % number)
+                    assert await early.read(1) == b"%d" % number
+                late.eof()
+                assert await early.read_all() == b""
+                for one in relays:
+                    assert isinstance(await one, RelayEnd)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reset_of_an_application_ends_the_other_side(kind: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, relays, _):
+                await a.send(b"x")
+                assert await b.read(1) == b"x"
+                a.reset()
+                assert await b.read_all() == b""
+                with contextlib.suppress(OSError):  # the far side may reset once nobody listens
+                    await b.send(bytes(100))
+                    b.eof()
+                for one in relays:
+                    await asyncio.wait_for(_ended(one), WAIT_S)
+
+    run(main)
+
+
+async def _ended(one: object) -> object:
+    return await one  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stalled_reader_stops_the_writer_and_bounds_what_is_held(kind: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, _, _):
+                sent = 0
+                a.sock.setblocking(False)
+                quiet = 0
+                while quiet < 20:
+                    try:
+                        sent += a.sock.send(bytes(1 << 20))
+                        quiet = 0
+                    except BlockingIOError:
+                        quiet += 1
+                        await asyncio.sleep(0.01)
+                    assert sent < 80 << 20, "never stops"
+                # Four socket buffers of at most 6 MiB (tcp_wmem and tcp_rmem), one stream window, our buffers.
+                assert sent < 40 << 20
+                a.eof()
+                assert len(await b.read_all()) == sent
+
+    run(main)
+
+
+def test_bytes_before_the_relay_stay_in_the_kernel_and_can_be_looked_at() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, inner = tcp_pair()
+            app = App(near)
+            with PlainSocket(inner, poller) as end:
+                waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                await app.send(b"PROXY hello")
+                await waiting
+                assert await end.peek(6) == b"PROXY "
+                assert await end.read(6) == b"PROXY "
+                end.push_back(b"Y ")
+                async with ends("plain", poller) as (one, two):
+                    counts = ByteCounts()
+                    first = relay(end, one, counts)
+                    out_near, out_inner = tcp_pair()
+                    with PlainSocket(out_inner, poller) as out:
+                        out.send_first(b"HEADER")
+                        second = relay(two, out, ByteCounts())
+                        far = App(out_near)
+                        assert await far.read(13) == b"HEADERY hello"
+                        assert counts.sent == 7
+                        app.close()
+                        assert await far.read_all() == b""
+                        far.close()
+                        await first
+                        await second
+
+    run(main)
+
+
+def test_peek_waits_for_more_and_stops_at_the_end() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, inner = tcp_pair()
+            app = App(near)
+            with PlainSocket(inner, poller) as end:
+                await app.send(b"ab")
+                assert await end.peek(10) == b"ab"
+                more = asyncio.get_running_loop().create_task(end.peek(10, seen=2))
+                await asyncio.sleep(0)
+                assert not more.done()
+                await app.send(b"c")
+                assert await more == b"abc"
+                app.close()
+                assert await end.peek(10, seen=3) == b"abc"
+
+    run(main)
+
+
+def test_idle_relays_time_out_and_busy_ones_do_not() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, inner_near = tcp_pair()
+            inner_far, far = tcp_pair()
+            with near, far, PlainSocket(inner_near, poller) as one, PlainSocket(inner_far, poller) as two:
+                running = relay(one, two, ByteCounts(), idle_timeout_s=0.05)
+                for _ in range(8):
+                    near.send(b"x")
+                    await asyncio.sleep(0.02)
+                end = await running
+                assert end.timed_out
+                assert end.first is None
+                assert far.recv(100) == b"x" * 8
+
+    run(main)
+
+
+def test_abort_says_why_and_cancelling_aborts() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with ends("plain", poller) as (one, _), ends("plain", poller) as (two, _):
+                running = relay(one, two, ByteCounts())
+                running.abort("policy changed")
+                end = await running
+                assert isinstance(end.error, TunnelClosed)
+                assert "policy changed" in str(end.error)
+                assert one.peer is None
+                again = relay(one, two, ByteCounts())
+                task = asyncio.get_running_loop().create_task(_ended(again))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert one.peer is None
+
+    run(main)
+
+
+def test_counts_are_live_and_stay() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, "tunnel") as (a, b, relays, counts):
+                await a.send(b"12345")
+                assert await b.read(5) == b"12345"
+                assert [count.sent for count in counts] == [5, 5]
+                await b.send(b"123")
+                assert await a.read(3) == b"123"
+                assert [count.received for count in counts] == [3, 3]
+                a.eof()
+                b.eof()
+                await relays[0]
+                await relays[1]
+                assert [(count.sent, count.received) for count in counts] == [(5, 3), (5, 3)]
+
+    run(main)
+
+
+def test_a_finished_relay_leaves_no_cycle() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            gc.collect()
+            gc.disable()
+            try:
+                async with chain(poller, "tunnel") as (a, b, relays, _):
+                    await exchange(a, b, b"up", b"down")
+                    for one in relays:
+                        await one
+                    del one
+                    relays.clear()
+                    kinds = [type(thing).__name__ for thing in gc.get_objects()]
+                    assert kinds.count("Relay") == 0
+                kinds = [type(thing).__name__ for thing in gc.get_objects()]
+                assert kinds.count("Tunnel") == 0
+                assert kinds.count("PlainSocket") == 0
+            finally:
+                gc.enable()
+
+    run(main)

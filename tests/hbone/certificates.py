@@ -1,0 +1,75 @@
+"""Small certificate authorities for tests: elliptic keys, SPIFFE leaves, revocation lists."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+_DAY = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    chain_pem: bytes
+    key_pem: bytes
+    certificate: x509.Certificate
+
+
+class Authority:
+    """A self-signed root, or an intermediate of one."""
+
+    def __init__(self, name: str = "root", parent: Authority | None = None) -> None:
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.parent = parent
+        issuer, key = (self.name, self.key) if parent is None else (parent.name, parent.key)
+        builder = _builder(self.name, issuer, self.key, -1, 10)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        self.certificate = builder.sign(key, hashes.SHA256())
+
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    def issue(
+        self,
+        *uris: str,
+        from_day: float = -1,
+        to_day: float = 1,
+        intermediates: bool = True,
+    ) -> Leaf:
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(x509.Name([]), self.name, key, from_day, to_day)
+        if uris:
+            names = [x509.UniformResourceIdentifier(uri) for uri in uris]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=True)
+        certificate = builder.sign(self.key, hashes.SHA256())
+        chain = certificate.public_bytes(Encoding.PEM)
+        if self.parent is not None and intermediates:
+            chain += self.pem
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return Leaf(chain, private, certificate)
+
+    def revoke(self, *certificates: x509.Certificate, expired: bool = False) -> bytes:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateRevocationListBuilder().issuer_name(self.name)
+        builder = builder.last_update(now - 2 * _DAY).next_update(now - _DAY if expired else now + _DAY)
+        for certificate in certificates:
+            revoked = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number)
+            builder = builder.add_revoked_certificate(revoked.revocation_date(now - _DAY).build())
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, from_day: float, to_day: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now + from_day * _DAY).not_valid_after(now + to_day * _DAY)
