@@ -1,0 +1,64 @@
+"""What people read: golden files, reviewed once against the interception tables, and loaded by nft then."""
+
+from ipaddress import ip_network
+from pathlib import Path
+
+import pytest
+
+from tests.tproxy.nodes import described, member
+from tproxy import expressions as e
+from tproxy.diff import diff
+from tproxy.expressions import TCP, UDP, Family, Phrase
+from tproxy.node import HOST, ZTUNNEL, node, node_in_host_namespace
+from tproxy.render.text import ip_rule_text, operation_text, route_text, rule_text, state_text
+from tproxy.resources import IpRule, Namespace, Route, State, nothing
+
+HERE = Path(__file__).parent
+
+
+def test_node_reads_as_reviewed() -> None:
+    text = state_text(node(described(member(10), member(11))))
+    assert text + "\n" == (HERE / "node.golden").read_text()
+
+
+def test_node_in_host_namespace_reads_as_reviewed() -> None:
+    assert state_text(node_in_host_namespace((member(10),))) + "\n" == (HERE / "host_namespace.golden").read_text()
+
+
+@pytest.mark.parametrize(
+    ("phrase", "text"),
+    [
+        (e.mark_is(0x539, 0xFFF, negate=True), "meta mark & 0xfff != 0x539"),
+        (e.set_ct_mark(0x111, 0xFFF), "ct mark set ct mark & 0xfffff000 | 0x111"),
+        (e.copy_ct_mark_to_mark(), "meta mark set ct mark"),
+        (e.destination_port(TCP, 15008, negate=True), "tcp dport != 15008"),
+        (e.source_port(UDP, 53), "udp sport 53"),
+        (e.redirect_to(15006), "redirect to :15006"),
+        (e.tproxy_to(Family.IPV6, 15001), "tproxy ip6 to :15001"),
+        (e.destination_in(Family.IPV6, "mesh_pods6"), "ip6 daddr @mesh_pods6"),
+        (e.output_interface("lo", negate=True), 'oifname != "lo"'),
+        ((e.Lookup("x", flags=1),), "[ Lookup(set_name='x', sreg=1, flags=1) ]"),
+        ((e.Opaque("limit", b"\1"),), "[ limit 01 ]"),
+        ((e.Meta(99, dreg=1),), "[ Meta(key=99, dreg=1, sreg=None) ]"),
+    ],
+)
+def test_rule_text(phrase: Phrase, text: str) -> None:
+    assert rule_text(phrase) == text
+
+
+def test_rules_and_routes_read_as_ip_prints_them() -> None:
+    assert ip_rule_text(IpRule(version=6, priority=100, mark=0x200, mask=0x200, goto=32766)) == (
+        "-6 rule priority 100 fwmark 0x200/0x200 goto 32766"
+    )
+    route = Route(table=100, destination=ip_network("0.0.0.0/0"), device="lo", local=True)
+    assert route_text(route) == "route local default dev lo table 100"
+
+
+def test_every_operation_has_words() -> None:
+    wanted = node(described(member(10)))
+    empty = State({ZTUNNEL: Namespace(), HOST: Namespace()})
+    for operations in (diff(empty, wanted), diff(wanted, nothing(wanted))):
+        for operation in operations:
+            lines = operation_text(operation)
+            assert lines
+            assert all(line.startswith(("host: ", "ztunnel: ")) for line in lines)
