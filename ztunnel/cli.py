@@ -1,0 +1,119 @@
+"""The ``ztunnel`` command."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, settings_from
+
+log = logging.getLogger("ztunnel")
+
+_HELP = {
+    "bootstrap": "an Envoy bootstrap, YAML or JSON",
+    "control_plane": "ADS server, host:port or unix:/path, instead of a bootstrap",
+    "delta": "true: incremental xDS (with --control-plane)",
+    "node": "name of this node (with --control-plane)",
+    "admin": "admin address, ip:port or off (default 127.0.0.1:15000)",
+    "readiness": "readiness address (default 0.0.0.0:15021)",
+    "metrics": "Prometheus address (default 0.0.0.0:15020)",
+    "drain_s": "how long connections of a removed listener or chain may live (default 45s)",
+    "shutdown_s": "how long connections may live after SIGTERM (default 5s)",
+    "log_flush_s": "how long an access log line may wait (default 10s)",
+    "log_level": "trace, debug, info, warning, error, critical or off (default info)",
+    "spin_us": "poll this many microseconds after activity before sleeping (default 0: off)",
+    "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
+    "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
+    "check_authority": "false: a tunnel may name any pod (as Envoy)",
+    "strict_tls": "false: obey configurations that do not verify servers",
+    "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ztunnel", description="A node's tunnel proxy for ambient meshes.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    proxy = commands.add_parser("proxy", help="run the proxy", description="Run the proxy of one node.")
+    proxy.add_argument("--validate", action="store_true", help="check the configuration, list its faults, exit")
+    proxy.add_argument(
+        "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
+    )
+    for table in (VARIABLES, SWITCH_VARIABLES):
+        for name, (variable, _) in table.items():
+            flag = "--" + name.removesuffix("_s").replace("_", "-")
+            proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
+    from ztunnel import control_plane, intercept
+
+    control_plane.add_arguments(commands)
+    intercept.add_arguments(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit status."""
+    args = _parser().parse_args(argv)
+    if args.command == "proxy":
+        return _proxy(args)
+    status: int = args.run(args)
+    return status
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
+    try:
+        settings = settings_from(flags, os.environ)
+    except SettingsError as error:
+        for fault in error.faults:
+            print(f"ztunnel: {fault}", file=sys.stderr)
+        return 2
+    _configure_logging(settings.log_level)
+    return run_proxy(settings, validate=args.validate)
+
+
+def _configure_logging(level: str) -> None:
+    logging.addLevelName(5, "TRACE")
+    levels = {"trace": 5, "off": logging.CRITICAL + 1}
+    logging.basicConfig(
+        level=levels.get(level, level.upper()),
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        stream=sys.stderr,
+    )
+    # They log every header field and every netlink attribute, which no level of ours means to ask for.
+    for library in ("hpack", "pyroute2", "grpc"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def run_proxy(settings: Settings, *, validate: bool) -> int:
+    """Load the bootstrap and serve, or only check it."""
+    import uvloop
+
+    from tproxy.errors import TproxyError
+    from xds.errors import ConfigError
+    from ztunnel.app import Proxy
+    from ztunnel.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
+    from ztunnel.validate import faults_of
+
+    try:
+        if settings.bootstrap:
+            bootstrap = load_bootstrap(settings.bootstrap)
+        else:
+            bootstrap = read_bootstrap(
+                bootstrap_for(settings.control_plane, settings.node, delta=settings.delta, admin=settings.admin)
+            )
+        if validate:
+            faults = faults_of(bootstrap)
+            for fault in faults:
+                print(fault)
+            print(f"{len(faults)} faults" if faults else "configuration is valid", file=sys.stderr)
+            return 1 if faults else 0
+
+        async def serve() -> None:
+            await Proxy(settings, bootstrap).run()
+
+        uvloop.run(serve())
+    except (ConfigError, TproxyError) as error:
+        print(f"ztunnel: {error}", file=sys.stderr)
+        return 1
+    return 0

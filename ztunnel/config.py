@@ -1,0 +1,208 @@
+"""Settings of the process: flags and environment to one frozen value; every bad value is reported, together."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from xds.model.address import SocketAddress
+
+
+_ADMIN = SocketAddress("127.0.0.1", 15000)
+_READINESS = SocketAddress("0.0.0.0", 15021)
+_METRICS = SocketAddress("0.0.0.0", 15020)
+
+
+class TunnelSource(StrEnum):
+    """Whose address a tunnel's TCP connection carries when the configuration asks for the client's."""
+
+    CLIENT_POD = "client-pod"
+    ENVOY = "envoy"
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used.
+
+    Attributes:
+        faults: one line each, naming the variable or flag.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """Where this proxy does better than the Envoy it takes its configuration from. ``ENVOY_COMPAT`` turns all off.
+
+    Attributes:
+        route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle hold where the configuration
+            is silent.
+        node_local_shortcut: tunnels between two pods of this node are joined in-process.
+        check_authority: a tunnel may only name the pod it was opened to.
+        strict_tls: servers are verified even where the configuration forgot to.
+        tunnel_source: see there; Envoy loses the client's address on the way through an internal listener.
+    """
+
+    route_timeouts: bool = False
+    node_local_shortcut: bool = True
+    check_authority: bool = True
+    strict_tls: bool = True
+    tunnel_source: TunnelSource = TunnelSource.CLIENT_POD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything ``ztunnel proxy`` is told from outside its bootstrap.
+
+    Attributes:
+        bootstrap: path of an Envoy bootstrap; empty when ``control_plane`` is given.
+        control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
+        node: name of the node, for that bootstrap.
+        readiness, metrics: where to listen; ``None`` does not.
+        spin_us: how long to poll without sleeping after activity; 0 is off.
+    """
+
+    bootstrap: str = ""
+    control_plane: str = ""
+    delta: bool = False
+    node: str = ""
+    admin: SocketAddress | None = _ADMIN
+    readiness: SocketAddress | None = _READINESS
+    metrics: SocketAddress | None = _METRICS
+    drain_s: float = 45.0
+    shutdown_s: float = 5.0
+    log_flush_s: float = 10.0
+    log_level: str = "info"
+    spin_us: int = 0
+    switches: Switches = Switches()
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
+def _seconds(text: str) -> float:
+    units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = text, 1.0
+    for suffix, factor in units.items():
+        if text.endswith(suffix):
+            number, unit = text[: -len(suffix)], factor
+            break
+    value = float(number) * unit
+    if not 0 <= value < 1e9:
+        raise ValueError("must be a duration such as 10s, 500ms or 5m")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
+def _address(text: str) -> SocketAddress | None:
+    if text in ("", "off"):
+        return None
+    if text.isdigit():
+        text = f"0.0.0.0:{text}"
+    return SocketAddress.parse(text)
+
+
+def _level(text: str) -> str:
+    levels = ("trace", "debug", "info", "warning", "error", "critical", "off")
+    if text not in levels:
+        raise ValueError("must be one of " + ", ".join(levels))
+    return text
+
+
+#: Setting -> (environment variable, reader). Flags are the settings with dashes.
+VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "bootstrap": ("ZTUNNEL_BOOTSTRAP", str),
+    "control_plane": ("ZTUNNEL_CONTROL_PLANE", str),
+    "delta": ("ZTUNNEL_XDS_DELTA", _boolean),
+    "node": ("NODE_NAME", str),
+    "admin": ("ZTUNNEL_ADMIN_ADDRESS", _address),
+    "readiness": ("ZTUNNEL_READINESS_ADDRESS", _address),
+    "metrics": ("ZTUNNEL_METRICS_ADDRESS", _address),
+    "drain_s": ("ZTUNNEL_DRAIN_TIME", _seconds),
+    "shutdown_s": ("CONNECTION_TERMINATION_DEADLINE", _seconds),
+    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", _seconds),
+    "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
+    "spin_us": ("ZTUNNEL_SPIN_US", _count),
+}
+
+SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", _boolean),
+    "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean),
+    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", _boolean),
+    "strict_tls": ("ZTUNNEL_STRICT_TLS", _boolean),
+    "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", TunnelSource),
+}
+
+COMPAT_VARIABLE = "ZTUNNEL_ENVOY_COMPAT"
+_COMPAT = {
+    "route_timeouts": True,
+    "node_local_shortcut": False,
+    "check_authority": False,
+    "strict_tls": False,
+    "tunnel_source": TunnelSource.ENVOY,
+}
+
+
+def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Settings:
+    """Read settings; a flag wins over its variable.
+
+    Raises:
+        SettingsError: all unusable values together, and unknown ``ZTUNNEL_*`` variables.
+    """
+    faults: list[str] = []
+
+    def read(table: Mapping[str, tuple[str, Callable[[str], Any]]]) -> dict[str, Any]:
+        values = {}
+        for name, (variable, reader) in table.items():
+            flag = flags.get(name)
+            text = flag if flag is not None else env.get(variable)
+            if text is None:
+                continue
+            shown = f"--{name.removesuffix('_s').replace('_', '-')}" if flag is not None else variable
+            try:
+                values[name] = reader(text)
+            except ValueError as error:
+                faults.append(f"{shown}={text}: {error}")
+        return values
+
+    values = read(VARIABLES)
+    switches: dict[str, Any] = {}
+    compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
+    if compat not in ("true", "false"):
+        faults.append(f"{COMPAT_VARIABLE}={compat}: must be true or false")
+    if compat == "true":
+        switches |= _COMPAT
+    switches |= read(SWITCH_VARIABLES)
+    known = {variable for variable, _ in (*VARIABLES.values(), *SWITCH_VARIABLES.values())} | {COMPAT_VARIABLE}
+    faults.extend(
+        f"{name}: no such variable; see ztunnel proxy --help"
+        for name in sorted(env)
+        if name.startswith("ZTUNNEL_") and name not in known
+    )
+    if not values.get("bootstrap") and not values.get("control_plane"):
+        faults.append("give --bootstrap FILE, or --control-plane ADDRESS with --node NAME")
+    if values.get("bootstrap") and values.get("control_plane"):
+        faults.append("--bootstrap and --control-plane exclude each other")
+    if values.get("control_plane") and not values.get("node"):
+        faults.append("--control-plane needs --node NAME (or NODE_NAME)")
+    path = values.get("bootstrap")
+    if path and not Path(path).is_file():
+        faults.append(f"--bootstrap {path}: no such file")
+    if faults:
+        raise SettingsError(faults)
+    return Settings(**values, switches=Switches(**switches))
