@@ -18,6 +18,9 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class ErrorCode(IntEnum):
@@ -156,3 +159,13 @@ class ConnectionBroken(TunnelBroken):
 
 class PeerSilent(ConnectionBroken):
     """A PING, or a handshake, was not answered in time."""
+
+
+def bare(error: ErrorT) -> ErrorT:
+    """The error without traceback, cause and context, to be kept by an object of the data path.
+
+    A traceback holds frames, frames hold the object that keeps the error: a cycle for each connection that
+    fails, with views of large buffers in it.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -134,6 +134,7 @@ class TlsSession:
                 position += count
                 continue
             if _lib.SSL_get_error(ssl, count) != _lib.SSL_ERROR_WANT_READ:
+                _ffi.release(target)  # see _raise
                 try:
                     self._connection._raise_ssl_error(ssl, count)
                 except SSL.ZeroReturnError:
@@ -165,10 +166,9 @@ class TlsSession:
                     ssl, source + position, RECORD_BYTES if size - position > RECORD_BYTES else size - position
                 )
                 if count <= 0:
-                    try:
-                        self._connection._raise_ssl_error(ssl, count)
-                    except SSL.Error as error:
-                        raise self._translate(error) from error
+                    _ffi.release(source)
+                    _ffi.release(target)
+                    self._raise(count)
                 position += count
                 filled += bio_read(wbio, target + filled, capacity - filled)
             return filled
@@ -199,6 +199,17 @@ class TlsSession:
             group=connection.get_group_name(),
             alpn=connection.get_alpn_proto_negotiated() or None,
         )
+
+    def _raise(self, count: int) -> None:
+        """Raise what OpenSSL has to say.
+
+        Pointers into buffers are released before: CPython up to 3.12.6 crashes when its collector finds a
+        memoryview that still lends its buffer in a cycle (gh-77894), and a traceback easily is part of one.
+        """
+        try:
+            self._connection._raise_ssl_error(self._ssl, count)
+        except SSL.Error as error:
+            raise self._translate(error) from error
 
     def _translate(self, error: SSL.Error) -> TlsError:
         seen = self._verification

@@ -30,6 +30,7 @@ from hbone.errors import (
     TlsError,
     TunnelBroken,
     TunnelClosed,
+    bare,
 )
 from hbone.events import (
     ConnectionFailed,
@@ -482,7 +483,7 @@ class Connection:
     def _end(self, error: Exception) -> None:
         if self.error is not None:
             return
-        self.error = error
+        self.error = bare(error)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

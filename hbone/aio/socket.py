@@ -7,7 +7,7 @@ import socket
 
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
-from hbone.errors import TunnelClosed
+from hbone.errors import TunnelClosed, bare
 
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
 
@@ -175,7 +175,7 @@ class PlainSocket(End):
                 return
             except OSError as error:
                 # A reset of the application travels as an end (as Rust ztunnel): HBONE has no better word.
-                self._end(error)
+                self._end(bare(error))
                 return
             if not size:
                 self._end(None)
@@ -296,7 +296,7 @@ class PlainSocket(End):
 
     def _break(self, error: OSError) -> None:
         """The network takes nothing more: swallow, and let the other direction end by itself."""
-        self.broken = error
+        self.broken = bare(error)
         dropped, self._pending = len(self._pending), bytearray()
         if self.relay is not None:
             self.relay.sink_broken(self, error)
@@ -307,7 +307,7 @@ class PlainSocket(End):
             try:
                 self.sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self.broken = error
+                self.broken = bare(error)
         if self.relay is not None:
             self.relay.write_ended(self)
 

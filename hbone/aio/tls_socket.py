@@ -8,7 +8,7 @@ import socket
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
-from hbone.errors import ConnectionBroken, PeerSilent, TlsError, TunnelClosed
+from hbone.errors import ConnectionBroken, PeerSilent, TlsError, TunnelClosed, bare
 from hbone.tls import PeerFacts, TlsSession
 from hbone.tls_context import TlsContext
 
@@ -180,7 +180,7 @@ class TlsSocket(End):
             try:
                 plain = self.link.receive()
             except (OSError, TlsError, LinkClosed) as error:
-                self._end(error)
+                self._end(bare(error))
                 return
             if plain is not None and len(plain):
                 self._give(peer, plain)
@@ -293,7 +293,7 @@ class TlsSocket(End):
             self.peer.resume()
 
     def _break(self, error: Exception) -> None:
-        self.broken = error
+        self.broken = bare(error)
         self.link.discard()
         if self.relay is not None:
             self.relay.sink_broken(self, error)
@@ -313,7 +313,7 @@ class TlsSocket(End):
             try:
                 self.link.sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self.broken = error
+                self.broken = bare(error)
         self._shut_done = True
         if self.relay is not None:
             self.relay.write_ended(self)

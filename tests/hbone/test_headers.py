@@ -1,0 +1,166 @@
+"""Header values: what is written, what is read, what is refused."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hbone.errors import InvalidHeader
+from hbone.headers import (
+    Authority,
+    Baggage,
+    TraceParent,
+    format_baggage,
+    format_forwarded,
+    forwarded_host,
+    parse_authority,
+    parse_baggage,
+    parse_traceparent,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "port"),
+    [
+        (b"10.0.0.2:8080", ip_address("10.0.0.2"), 8080),
+        (b"[::1]:80", ip_address("::1"), 80),
+        (b"[2001:DB8::1]:65535", ip_address("2001:db8::1"), 65535),
+        (b"[::ffff:10.0.0.2]:80", ip_address("10.0.0.2"), 80),
+        (b"Cart.shop.svc.cluster.local:80", "cart.shop.svc.cluster.local", 80),
+        (b"a:1", "a", 1),
+    ],
+)
+def test_authorities(value: bytes, host: object, port: int) -> None:
+    assert parse_authority(value) == Authority(host, port)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"",
+        b"10.0.0.2",
+        b":80",
+        b"10.0.0.2:",
+        b"10.0.0.2:0",
+        b"10.0.0.2:65536",
+        b"10.0.0.2:+80",
+        b"10.0.0.2: 80",
+        b"10.0.0.2:\xc2\xb2",
+        b"10.0.0.2:000080",
+        b"user@10.0.0.2:80",
+        b"10.0.0.2/x:80",
+        b"::1:80",
+        b"[::1]",
+        b"[::1%eth0]:80",
+        b"[10.0.0.2]:80",
+        b"cart.:80",
+        b".cart:80",
+        b"ca rt:80",
+        b"cart\x00:80",
+        b"10.0.2:80",
+        b"167772162:80",
+        b"0x0a000002:80",
+        b"010.0.0.2:80",
+        b"x" * 254 + b":80",
+    ],
+)
+def test_what_is_no_authority(value: bytes | None) -> None:
+    with pytest.raises(InvalidHeader):
+        parse_authority(value)
+
+
+@given(st.binary(max_size=30))
+def test_any_authority_is_read_or_refused(value: bytes) -> None:
+    try:
+        authority = parse_authority(value)
+    except InvalidHeader:
+        return
+    assert parse_authority(authority.encode()) == authority
+
+
+@given(st.ip_addresses(), st.integers(1, 65535))
+def test_addresses_round_trip(address: object, port: int) -> None:
+    authority = Authority(address, port)  # type: ignore[arg-type]
+    read = parse_authority(authority.encode())
+    assert read.port == port
+    assert read.host in (address, getattr(address, "ipv4_mapped", None))
+
+
+FULL = Baggage(
+    cluster_id="Kubernetes",
+    namespace="shop",
+    workload_type="deployment",
+    workload_name="cart",
+    service_name="cart-svc",
+    revision="v1",
+    region="eu",
+    zone="eu-1",
+)
+TEXT = (
+    b"k8s.cluster.name=Kubernetes,k8s.namespace.name=shop,k8s.deployment.name=cart,"
+    b"service.name=cart-svc,service.version=v1,cloud.region=eu,cloud.availability_zone=eu-1"
+)
+
+
+def test_baggage() -> None:
+    assert format_baggage(FULL) == TEXT
+    assert parse_baggage(((b"baggage", TEXT),)) == FULL
+    assert format_baggage(Baggage(namespace="x")) == b"k8s.namespace.name=x"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([b""], Baggage()),
+        ([b"k8s.namespace.name=a,k8s.namespace.name=b"], Baggage(namespace="b")),
+        ([b"k8s.namespace.name=a", b"service.name=b"], Baggage(namespace="a", service_name="b")),
+        ([b"service.name=a=b"], Baggage(service_name="a")),
+        ([b"service.name"], Baggage()),
+        ([b"unknown=1, service.name=x"], Baggage()),
+        ([b"k8s.job.name=j"], Baggage(workload_type="job", workload_name="j")),
+        ([b"k8s.pod.name=p,k8s.cronjob.name=c"], Baggage(workload_type="cronjob", workload_name="c")),
+        ([b"service.name=a", b"\xc3\xa4"], Baggage()),
+    ],
+)
+def test_baggage_as_the_rust_proxy_reads_it(values: list[bytes], expected: Baggage) -> None:
+    assert parse_baggage(tuple((b"baggage", value) for value in values)) == expected
+
+
+def test_forwarded() -> None:
+    assert format_forwarded(ip_address("10.1.0.5"), 41234) == b'for="10.1.0.5:41234"'
+    value = format_forwarded(ip_address("::1"), 80, "cart.shop")
+    assert value == b'for="[::1]:80";host=cart.shop'
+    assert forwarded_host(((b"forwarded", value),)) == "cart.shop"
+
+
+@pytest.mark.parametrize(
+    ("value", "host"),
+    [
+        (b'for=x; host="quoted"', "quoted"),
+        (b"host=", None),
+        (b'host=""', None),
+        (b"for=x", None),
+        (b"host=\xff", None),
+    ],
+)
+def test_forwarded_hosts(value: bytes, host: str | None) -> None:
+    assert forwarded_host(((b"forwarded", value),)) == host
+    assert forwarded_host(()) is None
+
+
+def test_traceparent() -> None:
+    value = TraceParent(bytes(range(16)), bytes(range(8)))
+    text = value.encode()
+    assert text == b"00-000102030405060708090a0b0c0d0e0f-0001020304050607-00"
+    assert parse_traceparent(text) == value
+
+
+@pytest.mark.parametrize(
+    "value", [None, b"", b"x" * 55, b"00-" + b"g" * 32 + b"-" + b"0" * 16 + b"-00", b"\xff" * 55]
+)
+def test_what_is_no_traceparent(value: bytes | None) -> None:
+    assert parse_traceparent(value) is None

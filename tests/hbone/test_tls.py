@@ -1,0 +1,300 @@
+"""TLS sessions by bytes: what is negotiated, and every refusal with its reason, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from OpenSSL import SSL
+
+from hbone.errors import TlsError, TlsReason
+from hbone.settings import Role
+from hbone.tls import TlsSession, sealed_bytes
+from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion
+from tests.hbone.certificates import Authority, Leaf
+
+ROOT = Authority()
+LEAF = ROOT.issue("spiffe://cluster.local/ns/a/sa/b")
+OUT = memoryview(bytearray(sealed_bytes(300_000)))
+
+
+def settings(leaf: Leaf | None = LEAF, trusted: bytes | None = ROOT.pem) -> TlsSettings:
+    return TlsSettings(
+        certificate_chain_pem=leaf.chain_pem if leaf else None,
+        private_key_pem=leaf.key_pem if leaf else None,
+        trusted_ca_pem=trusted,
+    )
+
+
+def sessions(client: TlsSettings, server: TlsSettings) -> tuple[TlsSession, TlsSession]:
+    return TlsSession(TlsContext(Role.CLIENT, client)), TlsSession(TlsContext(Role.SERVER, server))
+
+
+class Outcome:
+    """A handshake by bytes: the first error of each side."""
+
+    def __init__(self, client: TlsSession, server: TlsSession, piece: int = 1 << 20) -> None:
+        self.client: TlsError | None = None
+        self.server: TlsError | None = None
+        waiting = {client: b"", server: b""}
+        other = {client: server, server: client}
+        for _ in range(8):
+            for session, name in ((client, "client"), (server, "server")):
+                data, waiting[session] = waiting[session], b""
+                pieces = [data[i : i + piece] for i in range(0, len(data), piece)] or [b""]
+                for part in pieces:
+                    if getattr(self, name) is not None:
+                        break
+                    try:
+                        if part:
+                            session.receive(memoryview(part))
+                        if not session.established:
+                            session.handshake()
+                        if session.established:
+                            assert session.read_into(memoryview(bytearray(100))) == 0
+                    except TlsError as error:
+                        setattr(self, name, error)
+                waiting[other[session]] += bytes(OUT[: session.seal(b"", OUT)])
+
+    @property
+    def reasons(self) -> tuple[TlsReason | None, TlsReason | None]:
+        return (
+            self.client.reason if self.client else None,
+            self.server.reason if self.server else None,
+        )
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000, 1 << 20])
+def test_handshake_in_pieces_and_facts(piece: int) -> None:
+    client, server = sessions(settings(), settings())
+    assert Outcome(client, server, piece).reasons == (None, None)
+    for session in (client, server):
+        facts = session.facts()
+        assert facts.certificate == LEAF.certificate
+        assert facts.chain == (LEAF.certificate, ROOT.certificate)
+        assert facts.uri_sans == ("spiffe://cluster.local/ns/a/sa/b",)
+        assert (facts.version, facts.cipher, facts.alpn) == ("TLSv1.3", "TLS_AES_128_GCM_SHA256", b"h2")
+
+
+@pytest.mark.parametrize("size", [1, 16_384, 16_385, 262_144])
+def test_payload_in_any_pieces(size: int) -> None:
+    client, server = sessions(settings(), settings())
+    Outcome(client, server)
+    data = bytes(range(256)) * (size // 256 + 1)
+    sealed = bytes(OUT[: client.seal(data[:size], OUT)])
+    plain = memoryview(bytearray(size + 100))
+    got = b""
+    for start in range(0, len(sealed), 10_000):
+        server.receive(memoryview(sealed[start : start + 10_000]))
+        got += bytes(plain[: server.read_into(plain)])
+    assert got == data[:size]
+
+
+def test_reading_into_little_room_goes_on() -> None:
+    client, server = sessions(settings(), settings())
+    Outcome(client, server)
+    sealed = memoryview(bytes(OUT[: client.seal(b"x" * 50_000, OUT)]))
+    server.receive(sealed)
+    room, total = memoryview(bytearray(777)), 0
+    while (count := server.read_into(room)) == 777:
+        total += count
+    assert total + count == 50_000
+
+
+def test_close_notify_is_seen_and_reading_goes_on_until_then() -> None:
+    client, server = sessions(settings(), settings())
+    Outcome(client, server)
+    first = bytes(OUT[: client.seal(b"bye", OUT)])
+    client.close()
+    server.receive(memoryview(first + bytes(OUT[: client.seal(b"", OUT)])))
+    plain = memoryview(bytearray(100))
+    assert server.read_into(plain) == 3
+    assert server.peer_closed
+    back = bytes(OUT[: server.seal(b"still there", OUT)])
+    client.receive(memoryview(back))
+    assert client.read_into(plain) == 11
+    assert not client.peer_closed
+
+
+def test_a_tampered_record_ends_the_session() -> None:
+    client, server = sessions(settings(), settings())
+    Outcome(client, server)
+    sealed = bytearray(OUT[: client.seal(b"payload", OUT)])
+    sealed[-1] ^= 1
+    server.receive(memoryview(sealed))
+    with pytest.raises(TlsError) as caught:
+        server.read_into(memoryview(bytearray(100)))
+    assert caught.value.reason is TlsReason.OTHER
+    assert not caught.value.by_peer
+
+
+def test_other_sessions_are_not_disturbed_by_a_failed_one() -> None:
+    good = sessions(settings(), settings())
+    Outcome(*good)
+    stranger = Authority("stranger")
+    Outcome(*sessions(settings(stranger.issue("spiffe://x/ns/a/sa/b")), settings()))
+    sealed = bytes(OUT[: good[0].seal(b"fine", OUT)])
+    good[1].receive(memoryview(sealed))
+    assert good[1].read_into(memoryview(bytearray(10))) == 4
+
+
+def test_no_certificate() -> None:
+    outcome = Outcome(*sessions(settings(None), settings()))
+    assert outcome.reasons == (TlsReason.NO_CERT, TlsReason.NO_CERT)
+    assert outcome.client is not None
+    assert outcome.client.by_peer
+
+
+@pytest.mark.parametrize("mode", [ClientCertificate.OPTIONAL, ClientCertificate.NONE])
+def test_a_certificate_may_be_optional(mode: ClientCertificate) -> None:
+    client, server = sessions(settings(None), replace(settings(), client_certificate=mode))
+    assert Outcome(client, server).reasons == (None, None)
+    assert server.facts().certificate is None
+
+
+def test_stranger() -> None:
+    stranger = Authority("stranger").issue("spiffe://cluster.local/ns/a/sa/b")
+    outcome = Outcome(*sessions(settings(stranger), settings()))
+    assert outcome.reasons == (TlsReason.CHAIN, TlsReason.CHAIN)
+    assert Outcome(*sessions(settings(), settings(stranger))).reasons[0] is TlsReason.CHAIN
+
+
+@pytest.mark.parametrize(("start", "end"), [(-3, -1), (1, 3)])
+def test_dates(start: float, end: float) -> None:
+    leaf = ROOT.issue("spiffe://cluster.local/ns/a/sa/b", from_day=start, to_day=end)
+    reasons = Outcome(*sessions(settings(leaf), settings())).reasons
+    assert reasons[1] is TlsReason.EXPIRED
+    lenient = replace(settings(), allow_expired=True)
+    assert Outcome(*sessions(settings(leaf), lenient)).reasons == (None, None)
+
+
+def test_intermediates_must_be_sent_unless_trusted() -> None:
+    middle = Authority("middle", ROOT)
+    assert Outcome(*sessions(settings(middle.issue("spiffe://a/ns/a/sa/b")), settings())).reasons == (None, None)
+    bare = middle.issue("spiffe://a/ns/a/sa/b", intermediates=False)
+    assert Outcome(*sessions(settings(bare), settings())).reasons[1] is TlsReason.CHAIN
+    assert Outcome(*sessions(settings(bare), settings(trusted=middle.pem))).reasons[1] is None
+
+
+def test_revocation() -> None:
+    other = ROOT.issue("spiffe://cluster.local/ns/a/sa/c")
+    for listed, expired, reason in (
+        (LEAF, False, TlsReason.REVOKED),
+        (LEAF, True, TlsReason.REVOKED),
+        (other, True, None),
+    ):
+        crl = ROOT.revoke(listed.certificate, expired=expired)
+        outcome = Outcome(*sessions(settings(), replace(settings(), crl_pem=b"junk\n" + crl)))
+        assert outcome.reasons[1] is reason
+    middle = Authority("middle", ROOT)
+    crl = ROOT.revoke(middle.certificate)  # and no list of the intermediate itself: unknown is allowed
+    leaf = middle.issue("spiffe://a/ns/a/sa/b")
+    assert Outcome(*sessions(settings(leaf), replace(settings(), crl_pem=crl))).reasons[1] is TlsReason.REVOKED
+    crl = ROOT.revoke(other.certificate)
+    assert Outcome(*sessions(settings(leaf), replace(settings(), crl_pem=crl))).reasons == (None, None)
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_the_verify_hook_refuses_inside_the_handshake(side: str) -> None:
+    seen: list[Sequence[x509.Certificate]] = []
+
+    def judge(chain: Sequence[x509.Certificate]) -> str | None:
+        seen.append(chain)
+        return "nobody we know"
+
+    strict = replace(settings(), verify=judge)
+    pair = sessions(strict, settings()) if side == "client" else sessions(settings(), strict)
+    outcome = Outcome(*pair)
+    mine, peer = (outcome.client, outcome.server) if side == "client" else (outcome.server, outcome.client)
+    assert mine is not None
+    assert (mine.reason, mine.detail, mine.by_peer) == (TlsReason.SAN, "nobody we know", False)
+    assert peer is not None
+    assert peer.by_peer
+    assert "bad certificate" in peer.detail
+    assert [list(chain) for chain in seen] == [[LEAF.certificate, ROOT.certificate]]
+
+
+def test_a_bug_in_the_hook_is_raised() -> None:
+    def broken(chain: Sequence[x509.Certificate]) -> str | None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Outcome(*sessions(settings(), replace(settings(), verify=broken)))
+
+
+def test_versions() -> None:
+    old = replace(settings(), min_version=TlsVersion.TLS_1_2, max_version=TlsVersion.TLS_1_2)
+    assert Outcome(*sessions(old, settings())).reasons == (TlsReason.VERSION, TlsReason.VERSION)
+    both = replace(settings(), min_version=TlsVersion.TLS_1_2)
+    client, server = sessions(old, both)
+    assert Outcome(client, server).reasons == (None, None)
+    assert server.facts().version == "TLSv1.2"
+    data = bytes(OUT[: client.seal(b"x" * 70_000, OUT)])
+    server.receive(memoryview(data))
+    assert server.read_into(memoryview(bytearray(80_000))) == 70_000
+
+
+def test_alpn() -> None:
+    strict = replace(settings(), alpn_required=True)
+    assert Outcome(*sessions(replace(settings(), alpn=()), strict)).reasons == (None, None)
+    other = replace(settings(), alpn=(b"http/1.1",))
+    assert Outcome(*sessions(other, strict)).reasons == (TlsReason.ALPN, TlsReason.ALPN)
+    client, server = sessions(other, settings())
+    assert Outcome(client, server).reasons == (None, None)
+    assert server.facts().alpn is None
+    assert Outcome(*sessions(strict, replace(settings(), alpn=()))).reasons[0] is TlsReason.ALPN
+
+
+def test_groups_and_suites() -> None:
+    client, server = sessions(
+        replace(settings(), groups=("X25519MLKEM768",), suites=("TLS_AES_256_GCM_SHA384",)), settings()
+    )
+    assert Outcome(client, server).reasons == (None, None)
+    assert server.facts().group == "X25519MLKEM768"
+    assert server.facts().cipher == "TLS_AES_256_GCM_SHA384"
+    classic = replace(settings(), groups=("X25519",))
+    hybrid = replace(settings(), groups=("X25519MLKEM768",))
+    assert Outcome(*sessions(classic, hybrid)).reasons[1] is TlsReason.OTHER
+    with pytest.raises(ValueError, match="NoSuchGroup"):
+        TlsContext(Role.CLIENT, replace(settings(), groups=("NoSuchGroup",)))
+
+
+def test_key_log_lines() -> None:
+    lines: list[bytes] = []
+    Outcome(*sessions(replace(settings(), key_log=lines.append), settings()))
+    assert any(line.startswith(b"CLIENT_TRAFFIC_SECRET_0 ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"certificate_chain_pem": b"no pem"},
+        {"private_key_pem": b"no pem"},
+        {"trusted_ca_pem": b""},
+        {"private_key_pem": ROOT.issue().key_pem},
+        {"suites": ("NO_SUCH_SUITE",)},
+        {"crl_pem": b"-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n"},
+    ],
+)
+def test_unusable_material_is_a_value_error(broken: dict[str, bytes]) -> None:
+    with pytest.raises(ValueError):
+        TlsContext(Role.SERVER, replace(settings(), **broken))
+
+
+def test_keys_are_not_shown() -> None:
+    assert b"PRIVATE" not in repr(settings()).encode()
+
+
+def test_nothing_is_resumed() -> None:
+    context_client, context_server = TlsContext(Role.CLIENT, settings()), TlsContext(Role.SERVER, settings())
+    client, server = TlsSession(context_client), TlsSession(context_server)
+    Outcome(client, server)
+    session = client._connection.get_session()
+    assert session is not None
+    client, server = TlsSession(context_client), TlsSession(context_server)
+    client._connection.set_session(session)
+    assert Outcome(client, server).reasons == (None, None)
+    assert server.facts().chain  # verified anew
+    assert isinstance(client._connection, SSL.Connection)
