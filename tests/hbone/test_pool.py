@@ -93,7 +93,7 @@ def test_idle_connections_go_after_their_time_or_the_oldest_first() -> None:
 
 def test_a_peer_that_allows_no_streams_is_not_dialled_for_ever() -> None:
     pool = PoolState(PoolSettings())
-    waiter, _ = pool.request("k", 0)
+    pool.request("k", 0)
     connection, actions = pool.dialled("k", 0, 0)
     assert isinstance(actions[0], Fail)
     assert isinstance(actions[0].error, TunnelBroken)

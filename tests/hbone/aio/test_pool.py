@@ -1,0 +1,222 @@
+"""The pool over real connections: sharing, failing, racing GOAWAYs, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Hashable
+
+import pytest
+
+from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.poller import Poller
+from hbone.aio.pool import Pool
+from hbone.aio.server import Request, serve_connection
+from hbone.errors import ConnectRefused, PoolClosed, TunnelBroken
+from hbone.pool import PoolSettings
+from hbone.settings import Http2Settings
+from tests.hbone.aio.harness import CONNECT, contexts, polling, run, tcp_pair
+
+
+class Mesh:
+    """Dials loopback servers; their connections and what they were asked are seen here."""
+
+    def __init__(self, poller: Poller, tasks: asyncio.TaskGroup, streams: int = 200) -> None:
+        self.poller = poller
+        self.tasks = tasks
+        self.settings = ConnectionSettings(http2=Http2Settings(max_concurrent_streams=streams))
+        self.servers: list[Connection] = []
+        self.dials = 0
+        self.fail: list[Exception] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.over = asyncio.Event()
+        self.status = 200
+
+    async def dial(self, key: Hashable) -> Connection:
+        self.dials += 1
+        await self.gate.wait()
+        if self.fail:
+            raise self.fail.pop(0)
+        near, far = tcp_pair()
+        client_context, server_context = contexts()
+        self.tasks.create_task(
+            serve_connection(
+                far,
+                server_context,
+                self.settings,
+                self.poller,
+                self.handle,
+                on_established=self.servers.append,
+            )
+        )
+        return await connect(near, client_context, default_client(), self.poller)
+
+    async def handle(self, request: Request) -> None:
+        if self.status != 200:
+            request.refuse(self.status)
+            return
+        request.accept()
+        while not (request.gone or self.over.is_set()):
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def mesh(settings: PoolSettings | None = None, streams: int = 200) -> AsyncIterator[tuple[Pool, Mesh]]:
+    with polling() as poller:
+        async with asyncio.TaskGroup() as tasks:
+            network = Mesh(poller, tasks, streams)
+            pool = Pool(network.dial, settings)
+            try:
+                yield pool, network
+            finally:
+                network.over.set()
+                network.gate.set()
+                await pool.close()
+                assert pool.statistics.connections == 0
+                assert pool.statistics.waiters == 0
+
+
+def test_a_storm_dials_once_and_shares() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            network.gate.clear()
+            async with asyncio.TaskGroup() as tasks:
+                opening = [tasks.create_task(pool.open("k", CONNECT)) for _ in range(50)]
+                await asyncio.sleep(0)
+                network.gate.set()
+            assert network.dials == 1
+            assert pool.statistics.streams == 50
+            for task in opening:
+                task.result().close()
+            assert pool.statistics.streams == 0
+            assert pool.statistics.idle == 1
+            (await pool.open("k", CONNECT)).close()
+            assert network.dials == 1
+
+    run(main)
+
+
+def test_keys_do_not_share() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            for key in ("a", "b"):
+                (await pool.open(key, CONNECT)).close()
+            assert network.dials == 2
+
+    run(main)
+
+
+def test_a_failed_dial_reaches_one_and_the_others_go_on() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            network.fail = [OSError("refused")]
+            results = await asyncio.gather(*(pool.open("k", CONNECT) for _ in range(5)), return_exceptions=True)
+            assert [type(result) for result in results].count(OSError) == 1
+            for result in results:
+                if not isinstance(result, BaseException):
+                    result.close()
+            assert network.dials == 2
+
+    run(main)
+
+
+def test_a_low_limit_of_the_peer_opens_more_connections() -> None:
+    async def main() -> None:
+        async with mesh(streams=5) as (pool, network):
+            async with asyncio.timeout(5):
+                tunnels = await asyncio.gather(*(pool.open("k", CONNECT) for _ in range(12)))
+            assert all(server.engine.open_streams <= 5 for server in network.servers)
+            assert len(network.servers) >= 3
+            for tunnel in tunnels:
+                tunnel.close()
+
+    run(main)
+
+
+def test_refusals_are_raised_and_leave_no_stream() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            network.status = 503
+            with pytest.raises(ConnectRefused):
+                await pool.open("k", CONNECT)
+            assert pool.statistics.streams == 0
+
+    run(main)
+
+
+def test_a_goaway_that_crosses_the_request_is_retried_elsewhere() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            (await pool.open("k", CONNECT)).close()
+            network.servers[0].engine.goaway()
+            network.poller.mark(network.servers[0])
+            tunnel = await pool.open("k", CONNECT)
+            assert network.dials == 2
+            assert pool.statistics.retried <= 1
+            tunnel.close()
+
+    run(main)
+
+
+def test_lost_connections_are_replaced() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            tunnel = await pool.open("k", CONNECT)
+            network.servers[0].abort("crash")
+            while pool.statistics.connections:
+                await asyncio.sleep(0.001)
+            assert tunnel.reset_seen
+            tunnel.close()
+            (await pool.open("k", CONNECT)).close()
+            assert network.dials == 2
+
+    run(main)
+
+
+def test_idle_connections_are_released() -> None:
+    async def main() -> None:
+        async with mesh(PoolSettings(idle_timeout_s=0.05)) as (pool, network):
+            (await pool.open("k", CONNECT)).close()
+            await network.servers[0].wait_closed()
+            assert pool.statistics.connections == 0
+
+    run(main)
+
+
+def test_drain_fails_waiters_and_keeps_tunnels() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            tunnel = await pool.open("k", CONNECT)
+            network.gate.clear()
+            waiting = asyncio.get_running_loop().create_task(pool.open("other", CONNECT))
+            await asyncio.sleep(0)
+            pool.drain()
+            with pytest.raises(PoolClosed):
+                await waiting
+            with pytest.raises(PoolClosed):
+                await pool.open("k", CONNECT)
+            assert not tunnel.reset_seen
+            tunnel.close()
+            assert pool.statistics.connections == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_cancelling_an_open_at_any_turn_leaves_nothing(turns: int) -> None:
+    async def main() -> None:
+        async with mesh() as (pool, _):
+            others = [asyncio.get_running_loop().create_task(pool.open("k", CONNECT)) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            others[0].cancel()
+            results = await asyncio.gather(*others, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    assert isinstance(result, asyncio.CancelledError | TunnelBroken)
+                else:
+                    result.close()
+            assert pool.statistics.streams == 0
+
+    run(main)
