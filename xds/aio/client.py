@@ -165,6 +165,10 @@ class _Stream:
             try:
                 await self._one_stream()
             except StreamBroken as broken:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # gRPC answers a cancelled read with the status of the call if that has just failed.
+                    raise asyncio.CancelledError from broken
                 self._lost(broken)
             finally:
                 self.state.stream_closed()
@@ -173,29 +177,28 @@ class _Stream:
             await asyncio.sleep(self._backoff.next(random.random()))
 
     async def _one_stream(self) -> None:
+        import grpc
+
         async with self._connect() as channel:
             metadata = None if self._metadata is None else tuple(self._metadata())
             call = channel.stream_stream(self._path)(metadata=metadata)
             self.state.stream_opened()
             self._answered = False
+            # No TaskGroup: before Python 3.13 one whose child fails may leave its parent marked as cancelled
+            # (Task.cancelling), and the caller needs that mark.
+            writer = asyncio.get_running_loop().create_task(self._write(call), name=f"xds {self._name} write")
+            writer.add_done_callback(lambda _: call.cancel())  # a writer that failed ends the reader
             try:
-                async with asyncio.TaskGroup() as directions:
-                    directions.create_task(self._write(call), name=f"xds {self._name} write")
-                    directions.create_task(self._read(call), name=f"xds {self._name} read")
-            except ExceptionGroup as failures:
-                raise self._broken(failures.exceptions[0]) from failures
+                await self._read(call)
+            except grpc.RpcError as error:
+                raise StreamBroken(_status_text(error.code(), error.details()), answered=self._answered) from error
+            except DecodeError as error:
+                raise StreamBroken("the server sent a malformed response", answered=self._answered) from error
             finally:
-                call.cancel()
-
-    def _broken(self, error: BaseException) -> BaseException:
-        """Translate what ended a direction; what is neither gRPC's nor the server's doing is our bug."""
-        import grpc
-
-        if isinstance(error, grpc.RpcError):
-            return StreamBroken(_status_text(error.code(), error.details()), answered=self._answered)
-        if isinstance(error, DecodeError):
-            return StreamBroken("the server sent a malformed response", answered=self._answered)
-        return error
+                writer.cancel()
+                await asyncio.wait([writer])
+                if not writer.cancelled():
+                    writer.result()
 
     async def _read(self, call: Any) -> None:
         import grpc.aio
@@ -207,6 +210,8 @@ class _Stream:
         raise StreamBroken(_status_text(await call.code(), await call.details()), answered=self._answered)
 
     async def _write(self, call: Any) -> None:
+        import grpc
+
         while True:
             self._wake.clear()
             for feed in self._feeds.values():
@@ -217,8 +222,8 @@ class _Stream:
                 logger.debug("> %s", _Shown(request))
                 try:
                     await call.write(request.SerializeToString())
-                except asyncio.InvalidStateError:
-                    return  # the call has ended; the reader learns why
+                except (asyncio.InvalidStateError, grpc.RpcError):
+                    await asyncio.Event().wait()  # the call has ended; the reader learns why and cancels this
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
             await self._wake.wait()

@@ -1,0 +1,301 @@
+"""The gRPC client against the embedded server over real sockets, on both event loops and in both variants."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import uvloop
+from google.protobuf.message import Message
+
+from xds.aio.client import AdsClient, PerTypeClient
+from xds.aio.server import ServeError, SnapshotServer
+from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.protocol.client import Backoff
+from xds.protocol.resource import Update, UpdateRejected
+from xds.protocol.snapshot import Answered, Snapshot
+from xds.protocol.types import CDS, EDS, LDS, SDS
+
+NODE = Node(id="node-1")
+LIMIT_S = 20.0
+
+
+class Receiver:
+    """Collects updates; may refuse or hold them."""
+
+    def __init__(self) -> None:
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.refuse = ""
+        self.hold: asyncio.Event | None = None
+
+    async def __call__(self, update: Update) -> None:
+        self.updates.put_nowait(update)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.refuse:
+            raise UpdateRejected(self.refuse)
+
+    async def names(self) -> list[str]:
+        return [resource.name for resource in (await self.updates.get()).resources]
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "asyncio") -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await main()
+
+    (uvloop.run if loop == "uvloop" else asyncio.run)(limited())
+
+
+def server(addresses: list[str], answers: "asyncio.Queue[Answered] | None" = None) -> SnapshotServer:
+    return SnapshotServer(
+        addresses,
+        identifier="test",
+        on_answer=None if answers is None else lambda _, answered: answers.put_nowait(answered),
+    )
+
+
+def client(address: str, *, delta: bool = False) -> AdsClient:
+    return AdsClient(address, NODE, delta=delta, backoff=Backoff(base_s=0.02, max_s=0.1))
+
+
+def snapshot(*messages: Message) -> Snapshot:
+    return Snapshot.of(messages)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_updates_acks_and_stats(loop: str, delta: bool) -> None:
+    async def main() -> None:
+        answers: asyncio.Queue[Answered] = asyncio.Queue()
+        async with server(["127.0.0.1:0"], answers) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a"), Listener(name="l")))
+            receive = Receiver()
+            async with client(control_plane.addresses[0], delta=delta) as ads:
+                subscription = ads.subscribe(CDS, None, receive)
+                assert await receive.names() == ["a"]
+                first = await answers.get()
+                assert (first.type_url, first.error) == (CDS, None)
+                assert subscription.stats.version_text == first.version
+                assert subscription.stats.update_success == 1
+                control_plane.publish("node-1", snapshot(Cluster(name="b"), Listener(name="l")))
+                update = await receive.updates.get()
+                assert [resource.name for resource in update.resources] == ["b"]
+                assert (update.complete, update.removed) == ((False, ("a",)) if delta else (True, ()))
+                assert ads.stats.connected_state == 1
+                assert ads.stats.identifier == "test"
+                assert control_plane.connected() == ("node-1",)
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_control_plane_killed_and_back(delta: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="xds.aio.client")
+
+    async def main() -> None:
+        address = f"127.0.0.1:{free_port()}"
+        receive = Receiver()
+        async with client(address, delta=delta) as ads:
+            async with server([address]) as control_plane:
+                control_plane.publish("node-1", snapshot(Cluster(name="a")))
+                subscription = ads.subscribe(CDS, None, receive)
+                assert await receive.names() == ["a"]
+            while subscription.stats.update_failure < 5:
+                await asyncio.sleep(0.01)
+            assert ads.stats.connected_state == 0
+            async with server([address]) as control_plane:
+                control_plane.publish("node-1", snapshot(Cluster(name="a"), Cluster(name="b")))
+                # The incremental variant told what it holds, so only the difference comes.
+                assert await receive.names() == (["b"] if delta else ["a", "b"])
+
+    run(main)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("does not answer" in line for line in lines) == 1
+    assert sum("control plane is back" in line for line in lines) == 1
+    assert len(lines) == 3, lines
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_nack_tells_the_reason_and_keeps_the_last_good_version(delta: bool) -> None:
+    async def main() -> None:
+        answers: asyncio.Queue[Answered] = asyncio.Queue()
+        async with server(["127.0.0.1:0"], answers) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            receive = Receiver()
+            async with client(control_plane.addresses[0], delta=delta) as ads:
+                stats = ads.subscribe(CDS, None, receive).stats
+                good = await answers.get()
+                receive.refuse = "Error adding/updating cluster(s) b: why"
+                control_plane.publish("node-1", snapshot(Cluster(name="b")))
+                assert (await answers.get()).error == "Error adding/updating cluster(s) b: why"
+                assert (stats.version_text, stats.update_rejected) == (good.version, 1)
+                receive.refuse = ""
+                control_plane.publish("node-1", snapshot(Cluster(name="c")))
+                assert (await answers.get()).error is None
+
+    run(main)
+
+
+def test_a_bug_in_a_receiver_is_a_nack_and_not_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        answers: asyncio.Queue[Answered] = asyncio.Queue()
+        calls = 0
+
+        async def receive(update: Update) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyError("oops")
+
+        async with server(["127.0.0.1:0"], answers) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            async with client(control_plane.addresses[0]) as ads:
+                ads.subscribe(CDS, None, receive)
+                assert "internal error: KeyError" in str((await answers.get()).error)
+                control_plane.publish("node-1", snapshot(Cluster(name="b")))
+                assert (await answers.get()).error is None
+
+    run(main)
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_a_warming_receiver_holds_back_its_own_ack_only() -> None:
+    async def main() -> None:
+        answers: asyncio.Queue[Answered] = asyncio.Queue()
+        clusters, endpoints = Receiver(), Receiver()
+        clusters.hold = asyncio.Event()
+        async with server(["127.0.0.1:0"], answers) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a"), ClusterLoadAssignment(cluster_name="a")))
+            async with client(control_plane.addresses[0]) as ads:
+                ads.subscribe(CDS, None, clusters)
+                await clusters.names()
+                ads.subscribe(EDS, ["a"], endpoints)
+                assert await endpoints.names() == ["a"]
+                assert (await answers.get()).type_url == EDS
+                clusters.hold.set()
+                assert (await answers.get()).type_url == CDS
+
+    run(main)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_subscriptions_of_one_type_get_their_own_and_late_ones_what_is_known(delta: bool) -> None:
+    async def main() -> None:
+        async with server(["127.0.0.1:0"]) as control_plane:
+            control_plane.publish(
+                "node-1", snapshot(*(ClusterLoadAssignment(cluster_name=name) for name in "abc"))
+            )
+            one, two, late = Receiver(), Receiver(), Receiver()
+            async with client(control_plane.addresses[0], delta=delta) as ads:
+                first = ads.subscribe(EDS, ["a"], one)
+                ads.subscribe(EDS, ["b"], two)
+                assert (await one.names(), await two.names()) == (["a"], ["b"])
+                ads.subscribe(EDS, ["a"], late)
+                assert await late.names() == ["a"]
+                first.set_names(["c"])
+                while await one.names() != ["c"]:
+                    pass
+                first.close()
+                control_plane.publish("node-1", snapshot(ClusterLoadAssignment(cluster_name="b", endpoints=[{}])))
+                while (update := await two.updates.get()).resources[0].body.value.find(b"b") < 0:
+                    pass
+                assert update.resources[0].name == "b"
+                assert one.updates.empty()
+
+    run(main)
+
+
+def test_initial_fetch_timeout_is_counted_and_told_once() -> None:
+    async def main() -> None:
+        told = asyncio.Event()
+        async with server(["127.0.0.1:0"]) as control_plane, client(control_plane.addresses[0]) as ads:
+            patient = ads.subscribe(SDS, ["s"], Receiver(), initial_fetch_timeout_s=0, on_initial_timeout=told.set)
+            hasty = ads.subscribe(
+                SDS, ["t"], Receiver(), initial_fetch_timeout_s=0.01, on_initial_timeout=told.set
+            )
+            await told.wait()
+            assert (hasty.stats.init_fetch_timeout, patient.stats.init_fetch_timeout) == (1, 0)
+
+    run(main)
+
+
+def test_secrets_from_an_agents_socket_one_stream_each(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/sds"
+
+    async def main() -> None:
+        async with server([address]) as agent:
+            agent.publish("node-1", snapshot(Secret(name="default"), Secret(name="ROOTCA")))
+            async with PerTypeClient(address, NODE) as sds:
+                one, two = Receiver(), Receiver()
+                sds.subscribe(SDS, ["default"], one)
+                root = sds.subscribe(SDS, ["ROOTCA"], two)
+                assert (await one.names(), await two.names()) == (["default"], ["ROOTCA"])
+                assert len(agent.connected()) == 2
+                root.close()
+                while len(agent.connected()) > 1:
+                    await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_a_client_that_asks_the_wrong_service_is_told() -> None:
+    async def main() -> None:
+        async with (
+            server(["127.0.0.1:0"]) as control_plane,
+            grpc.aio.insecure_channel(control_plane.addresses[0]) as channel,
+        ):
+            call = channel.stream_stream("/envoy.service.secret.v3.SecretDiscoveryService/StreamSecrets")()
+            await call.write(b"\x22\x01x")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            call = channel.stream_stream("/acme.Service/Method")()
+            assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+
+    run(main)
+
+
+def test_a_taken_port_is_an_error() -> None:
+    async def main() -> None:
+        async with server(["127.0.0.1:0"]) as control_plane:
+            with pytest.raises(ServeError, match=control_plane.addresses[0]):
+                async with server([*control_plane.addresses]):
+                    pass
+
+    run(main)
+
+
+def test_leaving_ends_every_task_while_the_control_plane_is_away() -> None:
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        async with client(f"127.0.0.1:{free_port()}") as ads:
+            stats = ads.subscribe(LDS, None, Receiver()).stats
+            while not stats.update_failure:
+                await asyncio.sleep(0.005)
+        assert {task for task in asyncio.all_tasks() - before if "xds" in task.get_name()} == set()
+
+    run(main)
+
+
+def test_the_file_source_does_not_load_grpc() -> None:
+    import subprocess
+    import sys
+
+    script = "import sys, xds.aio.file, xds.aio.client; assert 'grpc' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3], env=dict(os.environ))
