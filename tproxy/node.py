@@ -9,6 +9,10 @@ Marks on the host, each a bit pattern that others contain on purpose: 0x200 "rou
 0x210 "sent by the proxy with a foreign source" and of 0x220 "skip both directions of this connection",
 so one test for 0x200 ends the chain for all three.
 
+Taken away one at a time, nearly everything here is missed by some flow of ``tests/netns``. Not missed are
+accept_local, the connection mark 0x220 and the ztunnel's rules 20001 and 20002; they stay as upstream has
+them, for hosts whose routes are less simple than ours.
+
 IPv6 is the same text twice with three differences. It has neither rp_filter nor accept_local, and needs
 neither: IPv6 input does not check where a source address would be routed. A host answers neighbour
 solicitations only on the interface that has the address, so "host address directly on eth0" has no IPv6
