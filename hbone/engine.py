@@ -42,22 +42,11 @@ from hbone.events import (
     WindowOpened,
 )
 from hbone.flow import Budget
-from hbone.frames import (
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    HEADER,
-    HEADER_BYTES,
-    MAX_STREAM_ID,
-    MAX_WINDOW,
-    PADDED,
-    PREFACE,
-    PRIORITY_FLAG,
-    Setting,
-)
+from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
 from hbone.hpack_cache import BlockDecoder, BlockEncoder, HeaderBlockError
 from hbone.output import Buffers, Output, OwnBuffers
+from hbone.reader import Failure, FrameReader
 from hbone.settings import Http2Settings, Role
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
@@ -65,19 +54,8 @@ _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
 _REMEMBERED_RESETS: Final = 512
 _EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
 _DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
-_FIXED_LENGTH: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
-_CONNECTION_ONLY: Final = frozenset((frames.SETTINGS, frames.PING, frames.GOAWAY))
-_STREAM_ONLY: Final = frozenset((frames.HEADERS, frames.PRIORITY, frames.RST_STREAM, frames.CONTINUATION))
 
 _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
-
-
-class _Failure(Exception):
-    """Connection error: unwinds to receive_data."""
-
-    def __init__(self, code: ErrorCode, detail: str) -> None:
-        self.code = code
-        self.detail = detail
 
 
 class _Stream:
@@ -143,19 +121,10 @@ class Engine:
         self._responses: BlockDecoder[ResponseHead | Trailers | Malformed] = BlockDecoder(
             settings.max_header_list_bytes, parse_response
         )
-        # The input's position: the preface still to come, a frame cut short, a payload passing through.
-        self._preface = PREFACE if self._server else b""
-        self._partial = bytearray()
-        self._left = 0
-        self._padding = 0
-        self._left_stream = 0
-        self._left_known: _Stream | None = None
-        self._left_ended = False
-        self._block = bytearray()
-        self._block_stream = 0
-        self._block_flags = 0
-        self._block_frames = 0
-        self._settings_next = True
+        self._reader = FrameReader(settings, expect_preface=self._server)
+        self._data_stream_id = 0
+        self._data_stream: _Stream | None = None
+        self._data_ended = False
         self._events: list[Event] = []
         self._now = 0.0
 
@@ -367,122 +336,19 @@ class Engine:
         self._events = events
         view = data if type(data) is memoryview else memoryview(data)
         try:
-            self._parse(view, len(view))
-        except _Failure as failure:
+            self._reader.feed(view, self)
+        except Failure as failure:
             self.goaway(failure.code)
             self.failed = True
             events.append(ConnectionFailed(failure.code, failure.detail))
         self._events = []
         return events
 
-    def _parse(self, view: memoryview, end: int) -> None:
-        position = 0
-        if self._preface:
-            position = min(len(self._preface), end)
-            if view[:position] != self._preface[:position]:
-                raise _Failure(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 connection preface")
-            self._preface = self._preface[position:]
-        unpack = HEADER.unpack_from
-        while position < end:
-            if self._left:
-                size = end - position
-                if size > self._left:
-                    size = self._left
-                self._left -= size
-                self._payload(view[position : position + size], size)
-                position += size
-                if not self._left:
-                    self._payload_done()
-                continue
-            if self._partial:
-                position = self._complete(view, position, end)
-                continue
-            if end - position < HEADER_BYTES:
-                self._partial += view[position:]
-                return
-            high, low, kind, flags, stream_id = unpack(view, position)
-            length = high << 8 | low
-            if kind == DATA and not flags & PADDED:
-                position += HEADER_BYTES
-                self._data_frame(flags, stream_id & MAX_STREAM_ID, length, length, 0)
-                continue
-            self._check_header(kind, length, stream_id & MAX_STREAM_ID)
-            need = self._needed(kind, flags, length)
-            if end - position < need:
-                self._partial += view[position:]
-                return
-            self._frame(
-                kind, flags, stream_id & MAX_STREAM_ID, length, bytes(view[position + 9 : position + need])
-            )
-            position += need
+    # Frames in, called by FrameReader
 
-    def _complete(self, view: memoryview, position: int, end: int) -> int:
-        """Continue a frame that was cut: first its header, then what :meth:`_needed` says."""
-        partial = self._partial
-        if len(partial) < HEADER_BYTES:
-            take = min(HEADER_BYTES - len(partial), end - position)
-            partial += view[position : position + take]
-            position += take
-            if len(partial) < HEADER_BYTES:
-                return position
-            high, low, kind, _, stream_id = HEADER.unpack_from(partial)
-            self._check_header(kind, high << 8 | low, stream_id & MAX_STREAM_ID)
-        high, low, kind, flags, stream_id = HEADER.unpack_from(partial)
-        length = high << 8 | low
-        need = self._needed(kind, flags, length)
-        take = min(need - len(partial), end - position)
-        partial += view[position : position + take]
-        if len(partial) == need:
-            payload = bytes(partial[HEADER_BYTES:])
-            self._partial = bytearray()
-            self._frame(kind, flags, stream_id & MAX_STREAM_ID, length, payload)
-        return position + take
-
-    def _needed(self, kind: int, flags: int, length: int) -> int:
-        """Bytes to collect before a frame can be acted on: all of it, but of DATA and unknown ones the head."""
-        if kind == DATA:
-            return HEADER_BYTES + (1 if flags & PADDED and length else 0)
-        if kind > frames.CONTINUATION:
-            return HEADER_BYTES
-        return HEADER_BYTES + length
-
-    def _check_header(self, kind: int, length: int, stream_id: int) -> None:
-        """Refuse by the header what must not be collected."""
-        limits = self.settings.limits
-        if length > self.settings.max_frame_bytes:
-            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
-        if self._settings_next and kind != frames.SETTINGS:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "the first frame was not SETTINGS")
-        if self._block_stream and (kind != frames.CONTINUATION or stream_id != self._block_stream):
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "a header section was interrupted")
-        if (kind in _CONNECTION_ONLY and stream_id) or (kind in _STREAM_ONLY and not stream_id):
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
-        if _FIXED_LENGTH.get(kind, length) != length:
-            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame of wrong length")
-        if kind in (frames.HEADERS, frames.CONTINUATION):
-            if len(self._block) + length > limits.header_block_bytes:
-                raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "header section over the limit")
-        elif kind == frames.SETTINGS:
-            if length > limits.settings_bytes:
-                raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "SETTINGS over the limit")
-        elif kind == frames.GOAWAY and length > limits.goaway_bytes:
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "GOAWAY over the limit")
-
-    def _frame(self, kind: int, flags: int, stream_id: int, length: int, payload: bytes) -> None:
-        if kind == DATA and not flags & PADDED:
-            self._data_frame(flags, stream_id, length, length, 0)
-        elif kind == DATA:
-            if not length:
-                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "padded DATA without pad length")
-            padding = payload[0]
-            if padding >= length:
-                raise _Failure(ErrorCode.PROTOCOL_ERROR, "padding longer than the frame")
-            self._data_frame(flags, stream_id, length, length - 1 - padding, padding)
-        elif kind == frames.HEADERS:
-            self._headers_frame(flags, stream_id, payload)
-        elif kind == frames.CONTINUATION:
-            self._continuation_frame(flags, payload)
-        elif kind == frames.WINDOW_UPDATE:
+    def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """See :class:`hbone.reader.FrameSink`."""
+        if kind == frames.WINDOW_UPDATE:
             self._window_update(stream_id, frames.U32.unpack(payload)[0] & MAX_WINDOW)
         elif kind == frames.RST_STREAM:
             self._reset_frame(stream_id, frames.U32.unpack(payload)[0])
@@ -492,30 +358,17 @@ class Engine:
             self._ping_frame(flags, payload)
         elif kind == frames.GOAWAY:
             self._goaway_frame(payload)
-        elif kind == frames.PUSH_PROMISE:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE was not allowed")
         else:
             self._charge()
-            if kind == frames.PRIORITY:
-                self._priority(stream_id, payload)
-            else:  # unknown: ignored, without being collected (RFC 9113, 5.5)
-                self._left = length
-                self._left_stream = -1
-                self._left_known = None
-                self._left_ended = False
+            if kind == frames.PRIORITY and frames.U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
+                raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
-    # DATA
-
-    def _data_frame(self, flags: int, stream_id: int, length: int, payload: int, padding: int) -> None:
-        if length > self.settings.max_frame_bytes:
-            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
-        if self._block_stream or self._settings_next or not stream_id:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "DATA out of place")
+    def data_began(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
+        """See :class:`hbone.reader.FrameSink`."""
         self._receive_window -= length
         if self._receive_window < 0:
-            raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window exceeded")
+            raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window exceeded")
         stream = self._streams.get(stream_id)
-        ended = flags & END_STREAM != 0
         if stream is None or not stream.remote_open:
             self._data_on_closed(stream_id, stream)
             stream = None
@@ -531,31 +384,15 @@ class Engine:
                 self._charge()
         if length > payload:  # padding and its length byte are nobody's to deliver
             self.acknowledge(stream_id, length - payload)
-        self._left = payload
-        self._padding = padding
-        self._left_stream = stream_id
-        self._left_known = stream
-        self._left_ended = ended
-        if not payload:
-            self._payload_done()
+        self._data_stream_id = stream_id
+        self._data_stream = stream
+        self._data_ended = ended
 
-    def _data_on_closed(self, stream_id: int, stream: _Stream | None) -> None:
-        if stream is not None:
-            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
-            return
-        if self._is_idle(stream_id):
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
-        if stream_id in self._reset_here or self._ignored(stream_id):
-            return  # was on its way when we reset the stream; the windows bound how much
-        self._charge_reset()
-        self._send_reset(stream_id, ErrorCode.STREAM_CLOSED)
-
-    def _payload(self, piece: memoryview, size: int) -> None:
-        stream = self._left_known
-        stream_id = self._left_stream
-        if stream is None:
-            if stream_id > 0:
-                self.acknowledge(stream_id, size)
+    def data_piece(self, piece: memoryview, size: int) -> None:
+        """See :class:`hbone.reader.FrameSink`."""
+        stream_id = self._data_stream_id
+        if self._data_stream is None:
+            self.acknowledge(stream_id, size)
             return
         events = self._events
         if events:
@@ -566,62 +403,14 @@ class Engine:
                 return
         events.append(DataReceived(stream_id, [piece], size))
 
-    def _payload_done(self) -> None:
-        if self._padding:
-            self._left, self._padding = self._padding, 0
-            # Skipped like an unknown frame: already acknowledged.
-            ended, stream = self._left_ended, self._left_known
-            self._left_ended, self._left_known = False, None
-            stream_id, self._left_stream = self._left_stream, -1
-            if ended and stream is not None:
-                self._remote_ended(stream_id, stream)
-        elif self._left_ended:
-            self._left_ended = False
-            if self._left_known is not None:
-                self._remote_ended(self._left_stream, self._left_known)
+    def data_done(self) -> None:
+        """See :class:`hbone.reader.FrameSink`."""
+        stream, self._data_stream = self._data_stream, None
+        if self._data_ended and stream is not None and stream.remote_open:
+            self._remote_ended(self._data_stream_id, stream)
 
-    # HEADERS
-
-    def _headers_frame(self, flags: int, stream_id: int, payload: bytes) -> None:
-        padding = start = 0
-        if flags & PADDED:
-            if not payload:
-                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "padded HEADERS without pad length")
-            padding, start = payload[0], 1
-        dependency = None
-        if flags & PRIORITY_FLAG:
-            if len(payload) < start + 5:
-                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for its priority")
-            dependency = frames.U32.unpack_from(payload, start)[0] & MAX_STREAM_ID
-            start += 5
-        if start + padding > len(payload):
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "padding longer than the frame")
-        if dependency == stream_id:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
-        self._block += payload[start : len(payload) - padding]
-        self._block_flags = flags
-        if flags & END_HEADERS:
-            self._section(stream_id)
-        else:
-            self._block_stream = stream_id
-            self._block_frames = 0
-
-    def _continuation_frame(self, flags: int, payload: bytes) -> None:
-        stream_id = self._block_stream
-        if not stream_id:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        self._block_frames += 1
-        if self._block_frames > self.settings.limits.continuation_frames:
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many CONTINUATION frames")
-        self._block += payload
-        if flags & END_HEADERS:
-            self._block_stream = 0
-            self._section(stream_id)
-
-    def _section(self, stream_id: int) -> None:
-        block = bytes(self._block)
-        self._block.clear()
-        ended = self._block_flags & END_STREAM != 0
+    def section(self, stream_id: int, block: bytes, *, ended: bool) -> None:
+        """See :class:`hbone.reader.FrameSink`."""
         # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
         try:
             if self._server:
@@ -630,7 +419,18 @@ class Engine:
                 self._response(stream_id, self._responses.decode(block), ended=ended)
         except HeaderBlockError as error:
             code = ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR
-            raise _Failure(code, str(error)) from error
+            raise Failure(code, str(error)) from error
+
+    def _data_on_closed(self, stream_id: int, stream: _Stream | None) -> None:
+        if stream is not None:
+            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
+            return
+        if self._is_idle(stream_id):
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
+        if stream_id in self._reset_here or self._ignored(stream_id):
+            return  # was on its way when we reset the stream; the windows bound how much
+        self._charge_reset()
+        self._send_reset(stream_id, ErrorCode.STREAM_CLOSED)
 
     def _request(self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool) -> None:
         stream = self._streams.get(stream_id)
@@ -638,12 +438,12 @@ class Engine:
             self._section_again(stream_id, stream, head, ended=ended)
             return
         if not stream_id & 1:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
         if stream_id <= self._last_peer_id:
             if stream_id in self._reset_here:
                 self._charge()
                 return
-            raise _Failure(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+            raise Failure(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
         if self._goaway_limit is not None:
             self._charge()  # after the final GOAWAY: not answered (RFC 9113, 6.8)
             return
@@ -668,7 +468,7 @@ class Engine:
         stream = self._streams.get(stream_id)
         if stream is None:
             if self._is_idle(stream_id):
-                raise _Failure(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
+                raise Failure(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
             self._charge()
         elif stream.answered:
             self._section_again(stream_id, stream, head, ended=ended)
@@ -705,7 +505,7 @@ class Engine:
             stream = self._streams.get(stream_id)
             if stream is None:
                 if self._is_idle(stream_id):
-                    raise _Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+                    raise Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
                 return
             if not increment:
                 self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -718,10 +518,10 @@ class Engine:
                 self._events.append(WindowOpened(stream_id))
             return
         if not increment:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
         self._send_window += increment
         if self._send_window > MAX_WINDOW:
-            raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window over 2^31-1")
+            raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window over 2^31-1")
         if self._send_blocked:
             self._send_blocked = False
             self._events.append(WindowOpened(0))
@@ -730,7 +530,7 @@ class Engine:
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             if self._is_idle(stream_id):
-                raise _Failure(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
+                raise Failure(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
             self._charge()
             return
         if self._server and not stream.answered:
@@ -740,13 +540,12 @@ class Engine:
 
     def _settings_frame(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
-            if payload or self._settings_next:
-                raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with content or out of place")
+            if payload:
+                raise Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with content")
             self._charge()
             return
         if len(payload) % frames.SETTING.size:
-            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of wrong length")
-        self._settings_next = False
+            raise Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of wrong length")
         self._charge(1 + len(payload) // 64)
         for key, value in frames.SETTING.iter_unpack(payload):
             self._apply_setting(key, value)
@@ -757,26 +556,26 @@ class Engine:
     def _apply_setting(self, key: int, value: int) -> None:
         if key == Setting.INITIAL_WINDOW_SIZE:
             if value > MAX_WINDOW:
-                raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
+                raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
             change = value - self._peer_initial_window
             self._peer_initial_window = value
             for stream_id, stream in self._streams.items():
                 stream.send_window += change
                 if stream.send_window > MAX_WINDOW:
-                    raise _Failure(ErrorCode.FLOW_CONTROL_ERROR, "stream window over 2^31-1")
+                    raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "stream window over 2^31-1")
                 if stream.blocked and stream.send_window > 0:
                     stream.blocked = False
                     self._events.append(WindowOpened(stream_id))
         elif key == Setting.MAX_FRAME_SIZE:
             if not _DEFAULT_FRAME <= value < 2**24:
-                raise _Failure(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE out of range")
+                raise Failure(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE out of range")
             self.peer_max_frame_bytes = value
         elif key == Setting.MAX_CONCURRENT_STREAMS:
             self.peer_max_streams = value
         elif key == Setting.ENABLE_PUSH and (value > 1 or (value == 1 and not self._server)):
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH out of range")
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH out of range")
         elif key == Setting.ENABLE_CONNECT_PROTOCOL and value > 1:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_CONNECT_PROTOCOL out of range")
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_CONNECT_PROTOCOL out of range")
 
     def _ping_frame(self, flags: int, payload: bytes) -> None:
         self._charge()
@@ -789,7 +588,7 @@ class Engine:
 
     def _goaway_frame(self, payload: bytes) -> None:
         if len(payload) < 8:
-            raise _Failure(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY too short")
+            raise Failure(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY too short")
         self._charge()
         last, code = frames.TWO_U32.unpack_from(payload)
         last &= MAX_STREAM_ID
@@ -799,10 +598,6 @@ class Engine:
                 del self._streams[stream_id]
                 self._events.append(StreamReset(stream_id, ErrorCode.REFUSED_STREAM, unprocessed=True))
         self._events.append(GoawayReceived(last, code, payload[8:264]))
-
-    def _priority(self, stream_id: int, payload: bytes) -> None:
-        if frames.U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
-            raise _Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
     # Shared
 
@@ -870,12 +665,12 @@ class Engine:
 
     def _charge(self, tokens: float = 1.0) -> None:
         if not self._control.spend(self._now, tokens):
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
         if self.output.frames > self.settings.limits.unsent_frames:
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")
 
     def _charge_reset(self) -> None:
         if not self._resets.spend(self._now):
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many stream resets")
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many stream resets")
         if self.output.frames > self.settings.limits.unsent_frames:
-            raise _Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many unsent frames")
