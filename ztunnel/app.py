@@ -317,9 +317,7 @@ class Proxy:
         for connection in self.connections:
             if connection.drain is not None:
                 connection.drain()
-        deadline = self.clock.monotonic() + self.settings.shutdown_s
-        while len(self.connections) and self.clock.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await self.connections.drained(self.settings.shutdown_s)
         left = len(self.connections)
         if left:
             log.warning("drain duration expired with %d connections, closing them", left)

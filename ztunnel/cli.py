@@ -1,10 +1,12 @@
 """The ``ztunnel`` command."""
 
 import argparse
+import asyncio
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, settings_from
 
@@ -55,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "proxy":
         return _proxy(args)
-    status: int = args.run(args)
-    return status
+    status = args.run(args)
+    if inspect.isawaitable(status):
+        status = asyncio.run(_result(status))
+    return int(status)
+
+
+async def _result(status: Awaitable[int]) -> int:
+    return await status
 
 
 def _proxy(args: argparse.Namespace) -> int:

@@ -1,5 +1,7 @@
 """The table of live connections: what drains, re-checks and closes go through."""
 
+import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -34,6 +36,7 @@ class Connections:
     def __init__(self) -> None:
         self._live: dict[int, LiveConnection] = {}
         self._numbers = itertools.count(1)
+        self._empty = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -54,3 +57,12 @@ class Connections:
     def remove(self, connection: LiveConnection) -> None:
         """The connection is over."""
         self._live.pop(connection.id, None)
+        if not self._live:
+            self._empty.set()
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until none is left, at most ``timeout_s``."""
+        self._empty.clear()
+        if self._live:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), timeout_s)

@@ -1,0 +1,104 @@
+"""``ztunnel control-plane``."""
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_WARNING = "for laptops, tests and virtual machines; a cluster uses istiod"
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``control-plane`` to ``argparse``'s sub-commands."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "control-plane",
+        help=f"serve a mesh file by xDS ({_WARNING})",
+        description=f"Serve a mesh file: {_WARNING}.",
+    )
+    parser.add_argument("mesh", type=Path, metavar="MESH.YAML")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="ADDRESS",
+        help="unix:/path or host:port, repeatable (default unix:ztunnel-xds.sock beside the mesh file)",
+    )
+    parser.add_argument(
+        "--ca-dir", type=Path, metavar="DIR", help="where the root certificate is or is made (default .ztunnel-ca)"
+    )
+    parser.add_argument("--certificate-lifetime", type=float, default=86400.0, metavar="SECONDS")
+    parser.add_argument("--access-log", default="/dev/stdout", metavar="PATH", help="for the proxies")
+    parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
+    parser.set_defaults(run=run)
+
+
+def refuse_exposed(addresses: list[str]) -> str | None:
+    """Why an address must not be served: private keys would cross a network in the clear."""
+    for address in addresses:
+        if address.startswith("unix:"):
+            continue
+        host = address.rpartition(":")[0].strip("[]")
+        try:
+            loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = host == "localhost"
+        if not loopback:
+            return (
+                f"--listen {address}: private keys are served here in plain text, so only loopback addresses and "
+                "Unix sockets are allowed"
+            )
+    return None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from xds.aio.server import ServeError
+    from ztunnel.control_plane.ca import CaError
+    from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
+    from ztunnel.control_plane.server import ControlPlane
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    addresses = args.listen or [f"unix:{args.mesh.parent.resolve()}/ztunnel-xds.sock"]
+    exposed = refuse_exposed(addresses)
+    if exposed is not None:
+        print(f"ztunnel control-plane: {exposed}", file=sys.stderr)
+        return 2
+    ca_directory = args.ca_dir or args.mesh.parent / ".ztunnel-ca"
+    try:
+        if args.check:
+            mesh = parse_mesh(args.mesh.read_text())
+            print(f"{args.mesh}: {len(mesh.nodes)} nodes, {len(mesh.pods)} pods, {len(mesh.services)} services")
+            return 0
+        logging.getLogger(__name__).warning("embedded control plane: %s", _WARNING)
+
+        async def serve() -> None:
+            plane = ControlPlane(
+                args.mesh,
+                addresses,
+                ca_directory,
+                lifetime=timedelta(seconds=args.certificate_lifetime),
+                access_log=args.access_log,
+            )
+            task = asyncio.current_task()
+            assert task is not None
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            await plane.run()
+
+        asyncio.run(serve())
+    except asyncio.CancelledError:
+        return 0
+    except MeshFaults as error:
+        for fault in error.faults:
+            print(f"{args.mesh}: {fault}", file=sys.stderr)
+        return 1
+    except (CaError, ServeError, OSError) as error:
+        print(f"ztunnel control-plane: {error}", file=sys.stderr)
+        return 1
+    return 0

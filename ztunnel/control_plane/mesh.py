@@ -1,0 +1,440 @@
+"""The mesh file: nodes, pods, services, waypoints and policies, read into values.
+
+::
+
+    trust_domain: cluster.local           # default
+    cluster: Kubernetes                   # name in baggage
+    outbound: ALLOW_ANY                   # or REGISTRY_ONLY
+    nodes:
+      worker-1: {}
+    pods:
+      productpage:                        # a name, or namespace/name
+        node: worker-1
+        addresses: [10.244.1.3, "fd00:10:244:1::3"]
+        service_account: bookinfo-productpage      # default: default
+        mesh: true                        # false: known, but outside the mesh
+        hbone: false                      # true: terminates tunnels itself
+        workload: productpage             # for baggage; default: the pod's name
+        version: v1
+    services:
+      reviews:
+        addresses: [10.96.183.192]
+        ports: {http: 9080, metrics: {port: 80, target: 8080}}
+        pods: [reviews-v1, reviews-v2]
+    waypoints:
+      bookinfo-reviews: {pods: [reviews-waypoint]}     # of a service account
+    policies:
+      reviews-viewer:
+        action: ALLOW                     # ALLOW, DENY, AUDIT
+        service_account: bookinfo-reviews # or pods: [...]; neither: every pod of the namespace
+        dry_run: false
+        rules:
+        - from: {principals: [...], namespaces: [...], ip_blocks: [...]}
+          to: {ports: [9080]}
+
+Names without a namespace are in ``default``. Every fault is reported with its place, all of them together.
+"""
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xds.errors import ConfigError
+from xds.model.address import IpNetwork, canonical
+from xds.model.identity import SpiffeId
+from xds.proto.json import load
+
+
+class MeshFaults(Exception):
+    """A mesh file that cannot be used.
+
+    Attributes:
+        faults: one line each, with its place in the file.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One pod. ``uid`` is made up from the name: the file has no others."""
+
+    name: str
+    namespace: str
+    node: str
+    addresses: tuple[str, ...]
+    identity: SpiffeId
+    mesh: bool
+    hbone: bool
+    workload: str
+    version: str
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePort:
+    """One port of a service; ``name`` becomes part of cluster names."""
+
+    name: str
+    port: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One service; without addresses it is headless."""
+
+    name: str
+    namespace: str
+    addresses: tuple[str, ...]
+    ports: tuple[ServicePort, ...]
+    pods: tuple[str, ...]
+
+    @property
+    def hostname(self) -> str:
+        """The name other clusters and tunnels know it by."""
+        return f"{self.name}.{self.namespace}.svc.cluster.local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waypoint:
+    """The layer 7 proxy of one service account."""
+
+    identity: SpiffeId
+    pods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRule:
+    """Sources and destinations of one rule; an empty list takes anything. ``not_`` lists exclude."""
+
+    principals: tuple[str, ...] = ()
+    not_principals: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
+    not_namespaces: tuple[str, ...] = ()
+    ip_blocks: tuple[IpNetwork, ...] = ()
+    not_ip_blocks: tuple[IpNetwork, ...] = ()
+    ports: tuple[int, ...] = ()
+    not_ports: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """An authorization policy and the pods it is for."""
+
+    name: str
+    namespace: str
+    action: str
+    dry_run: bool
+    service_account: str
+    pods: tuple[str, ...]
+    rules: tuple[PolicyRule, ...]
+
+    def selects(self, pod: Pod) -> bool:
+        """Whether the policy is for a pod."""
+        if pod.namespace != self.namespace:
+            return False
+        if self.pods:
+            return pod.key in self.pods
+        return not self.service_account or self.service_account == pod.identity.service_account
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Everything the file says."""
+
+    trust_domain: str
+    cluster: str
+    registry_only: bool
+    nodes: tuple[str, ...]
+    pods: Mapping[str, Pod]
+    services: tuple[Service, ...]
+    waypoints: tuple[Waypoint, ...]
+    policies: tuple[Policy, ...]
+
+    def on(self, node: str) -> list[Pod]:
+        """Pods of a node that are in the mesh."""
+        return [pod for pod in self.pods.values() if pod.node == node and pod.mesh]
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Read a mesh file.
+
+    Raises:
+        MeshFaults: with every fault.
+    """
+    try:
+        document = load(text)
+    except ConfigError as error:
+        raise MeshFaults([str(error)]) from None
+    reader = _Reader()
+    mesh = reader.mesh(document)
+    if reader.faults:
+        raise MeshFaults(reader.faults)
+    return mesh
+
+
+@dataclass(slots=True)
+class _Reader:
+    faults: list[str] = field(default_factory=list)
+
+    def mesh(self, document: object) -> Mesh:
+        top = self.mapping(
+            document,
+            "mesh file",
+            ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "waypoints", "policies"),
+        )
+        domain = self.text(top, "trust_domain", "", "cluster.local")
+        nodes = tuple(self.mapping(top.get("nodes"), "nodes", None))
+        pods = {}
+        for name, value in self.mapping(top.get("pods"), "pods", None).items():
+            pod = self.pod(str(name), value, domain, nodes)
+            if pod is not None:
+                pods[pod.key] = pod
+        self.unique_addresses(pods.values())
+        services = [
+            self.service(str(name), value, pods)
+            for name, value in self.mapping(top.get("services"), "services", None).items()
+        ]
+        waypoints = [
+            self.waypoint(str(name), value, domain, pods)
+            for name, value in self.mapping(top.get("waypoints"), "waypoints", None).items()
+        ]
+        policies = [
+            self.policy(str(name), value, pods)
+            for name, value in self.mapping(top.get("policies"), "policies", None).items()
+        ]
+        outbound = self.choice(top, "outbound", "", ("ALLOW_ANY", "REGISTRY_ONLY"))
+        return Mesh(
+            trust_domain=domain,
+            cluster=self.text(top, "cluster", "", "Kubernetes"),
+            registry_only=outbound == "REGISTRY_ONLY",
+            nodes=nodes,
+            pods=pods,
+            services=tuple(services),
+            waypoints=tuple(waypoints),
+            policies=tuple(policies),
+        )
+
+    def pod(self, name: str, value: object, domain: str, nodes: tuple[str, ...]) -> Pod | None:
+        place = f"pods.{name}"
+        known = ("node", "addresses", "service_account", "mesh", "hbone", "workload", "version")
+        entry = self.mapping(value, place, known)
+        namespace, short = _split(name)
+        node = self.text(entry, "node", place, "")
+        if node not in nodes:
+            self.fault(f"{place}.node", f"no such node: {node!r}")
+        addresses = self.addresses(entry, place)
+        if not addresses:
+            self.fault(f"{place}.addresses", "a pod needs at least one address")
+        account = self.text(entry, "service_account", place, "default")
+        self.plain_name(account, f"{place}.service_account")
+        return Pod(
+            name=short,
+            namespace=namespace,
+            node=node,
+            addresses=addresses,
+            identity=SpiffeId(domain, namespace, account),
+            mesh=self.flag(entry, "mesh", place, default=True),
+            hbone=self.flag(entry, "hbone", place, default=False),
+            workload=self.text(entry, "workload", place, short),
+            version=self.text(entry, "version", place, "latest"),
+        )
+
+    def unique_addresses(self, pods: Iterable[Pod]) -> None:
+        owners: dict[str, str] = {}
+        for pod in pods:
+            for address in pod.addresses:
+                if address in owners:
+                    self.fault(f"pods.{pod.name}.addresses", f"{address} is also {owners[address]}'s")
+                owners[address] = pod.key
+
+    def service(self, name: str, value: object, pods: Mapping[str, Pod]) -> Service:
+        place = f"services.{name}"
+        entry = self.mapping(value, place, ("addresses", "ports", "pods"))
+        namespace, short = _split(name)
+        ports = []
+        for port_name, port in self.mapping(entry.get("ports"), f"{place}.ports", None).items():
+            where = f"{place}.ports.{port_name}"
+            self.plain_name(str(port_name), where)
+            if isinstance(port, Mapping):
+                both = self.mapping(port, where, ("port", "target"))
+                number = self.port(both.get("port"), f"{where}.port")
+                target = self.port(both.get("target", number), f"{where}.target")
+            else:
+                number = target = self.port(port, where)
+            ports.append(ServicePort(str(port_name), number, target))
+        if not ports:
+            self.fault(f"{place}.ports", "a service needs at least one port")
+        return Service(
+            name=short,
+            namespace=namespace,
+            addresses=self.addresses(entry, place),
+            ports=tuple(ports),
+            pods=self.pod_names(entry, place, namespace, pods),
+        )
+
+    def waypoint(self, name: str, value: object, domain: str, pods: Mapping[str, Pod]) -> Waypoint:
+        place = f"waypoints.{name}"
+        entry = self.mapping(value, place, ("pods",))
+        namespace, account = _split(name)
+        return Waypoint(
+            identity=SpiffeId(domain, namespace, account),
+            pods=self.pod_names(entry, place, namespace, pods),
+        )
+
+    def policy(self, name: str, value: object, pods: Mapping[str, Pod]) -> Policy:
+        place = f"policies.{name}"
+        entry = self.mapping(value, place, ("action", "service_account", "pods", "dry_run", "rules"))
+        namespace, short = _split(name)
+        rules = []
+        listed = entry.get("rules", [])
+        if not isinstance(listed, list):
+            self.fault(f"{place}.rules", "must be a list")
+            listed = []
+        for index, rule in enumerate(listed):
+            rules.append(self.rule(rule, f"{place}.rules[{index}]"))
+        return Policy(
+            name=short,
+            namespace=namespace,
+            action=self.choice(entry, "action", place, ("ALLOW", "DENY", "AUDIT")),
+            dry_run=self.flag(entry, "dry_run", place, default=False),
+            service_account=self.text(entry, "service_account", place, ""),
+            pods=self.pod_names(entry, place, namespace, pods),
+            rules=tuple(rules),
+        )
+
+    def rule(self, value: object, place: str) -> PolicyRule:
+        entry = self.mapping(value, place, ("from", "to"))
+        source_keys = (
+            "principals",
+            "not_principals",
+            "namespaces",
+            "not_namespaces",
+            "ip_blocks",
+            "not_ip_blocks",
+        )
+        source_place, target_place = f"{place}.from", f"{place}.to"
+        source = self.mapping(entry.get("from"), source_place, source_keys)
+        target = self.mapping(entry.get("to"), target_place, ("ports", "not_ports"))
+        return PolicyRule(
+            principals=self.texts(source, "principals", source_place),
+            not_principals=self.texts(source, "not_principals", source_place),
+            namespaces=self.texts(source, "namespaces", source_place),
+            not_namespaces=self.texts(source, "not_namespaces", source_place),
+            ip_blocks=self.networks(source, "ip_blocks", source_place),
+            not_ip_blocks=self.networks(source, "not_ip_blocks", source_place),
+            ports=self.ports(target, "ports", target_place),
+            not_ports=self.ports(target, "not_ports", target_place),
+        )
+
+    def ports(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[int, ...]:
+        return tuple(self.port(value, f"{place}.{key}") for value in self.items(entry, key, place))
+
+    # Small things
+
+    def fault(self, place: str, reason: str) -> None:
+        self.faults.append(f"{place}: {reason}")
+
+    def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.fault(place, f"must be a mapping, not {value!r}")
+            return {}
+        if known is not None:
+            for key in value:
+                if key not in known:
+                    self.fault(f"{place}.{key}", f"unknown; known are {', '.join(known)}")
+        return value
+
+    def items(self, entry: Mapping[str, Any], key: str, place: str) -> list[Any]:
+        value = entry.get(key, [])
+        if not isinstance(value, list):
+            self.fault(f"{place}.{key}", f"must be a list, not {value!r}")
+            return []
+        return value
+
+    def texts(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[str, ...]:
+        values = self.items(entry, key, place)
+        for value in values:
+            if not isinstance(value, str) or not value:
+                self.fault(f"{place}.{key}", f"must be texts, not {value!r}")
+        return tuple(str(value) for value in values)
+
+    def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
+        value = entry.get(key, default)
+        if not isinstance(value, str):
+            self.fault(f"{place}.{key}".lstrip("."), f"must be text, not {value!r}")
+            return default
+        return value
+
+    def flag(self, entry: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+        value = entry.get(key, default)
+        if not isinstance(value, bool):
+            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
+            return default
+        return value
+
+    def choice(self, entry: Mapping[str, Any], key: str, place: str, options: tuple[str, ...]) -> str:
+        value = entry.get(key, options[0])
+        if value not in options:
+            self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}, not {value!r}")
+            return options[0]
+        return str(value)
+
+    def port(self, value: object, place: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+            self.fault(place, f"must be a port, 1 to 65535, not {value!r}")
+            return 1
+        return value
+
+    def plain_name(self, name: str, place: str) -> None:
+        # Names become parts of cluster names, which are split again at underscores.
+        if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
+            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")
+
+    def addresses(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
+        found = []
+        for value in self.items(entry, "addresses", place):
+            try:
+                found.append(canonical(str(value)))
+            except ValueError:
+                self.fault(f"{place}.addresses", f"not an IP address: {value!r}")
+        return tuple(found)
+
+    def networks(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[IpNetwork, ...]:
+        found: list[IpNetwork] = []
+        for value in self.items(entry, key, place):
+            try:
+                found.append(ipaddress.ip_network(value))
+            except ValueError as error:
+                self.fault(f"{place}.{key}", str(error))
+        return tuple(found)
+
+    def pod_names(
+        self, entry: Mapping[str, Any], place: str, namespace: str, pods: Mapping[str, Pod]
+    ) -> tuple[str, ...]:
+        keys = []
+        for name in self.texts(entry, "pods", place):
+            key = name if "/" in name else f"{namespace}/{name}"
+            if key not in pods:
+                self.fault(f"{place}.pods", f"no such pod: {name}")
+            keys.append(key)
+        return tuple(keys)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Namespace and name of ``namespace/name`` or ``name``."""
+    namespace, slash, short = name.partition("/")
+    return (namespace, short) if slash else ("default", name)

@@ -1,0 +1,161 @@
+"""Serving a mesh: snapshots per node and flavour, edits of the file applied live, certificates renewed."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from xds.aio.server import SnapshotServer
+from xds.model.identity import SpiffeId
+from xds.model.secret import Certificate
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.protocol.snapshot import Answered, Snapshot
+from ztunnel.control_plane import ca
+from ztunnel.control_plane.generate import Flavour, NodeConfig
+from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_ROOT = "ROOTCA"
+
+
+@dataclass(slots=True)
+class _Leaf:
+    certificate: Certificate
+    renew_at: datetime
+
+
+class ControlPlane:
+    """The embedded control plane.
+
+    Args:
+        path: the mesh file; edits in place and atomic renames are both noticed.
+        addresses: where to serve, ``unix:/path`` or ``host:port``.
+        ca_directory: where the root is, or is made.
+        lifetime: of leaves; they are renewed at half of it.
+        access_log: path the proxies' access logs get.
+        ready: set once serving.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        addresses: list[str],
+        ca_directory: Path,
+        *,
+        lifetime: timedelta = timedelta(hours=24),
+        access_log: str = "/dev/stdout",
+    ) -> None:
+        self._path = path
+        self._lifetime = lifetime
+        self._access_log = access_log
+        self._text = path.read_text()
+        self._mesh = parse_mesh(self._text)
+        self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
+        self._leaves: dict[SpiffeId, _Leaf] = {}
+        self._server = SnapshotServer(
+            addresses, identifier="ztunnel control-plane", key_of=_key_of, on_answer=self._answered
+        )
+        self.ready = asyncio.Event()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh in force."""
+        return self._mesh
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            ServeError: an address cannot be served.
+        """
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            self._publish()
+            self.ready.set()
+            log.info("serving %s on %s", self._path, ", ".join(self._server.addresses))
+            while True:
+                await asyncio.sleep(_POLL_S)
+                changed = self._reload()
+                renewed = self._renew()
+                if changed or renewed:
+                    self._publish()
+
+    def _reload(self) -> bool:
+        """Read the file again if it changed; a faulty one leaves the last good mesh in force."""
+        try:
+            text = self._path.read_text()
+        except OSError as error:
+            if self._text:
+                log.error("%s: %s; the last good mesh stays in force", self._path, error.strerror)
+                self._text = ""
+            return False
+        if text == self._text:
+            return False
+        self._text = text
+        try:
+            self._mesh = parse_mesh(text)
+        except MeshFaults as error:
+            for fault in error.faults:
+                log.error("%s: %s", self._path, fault)
+            log.error("%s: %d faults; the last good mesh stays in force", self._path, len(error.faults))
+            return False
+        log.info("%s changed: %d pods, %d services", self._path, len(self._mesh.pods), len(self._mesh.services))
+        return True
+
+    def _renew(self) -> bool:
+        """Renew leaves whose half life is over."""
+        now = ca.now()
+        due = [identity for identity, leaf in self._leaves.items() if leaf.renew_at <= now]
+        for identity in due:
+            self._issue(identity, now)
+        return bool(due)
+
+    def _issue(self, identity: SpiffeId, now: datetime) -> Certificate:
+        certificate = self._ca.issue(identity, now, self._lifetime)
+        self._leaves[identity] = _Leaf(certificate, now + self._lifetime / 2)
+        return certificate
+
+    def _publish(self) -> None:
+        for node in self._mesh.nodes:
+            for flavour in Flavour:
+                config = NodeConfig(self._mesh, node, flavour, self._access_log)
+                messages = [*config.messages(), *self._secrets(config)]
+                self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
+
+    def _secrets(self, config: NodeConfig) -> Iterator[Message]:
+        """Certificates of the identities that live on the node, and of no others; the root."""
+        now = ca.now()
+        for identity in config.identities:
+            leaf = self._leaves.get(identity)
+            certificate = leaf.certificate if leaf is not None else self._issue(identity, now)
+            secret = Secret(name=str(identity))
+            secret.tls_certificate.certificate_chain.inline_string = certificate.chain_pem.decode()
+            secret.tls_certificate.private_key.inline_string = certificate.key_pem.decode()
+            yield secret
+        root = Secret(name=_ROOT)
+        root.validation_context.trusted_ca.inline_string = self._ca.root_pem.decode()
+        yield root
+
+    @staticmethod
+    def _answered(key: str, answered: Answered) -> None:
+        kind = answered.type_url.rpartition(".")[2]
+        if answered.error is not None:
+            log.warning("%s refused %s %s: %s", key, kind, answered.version, answered.error)
+        else:
+            log.debug("%s accepted %s %s", key, kind, answered.version)
+
+
+def _key_of(node: Node) -> str:
+    """Snapshots are per node name and flavour: a real Envoy says in its node what it is."""
+    fields = node.metadata.fields
+    name = fields["NODE_NAME"].string_value if "NODE_NAME" in fields else ""
+    flavour = Flavour.STOCK_ENVOY if node.user_agent_name == "envoy" else Flavour.ZTUNNEL
+    return f"{name}/{flavour}"
