@@ -361,18 +361,32 @@ class Connection:
             if not self.dirty:
                 self.poller.mark(self)  # also when nothing comes of it: the buffer goes back then
             room = self.engine.reserve(tunnel.stream_id, limit)
+            if room is None and self._made_room():
+                room = self.engine.reserve(tunnel.stream_id, limit)
             if room is not None:
                 return room
-            if self.engine.output.full:
-                self._write()
-                if self.error is not None:
-                    return None
-                if not self.link.blocked:
-                    room = self.engine.reserve(tunnel.stream_id, limit)
-                    if room is not None:
-                        return room
         self._waiting[tunnel.stream_id] = tunnel
         return None
+
+    def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
+        """As :meth:`reserve`, one view per frame."""
+        if not self.link.blocked:
+            if not self.dirty:
+                self.poller.mark(self)
+            rooms = self.engine.reserve_many(tunnel.stream_id, limit)
+            if rooms is None and self._made_room():
+                rooms = self.engine.reserve_many(tunnel.stream_id, limit)
+            if rooms is not None:
+                return rooms
+        self._waiting[tunnel.stream_id] = tunnel
+        return None
+
+    def _made_room(self) -> bool:
+        """Whether sending a full output before the end of the turn has made room."""
+        if not self.engine.output.full:
+            return False
+        self._write()
+        return self.error is None and not self.link.blocked
 
     def touch(self, tunnel: Tunnel) -> None:
         """The tunnel's peer must be flushed before the read's buffers are used again."""

@@ -60,6 +60,16 @@ class End(ABC):
     def reserve(self, limit: int) -> memoryview | None:
         """Room for at most ``limit`` bytes; None: wait for ``resume`` of the asking end."""
 
+    @property
+    def scatters(self) -> bool:
+        """:meth:`reserve_many` gives more room than :meth:`reserve`."""
+        return False
+
+    def reserve_many(self, limit: int) -> list[memoryview] | None:
+        """As :meth:`reserve`, in several pieces to be filled in order."""
+        room = self.reserve(limit)
+        return None if room is None else [room]
+
     @abstractmethod
     def commit(self, size: int) -> None:
         """``size`` bytes, at least 1, were put into the room."""

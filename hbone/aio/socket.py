@@ -164,12 +164,19 @@ class PlainSocket(End):
             peer = self.peer
             if peer is None:
                 return
-            room = peer.reserve(CHUNK_BYTES)
-            if room is None:
-                self._paused = True
-                return
             try:
-                size = self.sock.recv_into(room)
+                if peer.scatters:
+                    rooms = peer.reserve_many(CHUNK_BYTES)
+                    if rooms is None:
+                        self._paused = True
+                        return
+                    size, most = self.sock.recvmsg_into(rooms)[0], sum(map(len, rooms))
+                else:
+                    room = peer.reserve(CHUNK_BYTES)
+                    if room is None:
+                        self._paused = True
+                        return
+                    size, most = self.sock.recv_into(room), len(room)
             except BlockingIOError:
                 self._readable = False
                 return
@@ -182,7 +189,7 @@ class PlainSocket(End):
                 return
             self.read_bytes += size
             peer.commit(size)
-            if size < len(room) and not self._hung_up:
+            if size < most and not self._hung_up:
                 # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
                 self._readable = False
                 return

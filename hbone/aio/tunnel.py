@@ -157,6 +157,15 @@ class Tunnel(End):
             return None
         return self.connection.reserve(self, limit)
 
+    @property
+    def scatters(self) -> bool:
+        """The peer takes small frames only: fill several with one system call."""
+        return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and not self.reset_seen
+
+    def reserve_many(self, limit: int) -> list[memoryview] | None:
+        """See :class:`End`."""
+        return None if self._pending else self.connection.reserve_many(self, limit)
+
     def commit(self, size: int) -> None:
         """See :class:`End`."""
         if not self.reset_seen:

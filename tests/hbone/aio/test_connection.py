@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import random
 
 import h2.config
 import h2.connection
@@ -500,5 +501,29 @@ def test_h2_library_as_client_over_a_socket() -> None:
                     await loop.sock_sendall(near, peer.data_to_send())
                 assert got == b"SHOUT"
                 near.close()
+
+    run(main)
+
+
+def test_peers_with_small_frames_get_many_per_read() -> None:
+    async def main() -> None:
+        server = ConnectionSettings(http2=Http2Settings(max_frame_bytes=16_384))
+        with polling() as poller:
+            async with connected(poller, server_settings=server) as pair:
+                opened, accepted = await pair.tunnel()
+                near, inner_near = tcp_pair()
+                inner_far, far = tcp_pair()
+                data = random.Random(5).randbytes(5_000_000)
+                with near, far, PlainSocket(inner_near, poller) as one, PlainSocket(inner_far, poller) as two:
+                    relay(one, opened, ByteCounts())
+                    relay(accepted, two, ByteCounts())
+                    while not pair.client.engine.peer_settings_seen:
+                        await asyncio.sleep(0.001)
+                    assert opened.scatters
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(App(near).send(data))
+                        assert await App(far).read(len(data)) == data
+                opened.close()
+                accepted.close()
 
     run(main)
