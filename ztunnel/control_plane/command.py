@@ -32,6 +32,7 @@ def add_arguments(subparsers: Any) -> None:
     )
     parser.add_argument("--certificate-lifetime", type=float, default=86400.0, metavar="SECONDS")
     parser.add_argument("--access-log", default="/dev/stdout", metavar="PATH", help="for the proxies")
+    parser.add_argument("--json-log", action="store_true", help="access log lines as JSON, with identities")
     parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
     parser.set_defaults(run=run)
 
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
                 ca_directory,
                 lifetime=timedelta(seconds=args.certificate_lifetime),
                 access_log=args.access_log,
+                log_json=args.json_log,
             )
             task = asyncio.current_task()
             assert task is not None

@@ -40,7 +40,7 @@ class ControlPlane:
         addresses: where to serve, ``unix:/path`` or ``host:port``.
         ca_directory: where the root is, or is made.
         lifetime: of leaves; they are renewed at half of it.
-        access_log: path the proxies' access logs get.
+        access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
         ready: set once serving.
     """
 
@@ -52,10 +52,12 @@ class ControlPlane:
         *,
         lifetime: timedelta = timedelta(hours=24),
         access_log: str = "/dev/stdout",
+        log_json: bool = False,
     ) -> None:
         self._path = path
         self._lifetime = lifetime
         self._access_log = access_log
+        self._log_json = log_json
         self._text = path.read_text()
         self._mesh = parse_mesh(self._text)
         self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
@@ -126,7 +128,7 @@ class ControlPlane:
     def _publish(self) -> None:
         for node in self._mesh.nodes:
             for flavour in Flavour:
-                config = NodeConfig(self._mesh, node, flavour, self._access_log)
+                config = NodeConfig(self._mesh, node, flavour, self._access_log, self._log_json)
                 messages = [*config.messages(), *self._secrets(config)]
                 self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
 
