@@ -1,0 +1,1 @@
+"""What runs the proxy somewhere: the demo, and the manifests of a cluster."""

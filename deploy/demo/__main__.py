@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from deploy.demo.wire import WireReport, WireTap
@@ -97,9 +98,9 @@ class Demo:
             proxy = [_ztunnel(), "proxy", "--control-plane", f"unix:{self.socket}", "--node", name]
             self.run(worker.ztunnel, f"proxy-{name}", [*proxy, "--log-flush", "100ms"])
         for name, worker in self.lab.workers.items():
-            self.wait(f"the proxy of {name}", lambda w=worker: self.admin(w.ztunnel, "/ready").startswith("LIVE"))
+            self.wait(f"the proxy of {name}", partial(self.is_live, worker.ztunnel))
         for name in SERVERS:
-            self.wait(f"the application of {name}", lambda n=name: self.listens(self.lab.pod(n)))
+            self.wait(f"the application of {name}", partial(self.listens, self.lab.pod(name)))
 
     @property
     def socket(self) -> Path:
@@ -125,6 +126,10 @@ class Demo:
             if time.monotonic() > deadline:
                 raise Unexpected(f"{what} was not ready within {limit_s:g} s")
             time.sleep(0.05)
+
+    def is_live(self, ztunnel: Place) -> bool:
+        """Whether a proxy has listeners and everything they need."""
+        return self.admin(ztunnel, "/ready").startswith("LIVE")
 
     def listens(self, pod: Place) -> bool:
         """Whether a pod's application answers, asked from inside the pod: no proxy is involved."""

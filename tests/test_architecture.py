@@ -1,0 +1,147 @@
+"""The arrows of ARCHITECTURE.md, held by reading every import. Changing a list here is a design decision."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("hbone", "xds", "tproxy")
+APPLICATION = "ztunnel"
+
+#: Imports that mean input or output, concurrency, or a clock.
+IMPURE = {
+    "asyncio",
+    "socket",
+    "select",
+    "ssl",
+    "threading",
+    "subprocess",
+    "time",
+    "random",
+    "os",
+    "grpc",
+    "pyroute2",
+    "uvloop",
+}
+
+#: Modules of the application that decide and do nothing else.
+PURE_APPLICATION = (
+    "ztunnel/policy/engine.py",
+    "ztunnel/client_hello.py",
+    "ztunnel/proxy_protocol.py",
+    "ztunnel/stream_info.py",
+    "ztunnel/outcome.py",
+    "ztunnel/identity/verify.py",
+    "ztunnel/upstream/host.py",
+    "ztunnel/upstream/priorities.py",
+    "ztunnel/upstream/outlier.py",
+    "ztunnel/telemetry/stats.py",
+    "ztunnel/control_plane/mesh.py",
+    "ztunnel/control_plane/generate.py",
+    "ztunnel/control_plane/rbac.py",
+    "ztunnel/intercept_description.py",
+)
+
+#: Pure but for one import, each with its reason.
+ALLOWED = {
+    "xds/proto/generate.py": {"subprocess", "os"},  # a tool of developers, no part of the library
+}
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module a file imports at run time, dotted; what TYPE_CHECKING hides is no arrow."""
+    for node in _runtime(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def _runtime(tree: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _runtime(child)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_libraries_know_neither_each_other_nor_the_application(library: str) -> None:
+    foreign = {APPLICATION, "deploy", "bench", "tests", *LIBRARIES} - {library}
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in modules(library)
+        for name in imports(path)
+        if name.partition(".")[0] in foreign
+    ]
+    assert wrong == []
+
+
+def test_nothing_that_ships_imports_tests_or_benches() -> None:
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in modules(*LIBRARIES, APPLICATION)
+        for name in imports(path)
+        if name.partition(".")[0] in ("tests", "bench", "deploy", "h2")
+    ]
+    assert wrong == []
+
+
+def pure_modules() -> list[Path]:
+    libraries = [
+        path for path in modules(*LIBRARIES) if "aio" not in path.parts and not path.stem.endswith("_pb2")
+    ]
+    return libraries + [ROOT / name for name in PURE_APPLICATION]
+
+
+@pytest.mark.parametrize("path", pure_modules(), ids=relative)
+def test_pure_modules_do_no_input_or_output(path: Path) -> None:
+    impure = {name.partition(".")[0] for name in imports(path)} & IMPURE
+    assert impure <= ALLOWED.get(relative(path), set())
+
+
+def test_the_model_knows_no_protobuf() -> None:
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in modules("xds/model")
+        for name in imports(path)
+        if name.startswith(("google", "xds.proto", "xds.dialects", "xds.protocol", "xds.aio"))
+    ]
+    assert wrong == []
+
+
+def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
+    """The data path and everything it calls per connection reads the model, never a message."""
+    readers = (
+        "datapath",
+        "inbound",
+        "internal",
+        "chains",
+        "connections",
+        "outcome",
+        "listener_filters",
+        "stream_info",
+    )
+    wrong = [
+        f"ztunnel/{reader}.py imports {name}"
+        for reader in readers
+        for name in imports(ROOT / f"ztunnel/{reader}.py")
+        if name.startswith(("google", "xds.proto"))
+    ]
+    assert wrong == []
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(pure_modules()) > 60
+    assert "asyncio" in set(imports(ROOT / "ztunnel/datapath.py"))
