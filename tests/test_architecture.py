@@ -47,6 +47,7 @@ PURE_APPLICATION = (
 #: Pure but for one import, each with its reason.
 ALLOWED = {
     "xds/proto/generate.py": {"subprocess", "os"},  # a tool of developers, no part of the library
+    "tproxy/errors.py": {"os"},  # strerror: a number to its words
 }
 
 
