@@ -1,0 +1,280 @@
+"""A chain to measure: load client, proxy, mTLS tunnel, proxy, load server, each in a namespace of its own.
+
+All chains of a run are alive side by side, so that whatever the machine does hits them alike.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tproxy.aio.kernel import BlockingKernel
+from tproxy.aio.lab import Lab, Place
+from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
+
+VIP = "10.96.0.10"
+PORT = 9080
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parent
+_BIN = Path(sys.executable).parent
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a proxy has used: CPU seconds so far, resident bytes now."""
+
+    cpu_s: float
+    rss: int
+
+
+@dataclass(slots=True)
+class Chain:
+    """One chain.
+
+    Attributes:
+        name: for tables.
+        proxies: the two processes, the client's node first; empty for the chain without proxies.
+    """
+
+    name: str
+    lab: Lab
+    load: Path
+    proxies: list["subprocess.Popen[Any]"] = field(default_factory=list)
+    target: str = ""
+
+    def run(self, *arguments: str) -> dict[str, Any]:
+        """One load run from the client's pod; its JSON result."""
+        kind, *rest = arguments
+        command = [str(self.load), kind, self.target, str(PORT), *rest]
+        process = self.lab.pod("client").popen(command, stdout=subprocess.PIPE)
+        output, _ = process.communicate(timeout=120)
+        if process.returncode:
+            raise RuntimeError(f"{self.name}: {' '.join(command)} failed with {process.returncode}")
+        result: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return result
+
+    @contextlib.contextmanager
+    def idling(self, connections: int) -> Iterator[None]:
+        """Hold so many idle connections, each of which has carried one message."""
+        command = [str(self.load), "idle", self.target, str(PORT), str(connections), "60"]
+        process = self.lab.pod("client").popen(command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+    def usage(self) -> list[Usage]:
+        """Of each proxy."""
+        return [_usage(process.pid) for process in self.proxies]
+
+
+def _usage(pid: int) -> Usage:
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Usage((int(stat[11]) + int(stat[12])) / _TICKS, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def build_load(folder: Path) -> Path:
+    """Compile the load generator."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("the benches need a C compiler (cc) for their load generator")
+    target = folder / "load"
+    subprocess.run([compiler, "-O2", "-o", str(target), str(_HERE / "load.c")], check=True)
+    return target
+
+
+def _mesh(lab: Lab) -> str:
+    pods = {}
+    for name, worker in lab.workers.items():
+        for pod, place in worker.pods.items():
+            pods[pod] = {
+                "node": name,
+                "addresses": [str(place.ipv4)],
+                "service_account": pod,
+            }
+    return json.dumps(
+        {
+            "nodes": {name: {} for name in lab.workers},
+            "pods": pods,
+            "services": {"server": {"addresses": [VIP], "ports": {"tcp": PORT}, "pods": ["server"]}},
+            "policies": {
+                "client-only": {
+                    "service_account": "server",
+                    "rules": [{"from": {"principals": ["cluster.local/ns/default/sa/client"]}}],
+                }
+            },
+        }
+    )
+
+
+def _envoy_bootstrap(folder: Path, name: str) -> Path:
+    document = {
+        "node": {
+            "id": f"sidecar~0.0.0.0~ztunnel-{name}.istio-system~istio-system.svc.cluster.local",
+            "cluster": "ztunnel.istio-system",
+            "metadata": {"GENERATOR": "ztunnel-envoy", "AMBIENT_TYPE": "ztunnel", "NODE_NAME": name},
+        },
+        "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 15000}}},
+        "bootstrap_extensions": [
+            {
+                "name": "envoy.bootstrap.internal_listener",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
+                },
+            }
+        ],
+        "static_resources": {
+            "clusters": [
+                {
+                    "name": "xds-grpc",
+                    "type": "STATIC",
+                    "typed_extension_protocol_options": {
+                        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+                            "explicit_http_config": {"http2_protocol_options": {}},
+                        }
+                    },
+                    "load_assignment": {
+                        "cluster_name": "xds-grpc",
+                        "endpoints": [
+                            {
+                                "lb_endpoints": [
+                                    {"endpoint": {"address": {"pipe": {"path": str(folder / "xds.sock")}}}}
+                                ]
+                            }
+                        ],
+                    },
+                }
+            ]
+        },
+        "dynamic_resources": {
+            "lds_config": {"ads": {}, "resource_api_version": "V3"},
+            "cds_config": {"ads": {}, "resource_api_version": "V3"},
+            "ads_config": {
+                "api_type": "GRPC",
+                "transport_api_version": "V3",
+                "set_node_on_first_message_only": True,
+                "grpc_services": [{"envoy_grpc": {"cluster_name": "xds-grpc"}}],
+            },
+        },
+    }
+    path = folder / f"envoy-{name}.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def ours(folder: Path, name: str) -> list[str]:
+    """The command of our proxy."""
+    return [
+        str(_BIN / "ztunnel"),
+        "proxy",
+        *("--control-plane", f"unix:{folder / 'xds.sock'}"),
+        *("--node", name),
+        *os.environ.get("ZTUNNEL_BENCH_FLAGS", "").split(),
+    ]
+
+
+def envoy(folder: Path, name: str) -> list[str]:
+    """The command of the rival: Envoy with two workers."""
+    bootstrap = _envoy_bootstrap(folder, name)
+    return [str(_BIN / "envoy"), "-c", str(bootstrap), "--concurrency", "2", "--log-level", "error"]
+
+
+def rival(folder: Path, name: str) -> list[str]:
+    """The command of ``RIVAL_CMD``: ``{node}`` and ``{xds}`` are filled in."""
+    text = os.environ["RIVAL_CMD"].format(node=name, xds=f"unix:{folder / 'xds.sock'}")
+    return ["sh", "-c", f"exec {text}"]
+
+
+def _quick_ports(place: Place) -> None:
+    """Many short connections from one address: let closed ones' ports be used again."""
+    with place.netns.entered():
+        ipv4 = Path("/proc/sys/net/ipv4")
+        (ipv4 / "ip_local_port_range").write_text("1024 65535")
+        (ipv4 / "tcp_tw_reuse").write_text("1")
+
+
+@contextlib.contextmanager
+def chain(name: str, load: Path, command: Callable[[Path, str], list[str]] | None, target: str) -> Iterator[Chain]:
+    """A chain whose proxies are started by ``command``; without one client and server are directly connected.
+
+    Args:
+        name: for tables.
+        load: the load generator.
+        command: of a proxy, by folder (with ``xds.sock``) and node name.
+        target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as text,
+        Lab({"a": ["client"], "b": ["server"]}) as lab,
+    ):
+        folder = Path(text)
+        made = Chain(name, lab, load)
+        for worker in lab.workers.values():
+            _quick_ports(worker.ztunnel)
+            for pod in worker.pods.values():
+                _quick_ports(pod)
+        lab.pod("server").popen([str(load), "serve", str(PORT)])
+        made.target = str(lab.pod("server").ipv4)
+        if command is not None:
+            made.target = VIP if target == "service" else made.target
+            _start(made, folder, command)
+        _wait(made)
+        yield made
+
+
+def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]]) -> None:
+    (folder / "mesh.json").write_text(_mesh(made.lab))
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    log = (folder / "log").open("wb")
+    plane = [
+        *(str(_BIN / "ztunnel"), "control-plane", str(folder / "mesh.json")),
+        *("--listen", f"unix:{folder / 'xds.sock'}"),
+        *("--access-log", str(folder / "access.log")),
+    ]
+    place = next(iter(made.lab.workers.values())).place
+    place.popen(plane, stdout=log, stderr=log, env=environment)
+    deadline = time.monotonic() + 20
+    while not (folder / "xds.sock").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for name, worker in made.lab.workers.items():
+        netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
+        with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as kernel:
+            kernel.apply(node(worker.wanted()))
+        process = worker.ztunnel.popen(command(folder, name), stdout=log, stderr=log, env=environment)
+        made.proxies.append(process)
+    log.close()
+
+
+def _wait(made: Chain, limit_s: float = 30.0) -> None:
+    """Until a request passes."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
+            result = made.run("rr", "1", "0.1")
+            if result["messages"] and not result["failures"]:
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{made.name}: no request passed within {limit_s:g} s")
+        time.sleep(0.2)
+
+
+def version() -> str:
+    """Machine and interpreter, for the table's heading."""
+    kernel = os.uname()
+    python = sys.version.split()[0]
+    return f"{os.cpu_count()} cores, Linux {kernel.release.split('-')[0]}, Python {python} ({sysconfig.get_platform()})"

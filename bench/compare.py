@@ -1,0 +1,243 @@
+"""``make bench``: our pair of proxies against a pair of Envoys, in one interleaved run.
+
+    python -m bench.compare [--quick] [--json FILE] [--rounds N] [--seconds S] [--only CASE] [--target pod|service]
+
+Environment: ``QUICK=1``, ``JSON=file``, ``RIVAL_CMD`` (a third pair: a command with ``{node}`` and ``{xds}``).
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.chain import Chain, build_load, chain, envoy, ours, rival, version
+from tproxy.aio.lab import become_root_of_own_namespaces
+
+#: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
+_STEAL_LIMIT = 0.05
+_RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        name: in the table.
+        unit: of its number.
+        more_is_better: what a ratio above one means.
+        measure: a chain and how many seconds to take; the number.
+    """
+
+    name: str
+    unit: str
+    more_is_better: bool
+    measure: Callable[[Chain, float], dict[str, float]]
+
+
+def _bulk(kind: str, connections: int) -> Callable[[Chain, float], dict[str, float]]:
+    def measure(made: Chain, seconds: float) -> dict[str, float]:
+        before = made.usage()
+        result = made.run(kind, str(connections), str(seconds))
+        gib = result["bytes"] / 2**30
+        cpu = sum(b.cpu_s - a.cpu_s for a, b in zip(before, made.usage(), strict=True))
+        return {"rate": result["bytes"] / result["seconds"] / 1e6, "cpu": cpu / gib if gib else 0.0}
+
+    return measure
+
+
+def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str, float]]:
+    def measure(made: Chain, seconds: float) -> dict[str, float]:
+        before = made.usage()
+        result = made.run(kind, str(connections), str(seconds))
+        cpu = sum(b.cpu_s - a.cpu_s for a, b in zip(before, made.usage(), strict=True))
+        if result["failures"]:
+            raise RuntimeError(f"{made.name}: {result['failures']} of {result['messages']} failed")
+        return {
+            "rate": result["messages"] / result["seconds"],
+            "p50": result["p50_us"],
+            "p99": result["p99_us"],
+            "cpu": 1e6 * cpu / max(1, result["messages"]),
+        }
+
+    return measure
+
+
+#: (row, unit, more is better, key of the measurement)
+Row = tuple[str, str, bool, str]
+RUNS: dict[str, tuple[Callable[[Chain, float], dict[str, float]], list[Row]]] = {
+    **{
+        f"bulk {direction}, {n}": (
+            _bulk(direction, n),
+            [
+                (f"bulk {direction}, {n} conn", "MB/s", True, "rate"),
+                (f"CPU of bulk {direction}, {n} conn", "s/GiB", False, "cpu"),
+            ],
+        )
+        for n in (1, 8, 64)
+        for direction in ("up", "down")
+    },
+    "crr, 32": (
+        _requests("crr", 32),
+        [
+            ("new connections, 32 at once", "/s", True, "rate"),
+            ("CPU per new connection", "us", False, "cpu"),
+        ],
+    ),
+    "crr, 1": (_requests("crr", 1), [("new connection, 1 at a time, p50", "us", False, "p50")]),
+    **{
+        f"rr, {n}": (
+            _requests("rr", n),
+            [
+                (f"request/response 1 KiB, {n} conn", "/s", True, "rate"),
+                (f"  its p50, {n} conn", "us", False, "p50"),
+                (f"  its p99, {n} conn", "us", False, "p99"),
+                (f"  its CPU, {n} conn", "us", False, "cpu"),
+            ],
+        )
+        for n in (1, 64)
+    },
+}
+
+
+@dataclass(slots=True)
+class Table:
+    """Samples by row and chain."""
+
+    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def add(self, row: Row, chain_name: str, value: float) -> None:
+        """Note one sample."""
+        self.rows[row[0]] = row
+        self.samples.setdefault(row[0], {}).setdefault(chain_name, []).append(value)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Medians, paired ratios and their spread, one record per row."""
+        records = []
+        for name, (_, unit, more, _) in self.rows.items():
+            by_chain = self.samples[name]
+            record: dict[str, Any] = {"case": name, "unit": unit, "more_is_better": more, "build": "pure"}
+            for chain_name, values in by_chain.items():
+                record[{"envoy": "rival"}.get(chain_name, chain_name)] = round(statistics.median(values), 3)
+            if "ours" in by_chain and "envoy" in by_chain:
+                pairs = [a / b for a, b in zip(by_chain["ours"], by_chain["envoy"], strict=True) if b]
+                if pairs:
+                    record["ratio"] = round(statistics.median(pairs), 3)
+                    record["spread"] = [round(min(pairs), 3), round(max(pairs), 3)]
+            records.append(record)
+        return records
+
+
+def _steal() -> tuple[int, int]:
+    values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return values[7], sum(values)
+
+
+def _memory(chains: list[Chain], table: Table, connections: int) -> None:
+    """Resident memory at rest, and what idle connections add."""
+    for made in chains:
+        if not made.proxies:
+            continue
+        at_start = sum(usage.rss for usage in made.usage())
+        table.add(("RSS at rest, both proxies", "MiB", False, ""), made.name, at_start / 2**20)
+        with made.idling(connections):
+            loaded = sum(usage.rss for usage in made.usage())
+        row: Row = ("RSS per 1,000 idle connections, both", "MiB", False, "")
+        table.add(row, made.name, (loaded - at_start) / 2**20 * 1000 / connections)
+
+
+def _print(records: list[dict[str, Any]], heading: str) -> None:
+    print(f"\n{heading}\n")
+    extra = [key for key in ("direct", "third") if any(key in record for record in records)]
+    print(
+        f"{'case':38} {'unit':>6} {'ours':>10} {'envoy':>10} {'ours:envoy':>11}  spread"
+        + "".join(f"{k:>10}" for k in extra)
+    )
+    for record in records:
+        spread = record.get("spread")
+        shown = f"{spread[0]:.2f}-{spread[1]:.2f}" if spread else ""
+        ratio = f"{record['ratio']:.2f}" if "ratio" in record else "-"
+        if "ratio" in record and (record["ratio"] >= 1) == record["more_is_better"]:
+            ratio += " *"
+        numbers = [f"{record[key]:>10,.1f}" if key in record else f"{'-':>10}" for key in ("ours", "rival")]
+        rest = "".join(f"{record.get(key, 0):>10,.1f}" for key in extra)
+        print(f"{record['case']:38} {record['unit']:>6} {' '.join(numbers)} {ratio:>11}  {shown:10}{rest}")
+    print("\n* ours is the better one. Medians; ratio and spread of pairs from the same round.")
+
+
+def main() -> int:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
+    parser.add_argument("--json", type=Path, default=os.environ.get("JSON") or None)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--only", action="append", help="a part of a case's name; repeatable")
+    parser.add_argument("--target", choices=("pod", "service"), default="pod")
+    args = parser.parse_args()
+    rounds = args.rounds or (3 if args.quick else 7)
+    seconds = args.seconds or (1.0 if args.quick else 2.0)
+    become_root_of_own_namespaces()
+    runs = {n: r for n, r in RUNS.items() if not args.only or any(part in n for part in args.only)}
+    table = Table()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        load = build_load(folder)
+        print("starting the chains", file=sys.stderr)
+        chains = [
+            stack.enter_context(chain("ours", load, ours, args.target)),
+            stack.enter_context(chain("envoy", load, envoy, args.target)),
+            stack.enter_context(chain("direct", load, None, args.target)),
+        ]
+        if os.environ.get("RIVAL_CMD"):
+            chains.append(stack.enter_context(chain("third", load, rival, args.target)))
+        if not args.only or "memory" in args.only:
+            _memory(chains, table, 200 if args.quick else 1000)
+        for number in range(rounds):
+            order = list(runs)
+            random.shuffle(order)
+            for name in order:
+                _round(name, runs[name], chains, seconds, table)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    records = table.records()
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    _print(records, f"{now}, {version()}, target {args.target}, {rounds} rounds of {seconds:g} s")
+    if args.json:
+        args.json.write_text(json.dumps(records, indent=1) + "\n")
+    return 0
+
+
+def _round(
+    name: str,
+    run: tuple[Callable[[Chain, float], dict[str, float]], list[Row]],
+    chains: list[Chain],
+    seconds: float,
+    table: Table,
+) -> None:
+    """One case on every chain, in random order; again when the machine was stolen meanwhile."""
+    measure, rows = run
+    found: dict[str, dict[str, float]] = {}
+    for attempt in range(_RETRIES + 1):
+        stolen, total = _steal()
+        found = {made.name: measure(made, seconds) for made in random.sample(chains, len(chains))}
+        after = _steal()
+        if (after[0] - stolen) / max(1, after[1] - total) < _STEAL_LIMIT:
+            break
+        print(f"{name}: the machine was stolen, attempt {attempt + 1}", file=sys.stderr)
+    for row in rows:
+        for chain_name, values in found.items():
+            table.add(row, chain_name, values[row[3]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
