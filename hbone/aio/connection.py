@@ -60,11 +60,13 @@ logger = logging.getLogger(__name__)
 class ConnectionSettings:
     """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
 
+    ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
     ``early_bytes``: of one stream, held before its answer. ``ping_interval_s`` None: no keepalive.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
     handshake_timeout_s: float = 10.0
+    first_request_timeout_s: float | None = 10.0
     ping_interval_s: float | None = 10.0
     ping_timeout_s: float = 20.0
     close_timeout_s: float = 2.0
@@ -84,6 +86,7 @@ class Connection:
         "_closed",
         "_closing",
         "_established",
+        "_first",
         "_flushing",
         "_on_change",
         "_on_established",
@@ -139,6 +142,7 @@ class Connection:
         self._established: asyncio.Future[None] = poller.loop.create_future()
         self._closed: asyncio.Future[None] = poller.loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._first: asyncio.TimerHandle | None = None
         self._ping_payload = b""
         self._ping_sent_s = 0.0
         poller.register(sock.fileno(), self)
@@ -188,6 +192,9 @@ class Connection:
         self.engine.start()
         self.flush()
         self._schedule_ping()
+        limit_s = self.settings.first_request_timeout_s
+        if self.role is Role.SERVER and limit_s is not None and self.error is None:
+            self._first = self.poller.loop.call_later(limit_s, self.close)
         if tls is not None and received is not None and self.error is None:
             self._receive(self.link.left_over)
 
@@ -259,6 +266,9 @@ class Connection:
         match event:
             case RequestReceived(stream_id, head, ended):
                 assert self._requests is not None
+                if self._first is not None:
+                    self._first.cancel()
+                    self._first = None
                 self._tunnels[stream_id] = tunnel = Tunnel(self, stream_id)
                 self._requests.arrived(self, tunnel, head, ended=ended)
             case ResponseReceived(stream_id, status, headers):
@@ -498,9 +508,10 @@ class Connection:
         if self.error is not None:
             return
         self.error = bare(error)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._first):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._first = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")

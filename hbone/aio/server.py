@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.poller import Poller
+from hbone.aio.relay import LINGER_S
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ErrorCode, LocalProtocolError, TunnelBroken
 from hbone.events import Header, RequestHead
@@ -122,14 +123,16 @@ class Requests:
                 tunnel.close()
             self._tasks.pop(tunnel, None)
 
-    async def finish(self, *, cancel: bool) -> None:
-        """Wait for every handler, cancelled first or not."""
-        tasks = [task for _, task in self._tasks.values()]
-        if cancel:
-            for task in tasks:
+    async def finish(self, *, cancel: bool, timeout_s: float | None = None) -> None:
+        """Wait for every handler: cancelled, or left to deliver what their tunnels have received."""
+        tasks = []
+        for tunnel, (_, task) in list(self._tasks.items()):
+            tasks.append(task)
+            tunnel.stop_swallowing()
+            if cancel:
                 task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=timeout_s)
 
 
 async def serve_connection(
@@ -149,7 +152,7 @@ async def serve_connection(
         settings: times and windows.
         poller: of this loop.
         on_request: runs as a task per request; must answer it, owns the tunnel it accepted, which is closed
-            when the handler returns. Cancelled when the stream ends before the answer, and at the end.
+            when the handler returns. Cancelled when the stream ends before the answer.
         on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is sent; may keep it
             for ``drain``, ``abort`` or ``close``; may raise to close it without a frame.
 
@@ -164,6 +167,8 @@ async def serve_connection(
     try:
         await connection.establish()
         await connection.wait_closed()
+        # What the peer sent in full is still delivered; relays whose tunnel is gone end within their linger.
+        await requests.finish(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")
         await requests.finish(cancel=True)

@@ -120,6 +120,11 @@ class Tunnel(End):
             else:
                 peer.resume()
 
+    def stop_swallowing(self) -> None:
+        """The connection is gone: the relay ends as soon as the peer has got what was received."""
+        if self.reset_seen and self.relay is not None:
+            self.relay.write_ended(self)
+
     # As a source
 
     def start(self) -> None:

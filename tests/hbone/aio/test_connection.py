@@ -527,3 +527,53 @@ def test_peers_with_small_frames_get_many_per_read() -> None:
                 accepted.close()
 
     run(main)
+
+
+def test_a_connection_without_a_request_is_closed() -> None:
+    async def main() -> None:
+        quick = ConnectionSettings(first_request_timeout_s=0.05)
+        with polling() as poller:
+            async with connected(poller, server_settings=quick) as pair:
+                await pair.client.wait_closed()
+                assert pair.client.engine.going_away
+            async with connected(poller, server_settings=quick) as pair:
+                opened, accepted = await pair.tunnel()
+                opened.close()
+                accepted.close()
+                await asyncio.sleep(0.1)
+                assert pair.client.error is None
+
+    run(main)
+
+
+def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -> None:
+    async def main() -> None:
+        near, inner = tcp_pair()
+        results = []
+
+        async def slow_application(request: Request) -> None:
+            with PlainSocket(inner, poller) as end, request.accept() as tunnel:
+                results.append(await relay(tunnel, end, ByteCounts()))
+
+        with polling() as poller:
+            async with connected(poller, on_request=slow_application) as pair:
+                tunnel = await pair.client.open(CONNECT)
+                data = bytes(8_000_000)
+                sent = 0
+                engine = pair.client.engine
+                while sent < len(data):
+                    count = engine.send_data(tunnel.stream_id, data[sent : sent + 100_000])
+                    sent += count
+                    if not count and not engine.output and tunnel.connection.error is None:
+                        break  # the window is full: the application has not read
+                    poller.mark(pair.client)
+                    await asyncio.sleep(0.001)
+                while pair.client.link.blocked or engine.output:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.05)
+                pair.server.abort("gone")
+                assert len(await App(near).read_all()) == sent
+                near.close()
+        assert len(results) == 1
+
+    run(main)
