@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import formatdate
+from functools import lru_cache
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.end import End
@@ -481,8 +482,7 @@ class Datapath:
             info.flags.add(Flag.UPSTREAM_RESET if ended.first is upstream.end else Flag.DOWNSTREAM_RESET)
 
     def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:
-        date = formatdate(self._clock.wall(), usegmt=True)
-        return [(b"date", date.encode()), (b"server", manager.model.server_name.encode())]
+        return [_date_header(int(self._clock.wall())), (b"server", manager.model.server_name.encode())]
 
     # Life
 
@@ -492,6 +492,12 @@ class Datapath:
     async def close(self) -> None:
         """End every connection."""
         await self._tasks.close()
+
+
+@lru_cache(maxsize=2)
+def _date_header(second: int) -> tuple[bytes, bytes]:
+    """The ``date`` of answers; a server writes the same one for a whole second."""
+    return b"date", formatdate(second, usegmt=True).encode()
 
 
 def _reads_bytes(listener: LiveListener) -> bool:

@@ -4,7 +4,7 @@ The same for a tunnel that came over the wire and for one that was joined in-pro
 """
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from xds.model.address import SocketAddress
@@ -68,7 +68,7 @@ class Terminator:
         connector: Connector,
         *,
         check_authority: bool,
-        own_ports: Callable[[], frozenset[int]],
+        own_ports: Callable[[], Collection[int]],
     ) -> None:
         self._clusters = clusters
         self._connector = connector

@@ -145,7 +145,7 @@ class InternalListeners:
         if port is None or client is None or self.terminator is None:
             return None
         listener = self.listeners.listening_on(port)
-        if listener is None:
+        if listener is None or not listener.model.serves(address.host):
             return None
         outer = hop.info
         source = SocketAddress(outer.options.source or outer.source.host, outer.source.port)

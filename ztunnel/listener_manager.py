@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -73,6 +73,8 @@ class ListenerManager:
         self._tasks = Tasks("listeners")
         self._active: dict[str, LiveListener] = {}
         self._warming: dict[str, LiveListener] = {}
+        self._by_address: dict[SocketAddress, LiveListener] = {}
+        self._by_port: dict[int, LiveListener] = {}
         self._draining: list[LiveListener] = []
         self._draining_chains = 0
         self._static: set[str] = set()
@@ -125,36 +127,29 @@ class ListenerManager:
 
     def listening_on(self, port: int) -> LiveListener | None:
         """The socket listener on a port."""
-        return next(
-            (
-                listener
-                for listener in self._active.values()
-                if any(address.port == port for address in listener.model.addresses)
-            ),
-            None,
-        )
+        return self._by_port.get(port)
 
     def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
         """Who gets a connection that ``own`` accepted, by its original destination (``use_original_dst``).
 
         A listener bound to that very address, else one bound to the wildcard address of that port, else ``own``.
         """
-        wildcard: LiveListener | None = None
-        for listener in self._active.values():
-            if listener is own or listener.model.internal:
-                continue
-            for address in listener.model.addresses:
-                if address == destination:
-                    return listener
-                if address.port == destination.port and address.host in ("0.0.0.0", "::"):
-                    wildcard = listener
-        own_port = any(address.port == destination.port for address in own.model.addresses)
-        return own if wildcard is None or own_port else wildcard
+        found = self._by_address.get(destination)
+        if found is None and destination.port in self._by_port:
+            found = self._by_address.get(SocketAddress("0.0.0.0", destination.port)) or self._by_address.get(
+                SocketAddress("::", destination.port)
+            )
+        return found or own
 
     @property
-    def own_ports(self) -> frozenset[int]:
+    def own_ports(self) -> Collection[int]:
         """Ports this proxy listens on."""
-        return frozenset(a.port for listener in self._active.values() for a in listener.model.addresses)
+        return self._by_port.keys()
+
+    def _index(self) -> None:
+        """Look listeners up by address from now on; after every change of the active ones."""
+        self._by_address = {a: each for each in self._active.values() for a in each.model.addresses}
+        self._by_port = {address.port: listener for address, listener in self._by_address.items()}
 
     # Applying
 
@@ -362,6 +357,7 @@ class ListenerManager:
     def _promote(self, listener: LiveListener) -> None:
         old = self._active.get(listener.name)
         self._active[listener.name] = listener
+        self._index()
         self._create_success.value += 1
         if old is None:
             self._added.value += 1
@@ -411,6 +407,7 @@ class ListenerManager:
         if warming is not None:
             self._discard(warming)
         listener = self._active.pop(name, None)
+        self._index()
         self.failures.pop(name, None)
         if listener is not None:
             self._removed.value += 1

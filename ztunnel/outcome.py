@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ztunnel.clock import Clock
 from ztunnel.stream_info import Flag, StreamInfo
-from ztunnel.telemetry.access_log import LogSink
+from ztunnel.telemetry.access_log import LogSink, write_all
 
 
 class Refused(Exception):
@@ -111,7 +111,4 @@ class Hop:
             return
         self.finished = True
         self.info.duration_s = self.clock.monotonic() - self.info.started
-        for sink in self.filter_sinks:
-            sink.write(self.info)
-        for sink in self.listener_sinks:
-            sink.write(self.info)
+        write_all((*self.filter_sinks, *self.listener_sinks), self.info)

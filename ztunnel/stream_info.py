@@ -116,4 +116,6 @@ class StreamInfo:
 
     def flags_text(self) -> str:
         """Flags joined by comma in fixed order, ``-`` for none."""
-        return ",".join(flag for flag in Flag if flag in self.flags) or "-"
+        if not self.flags:
+            return "-"
+        return ",".join(flag for flag in Flag if flag in self.flags)

@@ -6,8 +6,8 @@ source address, source port (Envoy's order).
 """
 
 import ipaddress
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from xds.model.address import IpNetwork
@@ -53,11 +53,18 @@ class ChainSelector:
         for index, match in enumerate(self._matches):
             self._by_port.setdefault(match.destination_port, _Group()).add(index, match)
 
+    def names(self, host: str) -> bool:
+        """Whether any chain names this very address as its destination."""
+        return any(host in group.hosts for group in self._by_port.values())
+
     def select(self, facts: ConnectionFacts) -> int | None:
         """Index of the most specific match for a connection, ``None`` when there is none."""
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
         if group is None:
             return None
+        only = group.sole.get(facts.destination.host)
+        if only is not None:
+            return only
         left = group.candidates(facts.destination.host)
         candidates = server_name_candidates(facts.server_name) if facts.server_name else []
         for rank in (
@@ -81,20 +88,41 @@ class ChainSelector:
 
 
 class _Group:
-    """Chains that share the port criterion."""
+    """Chains that share the port criterion.
 
-    __slots__ = ("_by_host", "_rest")
+    ``sole`` are the hosts where nothing is left to narrow: one chain names the address and has no other
+    criterion, and no other chain can be as specific. These are the per-pod chains of a node.
+    """
+
+    __slots__ = ("_by_host", "_mixed", "_rest", "sole")
 
     def __init__(self) -> None:
         self._by_host: dict[str, list[int]] = {}
         self._rest: list[int] = []
+        self._mixed = False
+        self.sole: dict[str, int] = {}
 
     def add(self, index: int, match: ChainMatch) -> None:
-        if match.destination and all(net.prefixlen == net.max_prefixlen for net in match.destination):
+        single = [net.prefixlen == net.max_prefixlen for net in match.destination]
+        if single and all(single):
+            plain = replace(match, destination=(), destination_port=None) == ChainMatch()
             for net in match.destination:
-                self._by_host.setdefault(str(net.network_address), []).append(index)
+                host = str(net.network_address)
+                there = self._by_host.setdefault(host, [])
+                there.append(index)
+                if plain and len(there) == 1 and not self._mixed:
+                    self.sole[host] = index
+                else:
+                    self.sole.pop(host, None)
         else:
             self._rest.append(index)
+            if any(single):
+                self._mixed = True
+                self.sole.clear()
+
+    @property
+    def hosts(self) -> Mapping[str, list[int]]:
+        return self._by_host
 
     def candidates(self, host: str) -> list[int]:
         return self._by_host.get(host, []) + self._rest

@@ -313,6 +313,10 @@ class Listener:
         index = self._selector.select(facts)
         return self.chains[index] if index is not None else self.default_chain
 
+    def serves(self, host: str) -> bool:
+        """Whether a chain names this very address as its destination (an inbound chain of a pod)."""
+        return self._selector.names(host)
+
     @property
     def all_chains(self) -> tuple[FilterChain, ...]:
         """Every chain, the default one last."""

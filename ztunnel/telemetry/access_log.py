@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xds.model.access_log import AccessLog
+from xds.model.access_log import AccessLog, JsonFormat
+from xds.model.format_string import FormatString
 from ztunnel.stream_info import StreamInfo
 from ztunnel.telemetry.format import Renderer, log_renderer
 from ztunnel.telemetry.stats import Stats
@@ -75,14 +76,29 @@ def _open(path: str) -> int:
 class LogSink:
     """One configured logger: how a line reads, and the file it goes to."""
 
+    format: FormatString | JsonFormat
     render: Renderer
     file: LogFile
     owner: "AccessLogs"
 
-    def write(self, info: StreamInfo) -> None:
-        """Keep one line about a finished hop."""
-        if self.file.append(self.render(info).encode(errors="backslashreplace")):
+    def write(self, line: bytes) -> None:
+        """Keep one line."""
+        if self.file.append(line):
             self.owner.hand_over(self.file)
+
+
+def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
+    """One line per logger about a finished hop.
+
+    A listener and the filter behind it usually have the same format: it is rendered once for all of them.
+    """
+    rendered: FormatString | JsonFormat | None = None
+    line = b""
+    for sink in sinks:
+        if sink.format is not rendered:
+            line = sink.render(info).encode(errors="backslashreplace")
+            rendered = sink.format
+        sink.write(line)
 
 
 class AccessLogs:
@@ -96,6 +112,7 @@ class AccessLogs:
     def __init__(self, stats: Stats, flush_interval_s: float = 10.0) -> None:
         self.flush_interval_s = flush_interval_s
         self._files: dict[str, LogFile] = {}
+        self._formats: dict[FormatString, FormatString] = {}
         self._queue: queue.SimpleQueue[tuple[LogFile, bytes] | threading.Event | None] = queue.SimpleQueue()
         # Each of the two has one writer, so neither needs a lock; their difference is what waits.
         self._bytes_queued = 0
@@ -117,8 +134,12 @@ class AccessLogs:
         for entry in logs:
             if entry.path not in self._files:
                 self._files[entry.path] = LogFile(entry.path)
-            sinks.append(LogSink(log_renderer(entry), self._files[entry.path], self))
+            sinks.append(LogSink(self._shared(entry.format), log_renderer(entry), self._files[entry.path], self))
         return tuple(sinks)
+
+    def _shared(self, wanted: FormatString | JsonFormat) -> FormatString | JsonFormat:
+        """One object for all equal text formats, so that they can be told apart by identity."""
+        return self._formats.setdefault(wanted, wanted) if isinstance(wanted, FormatString) else wanted
 
     def flush(self) -> None:
         """Hand every kept line to the writer; call every :attr:`flush_interval_s`."""

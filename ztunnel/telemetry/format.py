@@ -5,7 +5,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from xds.model.access_log import AccessLog, JsonValue
@@ -79,9 +79,13 @@ def _command(command: Command, missing: str) -> Renderer:
         if not value:
             return missing
         # A name from the network must not be able to write a line, or a colour, of its own.
-        return _UNSAFE.sub(lambda char: f"\\x{ord(char[0]):02x}", value)
+        return value if value.isprintable() else _UNSAFE.sub(_escaped, value)
 
     return render
+
+
+def _escaped(char: "re.Match[str]") -> str:
+    return f"\\x{ord(char[0]):02x}"
 
 
 _JsonTemplate = Reader | dict[str, Any] | list[Any] | str | float | bool | None
@@ -218,14 +222,28 @@ _READERS: dict[str, Reader] = {
 def _start_time(argument: str) -> Reader:
     pattern = argument or "%Y-%m-%dT%H:%M:%S.%3fZ"
 
+    pieces = _FRACTION.split(pattern)
+    if len(pieces) == 1:
+        return lambda info: _whole_seconds(pattern, int(info.started_at))
+
     def read(info: StreamInfo) -> str:
-        moment = datetime.fromtimestamp(info.started_at, UTC)
-        if pattern == "%s":
-            return str(int(info.started_at))
-        digits = f"{moment.microsecond:06d}000"
-        return moment.strftime(_FRACTION.sub(lambda found: digits[: int(found[1])], pattern))
+        second = int(info.started_at)
+        digits = f"{info.started_at - second:.9f}"[2:]
+        parts = [
+            digits[: int(piece)] if index % 2 else _whole_seconds(piece, second)
+            for index, piece in enumerate(pieces)
+        ]
+        return "".join(parts)
 
     return read
+
+
+@lru_cache(maxsize=64)
+def _whole_seconds(pattern: str, second: int) -> str:
+    """``strftime`` of a second; the same one is asked for by many connections."""
+    if pattern == "%s":
+        return str(second)
+    return datetime.fromtimestamp(second, UTC).strftime(pattern) if pattern else ""
 
 
 def _headers(of: str) -> Callable[[str], Reader]:
