@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple, TypeAlias
 
@@ -55,6 +56,7 @@ class Keepalive:
     probes: int = 9
 
 
+@lru_cache(maxsize=16384)  # asked several times per connection, about few addresses
 def canonical(address: IpAddress | str) -> IpAddress:
     """``::ffff:10.0.0.1`` as ``10.0.0.1``, and scope identifiers gone; a dual-stack listener reports both.
 
