@@ -1,8 +1,9 @@
 """TLS as bytes in and bytes out: OpenSSL over memory BIOs, no socket.
 
 Bulk data skips pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call, and calls the same
-library through its cffi binding with pointers into the caller's buffers: 1.5 times the speed at 256 KiB, 4
-times at 1 KiB (``bench/tls_micro.py``). Ciphertext is read where the network put it, through a read-only BIO
+library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds
+to seal and open 256 KiB (the standard library: 194), and no dearer for 1 KiB (``bench/tls_micro.py``).
+Ciphertext is read where the network put it, through a read-only BIO
 (one copy less than a memory BIO); that is why :meth:`TlsSession.receive` must be drained before its buffer
 is used again. Everything below these few calls can be swapped without touching their callers.
 """
@@ -70,7 +71,16 @@ class TlsSession:
     returns less than asked; after any call, :meth:`seal` takes what must be sent.
     """
 
-    __slots__ = ("_connection", "_context", "_ssl", "_verification", "_wbio", "established", "peer_closed")
+    __slots__ = (
+        "_connection",
+        "_context",
+        "_incoming",
+        "_ssl",
+        "_verification",
+        "_wbio",
+        "established",
+        "peer_closed",
+    )
 
     def __init__(self, context: TlsContext) -> None:
         self._context = context
@@ -85,6 +95,7 @@ class TlsSession:
                 connection.set_tlsext_host_name(context.settings.server_name.encode())
         self._ssl: Any = connection._ssl
         self._wbio: Any = connection._from_ssl
+        self._incoming: memoryview | None = None
         self.established = False
         self.peer_closed = False
         """The peer sent close_notify: there is nothing more to read."""
@@ -94,6 +105,7 @@ class TlsSession:
         bio = _lib.BIO_new_mem_buf(_ffi.from_buffer(ciphertext), len(ciphertext))
         _lib.BIO_set_mem_eof_return(bio, -1)
         _lib.SSL_set_bio(self._ssl, bio, self._wbio)
+        self._incoming = ciphertext  # OpenSSL points into it until the next call
 
     def handshake(self) -> bool:
         """Go on with the handshake; True when it is finished.

@@ -75,6 +75,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         two, _ = listener.accept()
     for sock in (one, two):
         sock.setblocking(False)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # not whatever this machine grows them to
+            sock.setsockopt(socket.SOL_SOCKET, buffer, 256 * 1024)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return one, two
 
