@@ -1,0 +1,1 @@
+"""What people and scrapers ask the proxy: admin, readiness and metrics servers."""
