@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -36,6 +37,18 @@ log = logging.getLogger(__name__)
 TYPE_URL = registry.type_url(listener_pb2.Listener)
 ECDS_URL = registry.type_url(core_pb2.TypedExtensionConfig)
 RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What ECDS or RDS brought under one name, for dumps.
+
+    ``good`` is what is in force since ``at``; ``failure`` a later version that was refused.
+    """
+
+    good: Resource | None = None
+    at: float = 0.0
+    failure: Failure | None = None
 
 
 class ListenerManager:
@@ -81,10 +94,11 @@ class ListenerManager:
         self._subscriptions: dict[LiveListener, list[Subscription]] = {}
         self._warmed_one = asyncio.Event()
         self._listening = False
-        self._stopped = False
+        self._may_listen: Callable[[LiveListener], bool] = lambda _: True
         self.failures: dict[str, Failure] = {}
         self.version = ""
-        self.extensions: dict[str, Resource] = {}
+        self.extensions: dict[str, Delivered] = {}
+        self.route_tables: dict[str, Delivered] = {}
         scope = stats.scope("listener_manager")
         self._added = scope.counter("listener_added")
         self._modified = scope.counter("listener_modified")
@@ -327,9 +341,10 @@ class ListenerManager:
                     raise ConfigError(f"type {message.DESCRIPTOR.full_name} is not among the listener's type_urls")
                 compiled = compile_listener_filter(message, self._surroundings)
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                self._note_failure(self.extensions, resource, error)
                 raise UpdateRejected(f"{wanted.name}: {error}") from error
             listener.discovered[place] = compiled
-            self.extensions[resource.name] = resource
+            self.extensions[resource.name] = Delivered(good=resource, at=self._clock.wall())
             if isinstance(compiled, WorkloadMetadata):
                 log.info("workload metadata: %d addresses", len(compiled.baggage))
         if wanted.name in update.removed:
@@ -349,8 +364,14 @@ class ListenerManager:
                     raise ConfigError(f"not a RouteConfiguration: {resource.body.type_url}")
                 manager.routes = compile_route_table(message, self._surroundings)
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                self._note_failure(self.route_tables, resource, error)
                 raise UpdateRejected(f"{name}: {error}") from error
+            self.route_tables[name] = Delivered(good=resource, at=self._clock.wall())
         found.set()
+
+    def _note_failure(self, table: dict[str, Delivered], resource: Resource, error: Exception) -> None:
+        failure = Failure(resource.name, resource.body, str(error), self._clock.wall(), resource.version)
+        table[resource.name] = replace(table.get(resource.name, Delivered()), failure=failure)
 
     # Serving
 
@@ -364,7 +385,7 @@ class ListenerManager:
             log.info("listener %s: %s, %d chains", listener.name, listener.address_text, len(listener.chains))
         else:
             self._replace(old, listener)
-        if self._listening and not self._stopped:
+        if self._listening:
             self._start(listener)
 
     def _replace(self, old: LiveListener, new: LiveListener) -> None:
@@ -398,6 +419,8 @@ class ListenerManager:
             await self._warmed_one.wait()
 
     def _start(self, listener: LiveListener) -> None:
+        if not self._may_listen(listener):
+            return
         for sock in listener.sockets:
             sock.accepted = partial(self._accepted, listener)
             sock.start()
@@ -489,8 +512,12 @@ class ListenerManager:
             self._unsubscribe(listener)
 
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
-        """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown)."""
-        self._stopped = True
+        """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown).
+
+        What ``keep`` does not spare does not accept again, later versions of it included.
+        """
+        earlier = self._may_listen
+        self._may_listen = lambda listener: earlier(listener) and keep(listener)
         for listener in self._active.values():
             if listener.sockets and not keep(listener):
                 listener.stop()

@@ -15,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from xds.model.address import EndpointAddress, InternalAddress, NamedAddress, PipeAddress, SocketAddress
 from xds.model.cluster import Discovery, Endpoint, Health, Metadata
+from xds.model.listener import DiscoveredFilter
 from xds.model.secret import Validation
 from xds.proto import registry
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
@@ -32,6 +33,7 @@ from ztunnel.upstream.host import Host
 if TYPE_CHECKING:
     from ztunnel.app import Proxy
     from ztunnel.identity.secrets import SecretHandle
+    from ztunnel.listener_manager import Delivered
     from ztunnel.listeners import LiveListener
     from ztunnel.upstream.manager import Failure
 
@@ -57,7 +59,7 @@ def dumps(proxy: Proxy, *, include_eds: bool, shown: Shown = everything) -> Iter
     """Every top-level dump, in order."""
     yield bootstrap(proxy)
     yield clusters(proxy, shown)
-    if proxy.listeners.extensions:
+    if _wanted_extensions(proxy):
         yield extensions(proxy, shown)
     if include_eds:
         yield endpoints(proxy, shown)
@@ -224,12 +226,45 @@ def _listener_state(listener: LiveListener) -> admin.ListenersConfigDump.Dynamic
 
 
 def extensions(proxy: Proxy, shown: Shown) -> admin.EcdsConfigDump:
-    """Extension configurations that arrived by ECDS."""
+    """Extension configurations that arrived by ECDS for a listener that is still there."""
     dump = admin.EcdsConfigDump()
-    for name, resource in sorted(proxy.listeners.extensions.items()):
+    for name in sorted(_wanted_extensions(proxy)):
         if shown(name):
-            dump.ecds_filters.add(version_info=resource.version, ecds_filter=resource.body)
+            _delivered(dump.ecds_filters.add(), "ecds_filter", proxy.listeners.extensions[name])
     return dump
+
+
+def _wanted_extensions(proxy: Proxy) -> set[str]:
+    wanted = {
+        entry.filter.name
+        for listener in (*proxy.listeners.active, *proxy.listeners.warming, *proxy.listeners.draining)
+        for entry in listener.model.listener_filters
+        if isinstance(entry.filter, DiscoveredFilter)
+    }
+    return wanted & proxy.listeners.extensions.keys()
+
+
+def _wanted_routes(proxy: Proxy) -> set[str]:
+    wanted = {
+        chain.manager.wanted_routes.name
+        for listener in (*proxy.listeners.active, *proxy.listeners.warming, *proxy.listeners.draining)
+        for chain in listener.live_chains
+        if chain.manager is not None and chain.manager.wanted_routes is not None
+    }
+    return wanted & proxy.listeners.route_tables.keys()
+
+
+def _delivered(
+    entry: admin.EcdsConfigDump.EcdsFilterConfig | admin.RoutesConfigDump.DynamicRouteConfig,
+    field: str,
+    delivered: Delivered,
+) -> None:
+    if delivered.good is not None:
+        entry.version_info = delivered.good.version
+        getattr(entry, field).CopyFrom(delivered.good.body)
+        entry.last_updated.CopyFrom(timestamp(delivered.at))
+    if delivered.failure is not None:
+        entry.error_state.CopyFrom(_error_state(delivered.failure))
 
 
 def routes(proxy: Proxy, shown: Shown) -> admin.RoutesConfigDump:
@@ -241,6 +276,9 @@ def routes(proxy: Proxy, shown: Shown) -> admin.RoutesConfigDump:
                 dump.static_route_configs.add(
                     route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)
                 )
+    for name in sorted(_wanted_routes(proxy)):
+        if shown(name):
+            _delivered(dump.dynamic_route_configs.add(), "route_config", proxy.listeners.route_tables[name])
     return dump
 
 
