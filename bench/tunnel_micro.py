@@ -105,7 +105,9 @@ def run_b(listener: socket.socket, tls: TlsSettings | None, port: int, spin_s: f
                 await relay(tunnel, app, ByteCounts())
 
         async def handle(sock: socket.socket) -> None:
-            await serve_connection(sock, context, ConnectionSettings(), poller, on_request)
+            # The second connection may wait for its first request through all of the bulk cases.
+            settings = ConnectionSettings(first_request_timeout_s=None)
+            await serve_connection(sock, context, settings, poller, on_request)
 
         await accept_each(listener, handle)
 
