@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from hbone.aio.relay import ByteCounts
 from ztunnel.stream_info import StreamInfo
 
 
@@ -17,9 +18,11 @@ class LiveConnection:
         chain: name of the filter chain that took it, empty until one did.
         drain: tells the peer to finish, where the protocol can (GOAWAY); ``None`` where it cannot.
         abort: ends it now, with a reason for the log.
+        counts: bytes moved so far, while bytes are relayed.
+        inner: the hops behind internal listeners, outermost first.
     """
 
-    __slots__ = ("abort", "chain", "drain", "id", "info", "owner")
+    __slots__ = ("abort", "chain", "counts", "drain", "id", "info", "inner", "owner")
 
     def __init__(self, number: int, info: StreamInfo, owner: object) -> None:
         self.id = number
@@ -28,6 +31,8 @@ class LiveConnection:
         self.chain: object = None
         self.drain: Callable[[], None] | None = None
         self.abort: Callable[[str], None] | None = None
+        self.counts: ByteCounts | None = None
+        self.inner: Sequence[StreamInfo] = ()
 
 
 class Connections:

@@ -244,6 +244,8 @@ class Datapath:
         settings = proxy.model
         running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
         connection.abort = running.abort
+        connection.counts = counts
+        connection.inner = [inner.info for inner in upstream.hops]
         limit = None
         if settings.max_duration_s:
             limit = self._poller.loop.call_later(settings.max_duration_s, running.abort, "max duration")

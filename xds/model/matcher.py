@@ -186,7 +186,7 @@ class Matcher:
 
     def evaluate(self, facts: ConnectionFacts) -> str | None:
         """The chain name this connection leads to, ``None`` when no action was reached."""
-        for hit in _hits(self.lookup, facts):
+        for hit in hits(self.lookup, facts):
             chain = _follow(hit, facts)
             if chain is not None:
                 return chain
@@ -199,7 +199,7 @@ def _follow(hit: OnMatch, facts: ConnectionFacts) -> str | None:
     return None if hit.keep_matching else chain
 
 
-def _hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
+def hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
     """Entries to follow, best first."""
     if isinstance(lookup, MatcherList):
         return [hit for predicate, hit in lookup.matchers if holds(predicate, facts)]
