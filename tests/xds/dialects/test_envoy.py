@@ -83,7 +83,8 @@ def test_inbound_chains_of_the_reference() -> None:
     inbound = listener("ztunnel_inbound")
     pod = inbound.chain_for(connection("10.244.1.9", "10.244.2.23", 15008))
     other = inbound.chain_for(connection("10.244.1.9", "10.244.2.99", 15008))
-    assert pod is not None and other is not None
+    assert pod is not None
+    assert other is not None
     assert (pod.name, other.name) == ("inbound_10.244.2.23", "blackhole inbound")
     assert pod.tls is not None
     assert pod.tls.require_peer_certificate
@@ -284,8 +285,8 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
     (listener_document(tcp(proxy_protocol_tlvs=[{}])), ""),
     (
         listener_document(listener_filters=[UNKNOWN]),
-        "listener_filters[0].typed_config: Didn't find a registered implementation for 'set_dst_address' with type "
-        "URL: 'no.such.Config'",
+        "listener_filters[0].typed_config: Didn't find a registered implementation for 'set_dst_address' "
+        "with type URL: 'no.such.Config'",
     ),
     (listener_document() | {"address": {"pipe": {"path": "/x"}}}, "address: listeners bind to IP addresses only"),
     (

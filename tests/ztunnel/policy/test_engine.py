@@ -1,0 +1,129 @@
+"""The judge."""
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.model import policy as p
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.strings import StringMatch
+from ztunnel.policy.engine import Decision, holds, judge, judge_all
+
+FRONT = "spiffe://cluster.local/ns/shop/sa/front"
+
+
+def facts(peer: PeerCertificate | None = None, **more: object) -> ConnectionFacts:
+    values = {
+        "source": SocketAddress("10.0.0.1", 40000),
+        "direct_source": SocketAddress("192.0.2.1", 40000),
+        "destination": SocketAddress("10.0.0.2", 15008),
+        "peer": peer,
+    }
+    return ConnectionFacts(**(values | more))  # type: ignore[arg-type]
+
+
+MESH = facts(PeerCertificate(uri_sans=(FRONT,), dns_sans=("front",), subject="CN=front"))
+PLAIN = facts()
+
+
+def name(value: str, kind: str = "exact") -> p.Authenticated:
+    return p.Authenticated(StringMatch(kind, value))
+
+
+def net(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    return ipaddress.ip_network(text)
+
+
+@pytest.mark.parametrize(
+    ("condition", "connection", "verdict"),
+    [
+        (p.Always(), PLAIN, True),
+        (p.Never(), PLAIN, False),
+        (p.AllOf(()), PLAIN, True),
+        (p.AnyOf(()), PLAIN, False),
+        (p.AllOf((p.Always(), p.Never())), PLAIN, False),
+        (p.AnyOf((p.Always(), p.Never())), PLAIN, True),
+        (p.Not(p.Never()), PLAIN, True),
+        (p.Authenticated(), PLAIN, False),
+        (p.Authenticated(), MESH, True),
+        (name(FRONT), MESH, True),
+        (name(FRONT), PLAIN, False),
+        (name("spiffe://cluster.local/", "prefix"), MESH, True),
+        (name("/sa/front", "suffix"), MESH, True),
+        (name(".*/ns/shop/.*", "regex"), MESH, True),
+        (name("/ns/shop/", "regex"), MESH, False),  # a full match
+        (name("front"), MESH, True),  # a DNS name counts too
+        (name("CN=front"), MESH, False),  # the subject only when there is no other name
+        (name("CN=front"), facts(PeerCertificate(subject="CN=front")), True),
+        (p.SourceIp(net("10.0.0.0/24")), PLAIN, True),
+        (p.SourceIp(net("10.0.0.0/24"), direct=True), PLAIN, False),
+        (p.SourceIp(net("fd00::/8")), PLAIN, False),
+        (p.DestinationIp(net("10.0.0.2/32")), PLAIN, True),
+        (p.DestinationPort(15008, 15009), PLAIN, True),
+        (p.DestinationPort(15000, 15008), PLAIN, False),
+        (p.ServerName(StringMatch("exact", "")), PLAIN, True),
+        (p.ServerName(StringMatch("exact", "a")), facts(server_name="a"), True),
+        (p.DynamicMetadata("ns", ("a",), StringMatch("exact", "b")), facts(metadata={"ns": {"a": "b"}}), True),
+        (p.DynamicMetadata("ns", ("a",), StringMatch("exact", "b")), PLAIN, False),
+    ],
+)
+def test_conditions(condition: p.Condition, connection: ConnectionFacts, verdict: bool) -> None:
+    assert holds(condition, connection) is verdict
+
+
+def allow(*conditions: p.Condition) -> p.PolicyList:
+    policies = tuple(p.Policy(f"p{n}", p.Verdict.ALLOW, c) for n, c in enumerate(conditions))
+    return p.PolicyList((p.Tier(policies),), p.Verdict.DENY)
+
+
+def deny(*conditions: p.Condition) -> p.PolicyList:
+    policies = tuple(p.Policy(f"p{n}", p.Verdict.DENY, c) for n, c in enumerate(conditions))
+    return p.PolicyList((p.Tier(policies),), p.Verdict.ALLOW)
+
+
+def test_allow_lists_deny_what_nothing_matches() -> None:
+    assert judge(allow(name("other"), name(FRONT)), MESH) == Decision(True, "p1")
+    assert judge(allow(name(FRONT)), PLAIN) == Decision(False, "")
+    assert judge(allow(), MESH) == Decision(False, "")
+
+
+def test_deny_lists_allow_what_nothing_matches() -> None:
+    assert judge(deny(name(FRONT)), MESH) == Decision(False, "p0")
+    assert judge(deny(name(FRONT)), PLAIN) == Decision(True, "")
+
+
+def test_all_lists_must_allow_and_the_first_that_does_not_answers() -> None:
+    assert judge_all([], MESH).allowed
+    assert judge_all([allow(p.Always()), deny(name(FRONT))], MESH) == Decision(False, "p0")
+
+
+def test_a_tier_that_passes_hands_on_and_a_default_does_not() -> None:
+    hit = p.Policy("hit", p.Verdict.ALLOW, p.Always())
+    passing = p.Policy("passing", p.Verdict.PASS, p.Always())
+    assert judge(p.PolicyList((p.Tier((passing,)), p.Tier((hit,))), p.Verdict.DENY), PLAIN) == Decision(
+        True, "hit"
+    )
+    closed = p.PolicyList((p.Tier((), p.Verdict.DENY), p.Tier((hit,))), p.Verdict.ALLOW)
+    assert judge(closed, PLAIN) == Decision(False, "")
+
+
+conditions = st.recursive(
+    st.sampled_from([p.Always(), p.Never(), p.Authenticated(), p.DestinationPort(1, 2)]),
+    lambda inner: st.one_of(
+        inner.map(p.Not),
+        st.lists(inner, max_size=3).map(lambda each: p.AllOf(tuple(each))),
+        st.lists(inner, max_size=3).map(lambda each: p.AnyOf(tuple(each))),
+    ),
+    max_leaves=12,
+)
+
+
+@given(conditions, st.sampled_from([MESH, PLAIN]))
+def test_de_morgan(condition: p.Condition, connection: ConnectionFacts) -> None:
+    assert holds(p.Not(condition), connection) is not holds(condition, connection)
+    both = holds(p.Not(p.AllOf((condition, p.Authenticated()))), connection)
+    either = holds(p.AnyOf((p.Not(condition), p.Not(p.Authenticated()))), connection)
+    assert both is either
