@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
-from ztunnel.admin import certs, clusters, config_dump, loggers, process, readiness, server_info
+from ztunnel.admin import certs, clusters, config_dump, connections, loggers, process, readiness, server_info
 from ztunnel.admin.dump import address_message
 from ztunnel.admin.help import Command, Parameter, help_text, home_page
 from ztunnel.admin.page import HTML, JSON, Page, PageRequest, Query, printable, text
@@ -77,6 +77,14 @@ def _clusters(asked: Asked) -> Page:
     if asked.query.get("format") == "json":
         return Page(content_type=JSON, body=clusters.json_pieces(asked.proxy, shown))
     return Page(body=clusters.text_pieces(asked.proxy, shown))
+
+
+def _connections(asked: Asked) -> Page:
+    return connections.connections_page(asked.proxy)
+
+
+def _explain(asked: Asked) -> Page:
+    return connections.explain_page(asked.proxy, asked.query)
 
 
 def _listeners(asked: Asked) -> Page:
@@ -290,6 +298,7 @@ COMMANDS: tuple[Command, ...] = (
             ),
         ),
     ),
+    Command("/connections", "print live connections with what was decided about them", _connections),
     Command("/contention", "dump current mutex contention stats (if enabled)", _constant(_NO_CONTENTION)),
     Command(
         "/drain_listeners",
@@ -300,6 +309,17 @@ COMMANDS: tuple[Command, ...] = (
             Parameter("graceful", "Enter a graceful drain period prior to closing listeners", flag=True),
             Parameter("skip_exit", "Drain the connections but never stop the listeners", flag=True),
             Parameter("inboundonly", "Drain listeners of traffic_direction INBOUND only", flag=True),
+        ),
+    ),
+    Command(
+        "/explain",
+        "print which way a connection would take, and why",
+        _explain,
+        parameters=(
+            Parameter("source", "IP address of the client, with or without a port"),
+            Parameter("destination", "IP address and port that the client dials"),
+            Parameter("identity", "SPIFFE identity of the client, for a connection that arrives in a tunnel"),
+            Parameter("listener", "Name of the listener that takes the connection, when it is not the usual one"),
         ),
     ),
     Command("/healthcheck/fail", "cause the server to fail health checks", _fail_health_checks, mutates=True),
