@@ -1,0 +1,105 @@
+"""The mesh file: values, and the place of every fault."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ztunnel.control_plane.meshes import document, mesh
+from xds.model.identity import SpiffeId
+from ztunnel.control_plane.command import refuse_exposed
+from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
+
+
+def test_defaults_and_namespaces() -> None:
+    read = mesh(
+        pods={
+            "web": {"node": "worker", "addresses": ["::ffff:10.0.0.1"]},
+            "shop/cart": {"node": "worker", "addresses": ["fd00::1"]},
+        },
+        services={
+            "shop/cart": {"addresses": [], "ports": {"tcp": {"port": 80, "target": 8080}}, "pods": ["cart"]}
+        },
+        policies={},
+    )
+    web = read.pods["default/web"]
+    assert (web.addresses, web.identity) == (("10.0.0.1",), SpiffeId("cluster.local", "default", "default"))
+    assert web.mesh
+    assert read.services[0].pods == ("shop/cart",)
+    assert read.services[0].hostname == "cart.shop.svc.cluster.local"
+    assert (read.services[0].ports[0].port, read.services[0].ports[0].target) == (80, 8080)
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"typo": 1}, "mesh file.typo: unknown; known are trust_domain"),
+    ({"nodes": []}, "nodes: must be a mapping"),
+    ({"outbound": "SOME"}, "outbound: must be one of ALLOW_ANY, REGISTRY_ONLY"),
+    ({"pods": {"p": {"node": "mars", "addresses": ["10.0.0.1"]}}}, "pods.p.node: no such node: 'mars'"),
+    ({"pods": {"p": {"node": "worker", "addresses": []}}}, "pods.p.addresses: a pod needs at least one address"),
+    ({"pods": {"p": {"node": "worker", "addresses": ["x"]}}}, "pods.p.addresses: not an IP address: 'x'"),
+    ({"pods": {"p": {"node": "worker", "addresses": "10.0.0.1"}}}, "pods.p.addresses: must be a list"),
+    (
+        {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "mesh": "yes"}}},
+        "pods.p.mesh: must be true or false",
+    ),
+    (
+        {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "service_account": "a_b"}}},
+        "pods.p.service_account: must be letters, digits",
+    ),
+    (
+        {"pods": {n: {"node": "worker", "addresses": ["10.0.0.1"]} for n in ("p", "q")}},
+        "pods.q.addresses: 10.0.0.1 is also default/p's",
+    ),
+    ({"services": {"s": {"ports": {}}}}, "services.s.ports: a service needs at least one port"),
+    ({"services": {"s": {"ports": {"a_b": 1}}}}, "services.s.ports.a_b: must be letters"),
+    ({"services": {"s": {"ports": {"a": 0}}}}, "services.s.ports.a: must be a port"),
+    ({"services": {"s": {"ports": {"a": 1}, "pods": ["gone"]}}}, "services.s.pods: no such pod: gone"),
+    ({"waypoints": {"w": {"pods": ["gone"]}}}, "waypoints.w.pods: no such pod: gone"),
+    ({"policies": {"p": {"action": "MAYBE"}}}, "policies.p.action: must be one of ALLOW, DENY, AUDIT"),
+    ({"policies": {"p": {"rules": {}}}}, "policies.p.rules: must be a list"),
+    ({"policies": {"p": {"rules": [{"when": 1}]}}}, "policies.p.rules[0].when: unknown"),
+    (
+        {"policies": {"p": {"rules": [{"from": {"ip_blocks": ["10.0.0.1/8"]}}]}}},
+        "policies.p.rules[0].from.ip_blocks: 10.0.0.1/8 has host bits set",
+    ),
+    (
+        {"policies": {"p": {"rules": [{"to": {"ports": ["http"]}}]}}},
+        "policies.p.rules[0].to.ports: must be a port",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), FAULTS, ids=[words[:40] for _, words in FAULTS])
+def test_every_fault_has_its_place(changes: dict[str, Any], words: str) -> None:
+    base = {"nodes": {"worker": {}}, "pods": {}, "services": {}, "policies": {}}
+    with pytest.raises(MeshFaults) as error:
+        parse_mesh(yaml.safe_dump({**base, **changes}))
+    assert words in str(error.value)
+
+
+def test_faults_come_together() -> None:
+    with pytest.raises(MeshFaults) as error:
+        parse_mesh(yaml.safe_dump(document(outbound="x", pods={"p": {"node": "mars", "addresses": ["y"]}})))
+    assert len(error.value.faults) > 3
+
+
+@pytest.mark.parametrize("text", ["[", "- list", "nodes: {a: {}}\nnodes: {}"])
+def test_what_is_no_mapping_at_all(text: str) -> None:
+    with pytest.raises(MeshFaults):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "refused"),
+    [
+        ("unix:/run/x", False),
+        ("127.0.0.1:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("0.0.0.0:1", True),
+        ("10.0.0.1:1", True),
+        ("host.example:1", True),
+    ],
+)
+def test_private_keys_are_not_served_to_a_network(address: str, refused: bool) -> None:
+    assert (refuse_exposed([address]) is not None) is refused

@@ -1,0 +1,121 @@
+"""The control plane over a real socket: live edits, faults that change nothing, renewed certificates."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.ztunnel.control_plane.meshes import document
+from xds.aio.client import AdsClient
+from xds.proto import registry
+from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.protocol.resource import Update
+from xds.protocol.types import CDS, SDS
+from ztunnel.bootstrap import bootstrap_for
+from ztunnel.control_plane.mesh import MeshFaults
+from ztunnel.control_plane.server import ControlPlane
+
+WAIT_S = 10.0
+REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"
+
+
+class Inbox:
+    """What one subscription received."""
+
+    def __init__(self) -> None:
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    async def receive(self, update: Update) -> None:
+        self.updates.put_nowait(update)
+
+    async def next(self) -> Update:
+        return await asyncio.wait_for(self.updates.get(), WAIT_S)
+
+
+def serve(
+    tmp_path: Path,
+    body: Callable[[AdsClient, Path, ControlPlane], Awaitable[None]],
+    *,
+    delta: bool = False,
+    **options: object,
+) -> None:
+    """Run ``body`` against a control plane and a client of node worker2."""
+    path = tmp_path / "mesh.yaml"
+    path.write_text(yaml.safe_dump(document()))
+
+    async def main() -> None:
+        plane = ControlPlane(path, [f"unix:{tmp_path}/xds"], tmp_path / "ca", **options)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(plane.run())
+            await asyncio.wait_for(plane.ready.wait(), WAIT_S)
+            node = bootstrap_for(f"unix:{tmp_path}/xds", "worker2", delta=delta, admin=None).node
+            async with AdsClient(f"unix:{tmp_path}/xds", node, delta=delta) as client:
+                await body(client, path, plane)
+            serving.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_an_edit_reaches_the_node(tmp_path: Path, delta: bool) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        inbox = Inbox()
+        client.subscribe(CDS, None, inbox.receive)
+        before = await inbox.next()
+        assert any("_to_http_reviews" in resource.name for resource in before.resources)
+        path.write_text(
+            yaml.safe_dump(document(services={"shop": {"addresses": ["10.96.0.9"], "ports": {"tcp": 1}}}))
+        )
+        after = await inbox.next()
+        assert any("_to_tcp_shop" in resource.name for resource in after.resources)
+
+    serve(tmp_path, body, delta=delta)
+
+
+def test_a_faulty_edit_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        inbox = Inbox()
+        client.subscribe(CDS, None, inbox.receive)
+        await inbox.next()
+        good = plane.mesh
+        path.write_text(yaml.safe_dump(document(pods={"p": {"node": "mars", "addresses": ["10.0.0.1"]}})))
+        async with asyncio.timeout(WAIT_S):
+            while "the last good mesh stays in force" not in caplog.text:
+                await asyncio.sleep(0.02)
+        assert plane.mesh is good
+        assert "pods.p.node: no such node: 'mars'" in caplog.text
+        assert inbox.updates.empty()
+        path.unlink()
+        await asyncio.sleep(0.5)
+        assert plane.mesh is good
+
+    serve(tmp_path, body)
+
+
+def test_certificates_are_renewed_at_half_life_and_only_local_ones_are_given(tmp_path: Path) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        inbox, foreign = Inbox(), Inbox()
+        client.subscribe(SDS, [REVIEWS], inbox.receive)
+        chains = set()
+        for _ in range(3):
+            update = await inbox.next()
+            secret = registry.unpack(update.resources[0].body)
+            assert isinstance(secret, Secret)
+            chains.add(secret.tls_certificate.certificate_chain.inline_string)
+        assert len(chains) == 3
+        name = "spiffe://cluster.local/ns/default/sa/somebody-else"
+        client.subscribe(SDS, [name], foreign.receive, initial_fetch_timeout_s=1.0)
+        await asyncio.sleep(1.2)
+        assert foreign.updates.empty() or not (await foreign.next()).resources
+
+    serve(tmp_path, body, lifetime=timedelta(seconds=1))
+
+
+def test_a_faulty_file_at_the_start_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("pods: 1")
+    with pytest.raises(MeshFaults, match="pods: must be a mapping"):
+        ControlPlane(path, [], tmp_path / "ca")
