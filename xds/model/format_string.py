@@ -127,6 +127,8 @@ def _command(found: "re.Match[str]") -> Command:
         raise ConfigError(f"format string: %{name}% needs an argument")
     if takes is False and argument is not None:
         raise ConfigError(f"format string: %{name}% takes no argument")
+    if takes is False and length is not None:
+        raise ConfigError(f"format string: %{name}% takes no length")
     if argument and name in ("DYNAMIC_METADATA", "UPSTREAM_METADATA", "CLUSTER_METADATA"):
         argument = _colon_form(argument)
     return Command(name, argument or "", int(length) if length else None)
