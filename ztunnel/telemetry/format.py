@@ -31,10 +31,24 @@ def renderer(text: FormatString, *, missing: str = "-") -> Renderer:
     literal = text.literal
     if literal is not None:
         return lambda _: literal
-    parts = [_literal(part) if isinstance(part, str) else _command(part, missing) for part in text.parts]
-    if len(parts) == 1:
-        return parts[0]
-    return lambda info: "".join([part(info) for part in parts])
+    literals = [part for part in text.parts if isinstance(part, str)]
+    readers = [value_reader(part) for part in text.parts if not isinstance(part, str)]
+    template = "".join([part.replace("%", "%%") if isinstance(part, str) else "%s" for part in text.parts])
+    line_end = "\n" if template.endswith("\n") else ""
+    plain = "".join(literals).removesuffix(line_end).isprintable()
+    template = template.removesuffix(line_end)
+
+    def render(info: StreamInfo) -> str:
+        # One call per command, one look for unprintable characters per line: 4 instead of 20 microseconds for
+        # the line of 2022 (twice per connection and client's side; bench.compare --only crr).
+        values = [read(info) or missing for read in readers]
+        line = template % tuple(values)
+        if not (plain and line.isprintable()):
+            # A name from the network must not be able to write a line, or a colour, of its own.
+            line = template % tuple([_UNSAFE.sub(_escaped, value) for value in values])
+        return line + line_end
+
+    return render
 
 
 def log_renderer(log: AccessLog) -> Renderer:
@@ -65,23 +79,6 @@ def value_reader(command: Command) -> Reader:
 
 def _takes_argument(command: Command) -> bool:
     return command.name in _READERS_WITH_ARGUMENT
-
-
-def _literal(text: str) -> Renderer:
-    return lambda _: text
-
-
-def _command(command: Command, missing: str) -> Renderer:
-    read = value_reader(command)
-
-    def render(info: StreamInfo) -> str:
-        value = read(info)
-        if not value:
-            return missing
-        # A name from the network must not be able to write a line, or a colour, of its own.
-        return value if value.isprintable() else _UNSAFE.sub(_escaped, value)
-
-    return render
 
 
 def _escaped(char: "re.Match[str]") -> str:
@@ -246,24 +243,40 @@ def _whole_seconds(pattern: str, second: int) -> str:
     return datetime.fromtimestamp(second, UTC).strftime(pattern) if pattern else ""
 
 
-def _headers(of: str) -> Callable[[str], Reader]:
-    def make(argument: str) -> Reader:
-        names = [name.lower() for name in argument.split("?")]
+_PSEUDO: dict[str, Reader] = {
+    ":method": lambda info: info.method,
+    ":authority": lambda info: info.authority,
+    ":path": lambda info: info.path,
+}
 
-        def read(info: StreamInfo) -> str | None:
-            headers = info.request_headers if of == "request" else info.response_headers
-            pseudo = {":method": info.method, ":authority": info.authority, ":path": info.path}
-            for name in names:
-                if of == "request" and pseudo.get(name):
-                    return pseudo[name]
-                values = [value for key, value in headers if key == name]
-                if values:
-                    return ",".join(values)
-            return None
 
-        return read
+def _header(name: str) -> Reader:
+    def read(info: StreamInfo) -> str | None:
+        headers = info.request_headers
+        return ",".join([value for key, value in headers if key == name]) if headers else None
 
-    return make
+    return _PSEUDO.get(name, read)
+
+
+def _request_headers(argument: str) -> Reader:
+    """``REQ(X?Y)``: the first of the two that there is."""
+    readers = [_header(name.lower()) for name in argument.split("?")]
+    if len(readers) == 1:
+        return readers[0]
+    return lambda info: next((value for read in readers if (value := read(info))), None)
+
+
+def _response_headers(argument: str) -> Reader:
+    names = [name.lower() for name in argument.split("?")]
+
+    def read(info: StreamInfo) -> str | None:
+        for name in names:
+            values = [value for key, value in info.response_headers if key == name]
+            if values:
+                return ",".join(values)
+        return None
+
+    return read
 
 
 def _struct_text(metadata: Metadata, keys: list[str]) -> str | None:
@@ -303,8 +316,8 @@ def _environment(argument: str) -> Reader:
 
 _READERS_WITH_ARGUMENT: dict[str, Callable[[str], Reader]] = {
     "START_TIME": _start_time,
-    "REQ": _headers("request"),
-    "RESP": _headers("response"),
+    "REQ": _request_headers,
+    "RESP": _response_headers,
     "TRAILER": lambda _: lambda info: None,
     "DYNAMIC_METADATA": _metadata("dynamic"),
     "UPSTREAM_METADATA": _metadata("host"),
