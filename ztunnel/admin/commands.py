@@ -191,11 +191,11 @@ def _choice(query: Query) -> stats_page.Choice:
             pattern = re.compile(expression)
         except re.error as error:
             reason = config_dump.re2_reason(expression, error)
-            raise ValueError(f"Invalid re2 regex: {reason}\n") from None
+            raise ValueError(f"Invalid re2 regex: {reason}") from None
     try:
         kind = stats_page.Kind(query.get("type") or "All")
     except ValueError:
-        raise ValueError("invalid &type= param\n") from None
+        raise ValueError("invalid &type= param") from None
     try:
         buckets = stats_page.Buckets(query.get("histogram_buckets") or "")
     except ValueError:

@@ -138,6 +138,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+        self._unsent: list[bytes] = []
         self._finishing = False
         self.idle = True
         self.task: asyncio.Task[Any] | None = None
@@ -198,6 +199,7 @@ class _Connection:
                 return None
             if self._http.they_are_waiting_for_100_continue:
                 self._send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+                await self._drain()
             body = b""
             while isinstance(event := await self._event(), h11.Data):
                 body += event.data
@@ -250,9 +252,12 @@ class _Connection:
     def _send(self, event: Any) -> None:
         data = self._http.send(event)
         if data:
-            self._writer.write(data)
+            self._unsent.append(data)
 
     async def _drain(self) -> None:
+        # A short page, head and body, is one write and one segment.
+        self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
         async with asyncio.timeout(_WRITE_TIMEOUT_S):
             await self._writer.drain()
 
