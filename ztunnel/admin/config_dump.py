@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from xds.proto import registry
 from xds.proto.dump import format_json, to_dict
 from ztunnel.admin import dump
+from ztunnel.admin.dump import Dump
 from ztunnel.admin.page import JSON, PLAIN, Deferred, Page, Piece, Query, text
 
 if TYPE_CHECKING:
@@ -39,15 +40,16 @@ def page(proxy: Proxy, query: Query) -> Page:
     """The answer of ``/config_dump``."""
     try:
         shown = _name_filter(query.get("name_regex"))
-        messages = dump.dumps(proxy, include_eds="include_eds" in query, shown=shown)
+        dumps = dump.dumps(proxy, include_eds="include_eds" in query, shown=shown)
         resource, mask = query.get("resource"), query.get("mask")
+        selected: Iterable[Dump] = dumps
         if resource is not None:
-            elements = _elements(list(messages), resource)
+            elements = _elements(dumps, resource)
             if mask is not None:
                 elements = [_masked_element(element, mask) for element in elements]
-            selected: Iterable[Message] = elements
-        else:
-            selected = list(messages) if mask is None else _masked(list(messages), mask)
+            selected = map(Dump, elements)
+        elif mask is not None:
+            selected = map(Dump, _masked(dumps, mask))
     except Refused as refused:
         return text(refused.message, refused.status, PLAIN)
     return Page(content_type=JSON, body=pieces(selected))
@@ -84,15 +86,15 @@ def re2_reason(expression: str, error: re.error) -> str:
 # Selection
 
 
-def _elements(messages: list[Message], name: str) -> list[Message]:
+def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
     """The elements of the repeated field ``name`` of whichever dump has one."""
-    for message in messages:
-        field = message.DESCRIPTOR.fields_by_name.get(name)
+    for each in dumps:
+        field = each.message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
             continue
         if not field.is_repeated:
             raise Refused(400, f"{name} is not a repeated field. Use ?mask={name} to get only this field")
-        return list(getattr(message, name))
+        return dict(each.lists).get(name) or list(getattr(each.message, name))
     raise Refused(404, f"{name} not found in config dump")
 
 
@@ -105,10 +107,10 @@ def _mask_of(paths: Iterable[str]) -> FieldMask:
     return FieldMask(paths=list(paths))
 
 
-def _masked(messages: list[Message], mask: str) -> list[Message]:
+def _masked(dumps: Iterable[Dump], mask: str) -> list[Message]:
     """Every dump that has all the paths of the mask, cut down to them."""
     fields = _mask_of(mask.split(","))
-    found = [_trimmed(message, fields) for message in messages if _fits(fields, message)]
+    found = [_trimmed(each.complete(), fields) for each in dumps if _fits(fields, each.message)]
     if not found:
         raise Refused(400, f"FieldMask {mask} could not be successfully applied to any configs.")
     return found
@@ -171,36 +173,43 @@ def _unusable(paths: Iterable[str]) -> Refused:
 # Printing
 
 
-def pieces(messages: Iterable[Message]) -> Iterator[Piece]:
-    """The text of a ``ConfigDump`` of ``messages``, equal to printing it whole, in pieces.
+def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
+    """The text of a ``ConfigDump`` of ``dumps``, equal to printing it whole, in pieces.
 
     Lists of a dump are given out element by element. Elements are never changed once they are in a dump (bodies of
     resources are replaced, never edited), so a large one may be printed in a thread while the proxy goes on.
     """
     before = '{\n "configs": [\n'
-    for message in messages:
+    for each in dumps:
         yield before
-        yield from _typed(message)
+        yield from _typed(each)
         before = ",\n"
     yield "{}\n" if before != ",\n" else "\n ]\n}\n"
 
 
-def _typed(message: Message) -> Iterator[Piece]:
+def _typed(each: Dump) -> Iterator[Piece]:
     """One element of ``configs``, two levels deep."""
+    message = each.message
     yield f'  {{\n   "@type": "{registry.type_url(message)}"'
     for field, value in message.ListFields():
-        name = f',\n   "{field.name}": '
         if field.is_repeated and field.message_type is not None:
-            before = f"{name}[\n"
-            for element in value:
-                yield before
-                yield _element(element, "    ")
-                before = ",\n"
-            yield "\n   ]"
+            yield from _list(field.name, value)
         else:
-            yield name
+            yield f',\n   "{field.name}": '
             yield _field(message, field.name)
+    for name, elements in each.lists:
+        yield from _list(name, elements)
     yield "\n  }"
+
+
+def _list(name: str, elements: Iterable[Message]) -> Iterator[Piece]:
+    before = f',\n   "{name}": [\n'
+    for element in elements:
+        yield before
+        yield _element(element, "    ")
+        before = ",\n"
+    if before == ",\n":  # an empty list is left out
+        yield "\n   ]"
 
 
 def _element(message: Message, indent: str) -> Piece:

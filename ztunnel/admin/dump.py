@@ -7,6 +7,7 @@ the order of the page (Envoy's: alphabetical by internal keys). Every call build
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -55,18 +56,38 @@ def everything(_: str) -> bool:
     return True
 
 
-def dumps(proxy: Proxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Message]:
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """One top-level dump, as far as it is made.
+
+    Attributes:
+        message: the dump, but for ``lists``.
+        lists: (field, elements) in the order of field numbers; they follow what ``message`` holds. Elements are
+            made when asked for, so that a page of many thousand does not hold the event loop.
+    """
+
+    message: Message
+    lists: tuple[tuple[str, Iterable[Message]], ...] = ()
+
+    def complete(self) -> Message:
+        """All of it; asks for the elements, which can be asked for once."""
+        for name, elements in self.lists:
+            getattr(self.message, name).extend(elements)
+        return self.message
+
+
+def dumps(proxy: Proxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Dump]:
     """Every top-level dump, in order."""
-    yield bootstrap(proxy)
-    yield clusters(proxy, shown)
+    yield Dump(bootstrap(proxy))
+    yield Dump(clusters(proxy, shown))
     if _wanted_extensions(proxy):
-        yield extensions(proxy, shown)
+        yield Dump(extensions(proxy, shown))
     if include_eds:
         yield endpoints(proxy, shown)
-    yield listeners(proxy, shown)
-    yield admin.ScopedRoutesConfigDump()
+    yield Dump(listeners(proxy, shown))
+    yield Dump(admin.ScopedRoutesConfigDump())
     yield routes(proxy, shown)
-    yield secrets(proxy, shown)
+    yield Dump(secrets(proxy, shown))
 
 
 def bootstrap(proxy: Proxy) -> admin.BootstrapConfigDump:
@@ -111,18 +132,21 @@ def _dynamic_cluster(
         entry.error_state.CopyFrom(_error_state(failure))
 
 
-def endpoints(proxy: Proxy, shown: Shown) -> admin.EndpointsConfigDump:
+def endpoints(proxy: Proxy, shown: Shown) -> Dump:
     """The hosts in use of every cluster that serves; no versions and no times, as in Envoy."""
-    dump = admin.EndpointsConfigDump()
-    for cluster in proxy.clusters.active:
-        if not shown(cluster.model.name):
-            continue
-        assignment = registry.pack(assignment_message(cluster))
-        if cluster.added_via_api:
-            dump.dynamic_endpoint_configs.add(endpoint_config=assignment)
-        else:
-            dump.static_endpoint_configs.add(endpoint_config=assignment)
-    return dump
+    wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
+    static = (
+        admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
+        for cluster in wanted
+        if not cluster.added_via_api
+    )
+    dynamic = (
+        admin.EndpointsConfigDump.DynamicEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
+        for cluster in wanted
+        if cluster.added_via_api
+    )
+    lists = (("static_endpoint_configs", static), ("dynamic_endpoint_configs", dynamic))
+    return Dump(admin.EndpointsConfigDump(), lists)
 
 
 def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignment:
@@ -267,19 +291,24 @@ def _delivered(
         entry.error_state.CopyFrom(_error_state(delivered.failure))
 
 
-def routes(proxy: Proxy, shown: Shown) -> admin.RoutesConfigDump:
+def routes(proxy: Proxy, shown: Shown) -> Dump:
     """Route tables inlined in listeners, once per chain that has one, and those from RDS."""
-    dump = admin.RoutesConfigDump()
-    for listener in (*proxy.listeners.active, *proxy.listeners.warming):
-        for table in _inlined_routes(listener.body):
-            if shown(table.name):
-                dump.static_route_configs.add(
-                    route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)
-                )
+    inlined = (
+        admin.RoutesConfigDump.StaticRouteConfig(
+            route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)
+        )
+        for listener in (*proxy.listeners.active, *proxy.listeners.warming)
+        for table in _inlined_routes(listener.body)
+        if shown(table.name)
+    )
+    discovered = []
     for name in sorted(_wanted_routes(proxy)):
         if shown(name):
-            _delivered(dump.dynamic_route_configs.add(), "route_config", proxy.listeners.route_tables[name])
-    return dump
+            entry = admin.RoutesConfigDump.DynamicRouteConfig()
+            _delivered(entry, "route_config", proxy.listeners.route_tables[name])
+            discovered.append(entry)
+    lists = (("static_route_configs", inlined), ("dynamic_route_configs", discovered))
+    return Dump(admin.RoutesConfigDump(), lists)
 
 
 def _inlined_routes(body: AnyMessage) -> Iterable[route_pb2.RouteConfiguration]:

@@ -12,6 +12,7 @@ from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from ztunnel.admin.config_dump import pieces
+from ztunnel.admin.dump import Dump
 from ztunnel.admin.page import Deferred
 
 names = st.text(max_size=20)
@@ -22,7 +23,7 @@ def whole(*messages: object) -> str:
 
 
 def in_pieces(*messages: object) -> str:
-    made = pieces(messages)  # type: ignore[arg-type]
+    made = pieces(map(Dump, messages))  # type: ignore[arg-type]
     return "".join(piece.make() if isinstance(piece, Deferred) else piece for piece in made)
 
 
@@ -58,7 +59,7 @@ def test_large_elements_are_deferred_and_print_the_same() -> None:
     cluster = cluster_pb2.Cluster(name=random.Random(1).randbytes(20_000).hex())
     dump = admin.ClustersConfigDump()
     dump.dynamic_active_clusters.add(cluster=registry.pack(cluster))
-    assert any(isinstance(piece, Deferred) for piece in pieces([dump]))
+    assert any(isinstance(piece, Deferred) for piece in pieces([Dump(dump)]))
     assert in_pieces(dump) == whole(dump)
 
 
@@ -73,3 +74,15 @@ def test_secrets_of_refused_versions_are_redacted_too() -> None:
     assert "very secret" not in text
     assert text.count('"inline_string": "[redacted]"') == 2
     assert text.count('"inline_bytes": "W3JlZGFjdGVkXQ=="') == 2
+
+
+@settings(max_examples=30)
+@given(clusters_dumps())
+def test_lists_made_late_print_in_their_place(dump: admin.ClustersConfigDump) -> None:
+    head = admin.ClustersConfigDump(version_info=dump.version_info)
+    names = ("static_clusters", "dynamic_active_clusters", "dynamic_warming_clusters")
+    late = Dump(head, tuple((name, iter(getattr(dump, name))) for name in names))
+    made = "".join(piece.make() if isinstance(piece, Deferred) else piece for piece in pieces([late]))
+    assert made == whole(dump)
+    again = Dump(head, tuple((name, iter(getattr(dump, name))) for name in names))
+    assert again.complete() == dump
