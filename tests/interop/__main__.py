@@ -1,0 +1,84 @@
+"""``python -m tests.interop``: print every table with what was seen; status 0 if all is as expected."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.interop.case import Case, Runner
+from tests.interop.site import Pairing, Site, available
+from tests.interop.tables import TABLES, Table
+
+Seen = dict[tuple[str, Pairing], str]
+
+
+def run_table(table: Table, only: Sequence[str]) -> Seen:
+    """Run a table, one site per pairing."""
+    seen: Seen = {}
+    cases = [case for case in table.cases if not only or case.number in only]
+    for pairing in table.columns:
+        mine = [case for case in cases if pairing in case.expected]
+        if not mine:
+            continue
+        with Site(pairing) as site:
+            runner = Runner(site, mine)
+            try:
+                # The early ones last: by then their wait is over.
+                for case in sorted(mine, key=lambda case: case.early):
+                    seen[case.number, pairing] = _run(runner, case)
+            finally:
+                runner.close()
+    return seen
+
+
+def _run(runner: Runner, case: Case) -> str:
+    try:
+        return runner.run(case)
+    except Exception as error:  # noqa: BLE001 - a row that cannot run is a failed row, the others still count
+        return f"{type(error).__name__}: {error}"
+
+
+def print_table(table: Table, seen: Seen) -> int:
+    """Print it; how many cells are not as expected."""
+    failures = 0
+    print(f"\n{table.title}\n\n| case | {' | '.join(table.headings)} |")
+    print("|---" * (1 + len(table.columns)) + "|")
+    for case in table.cases:
+        cells = []
+        for pairing in table.columns:
+            found, expected = seen.get((case.number, pairing)), case.expected.get(pairing)
+            if found is None or expected is None:
+                cells.append("")
+            elif found == expected:
+                cells.append(found)
+            else:
+                failures += 1
+                cells.append(f"**{found}** (expected {expected})")
+        if any(cells):
+            print(f"| {case.number} {case.stimulus} | {' | '.join(cells)} |")
+    return failures
+
+
+def main() -> int:
+    """Run all tables; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.interop", description=__doc__)
+    parser.add_argument("--table", help="only the table whose title begins so")
+    parser.add_argument("case", nargs="*", help="only these numbers")
+    args = parser.parse_args()
+    reason = available()
+    if reason is not None:
+        print(f"cannot run: {reason}", file=sys.stderr)
+        return 2
+    begun, failures, count = time.monotonic(), 0, 0
+    for table in TABLES:
+        if args.table and not table.title.startswith(args.table):
+            continue
+        seen = run_table(table, args.case)
+        failures += print_table(table, seen)
+        count += len(seen)
+    print(f"\n{count} results, {failures} not as expected, {time.monotonic() - begun:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""Applications of pods, and the clients that talk to them: blocking sockets, one thread per connection.
+
+Port 9080 speaks HTTP/1.1 and says which pod answered and whom it sees. Port 9000 takes one line that says what
+to do with the rest of the connection:
+
+===================  =======================================================================
+``echo``             sends back what comes; ends when the client has ended
+``sum``              reads to the end, then says ``<bytes> <sha256>``: the client ends first
+``send <n>``         sends ``n`` bytes of :func:`pattern` and ends, then reads to the client's end
+``keep``             sends a byte each 100 ms, also after the client has ended
+``reset``            resets the connection
+``ended <key>``      as ``echo``; how it ended is in :attr:`Apps.endings` under the key
+===================  =======================================================================
+
+Port 9001 speaks first: a banner, then as ``echo``.
+"""
+
+import contextlib
+import hashlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from tproxy.aio.lab import Place
+
+HTTP, COMMAND, BANNER = 9080, 9000, 9001
+WAIT_S = 10.0
+GREETING = b"220 ready\r\n"
+_BLOCK = bytes(range(256)) * 1024
+_CHUNK = 1 << 18
+
+
+class Apps:
+    """The applications of some pods.
+
+    Attributes:
+        endings: how connections of the command ``ended`` went: ``fin`` or ``reset``.
+    """
+
+    def __init__(self, pods: dict[str, Place]) -> None:
+        self._pods = pods
+        self._stack = contextlib.ExitStack()
+        self._closing = threading.Event()
+        self.endings: dict[str, str] = {}
+        self._ended = threading.Condition()
+
+    def __enter__(self) -> Self:
+        for name, place in self._pods.items():
+            for port, serve in ((HTTP, self._http), (COMMAND, self._command), (BANNER, self._banner)):
+                self._serve(name, place, port, serve)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._stack.close()
+
+    def ending(self, key: str) -> str:
+        """How the connection of that key ended; waits for it."""
+        with self._ended:
+            self._ended.wait_for(lambda: key in self.endings, WAIT_S)
+            return self.endings.get(key, "still open")
+
+    def _serve(self, name: str, place: Place, port: int, serve: Callable[[str, socket.socket], None]) -> None:
+        listener = place.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("0.0.0.0", port))
+        listener.listen(512)
+
+        def one(sock: socket.socket) -> None:
+            with sock, contextlib.suppress(OSError):
+                serve(name, sock)
+
+        def accept() -> None:
+            while not self._closing.is_set():
+                try:
+                    sock, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=one, args=(sock,), daemon=True).start()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            listener.close()
+
+        self._stack.callback(stop)
+
+    @staticmethod
+    def _http(name: str, sock: socket.socket) -> None:
+        with sock.makefile("rb") as reader:
+            while line := reader.readline():
+                while reader.readline().strip():
+                    pass
+                body = json.dumps({"pod": name, "peer": sock.getpeername()[0], "path": line.split()[1].decode()})
+                head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                sock.sendall((head + body).encode())
+
+    def _command(self, name: str, sock: socket.socket) -> None:
+        line = b""
+        while not line.endswith(b"\n"):
+            more = sock.recv(1)
+            if not more:
+                return
+            line += more
+        words = line.split()
+        match words[0]:
+            case b"echo":
+                _echo(sock)
+            case b"sum":
+                sock.sendall("{} {}\n".format(*digest(sock)).encode())
+            case b"send":
+                for block in pattern(int(words[1])):
+                    sock.sendall(block)
+                sock.shutdown(socket.SHUT_WR)
+                digest(sock)
+            case b"keep":
+                while not self._closing.wait(0.1):
+                    sock.sendall(b".")
+            case b"reset":
+                reset(sock)
+            case b"ended":
+                self._note(words[1].decode(), sock)
+
+    def _note(self, key: str, sock: socket.socket) -> None:
+        try:
+            _echo(sock)
+            how = "fin"
+        except ConnectionError:
+            how = "reset"
+        with self._ended:
+            self.endings[key] = how
+            self._ended.notify_all()
+
+    @staticmethod
+    def _banner(name: str, sock: socket.socket) -> None:
+        sock.sendall(GREETING)
+        _echo(sock)
+
+
+def pattern(length: int) -> Iterator[memoryview]:
+    """``length`` bytes that differ at every multiple of 256 KiB, so that a lost or repeated block shows."""
+    sent = 0
+    number = 0
+    while sent < length:
+        block = bytearray(_BLOCK)
+        struct.pack_into("!Q", block, 0, number)
+        part = memoryview(block)[: min(len(block), length - sent)]
+        yield part
+        sent += len(part)
+        number += 1
+
+
+def pattern_digest(length: int) -> str:
+    """What SHA-256 says of :func:`pattern`."""
+    state = hashlib.sha256()
+    for block in pattern(length):
+        state.update(block)
+    return state.hexdigest()
+
+
+def digest(sock: socket.socket) -> tuple[int, str]:
+    """Read to the end: how many bytes, and their SHA-256."""
+    state, total = hashlib.sha256(), 0
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    while size := sock.recv_into(buffer):
+        state.update(view[:size])
+        total += size
+    return total, state.hexdigest()
+
+
+def reset(sock: socket.socket) -> None:
+    """Close with RST (SO_LINGER of no time)."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def _echo(sock: socket.socket) -> None:
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    while size := sock.recv_into(buffer):
+        sock.sendall(view[:size])
+
+
+# Clients
+
+
+def dial(place: Place, address: str, port: int, timeout_s: float = WAIT_S) -> socket.socket:
+    """A connection from a pod; the caller's to close."""
+    sock = place.socket()
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect((address, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def rest(sock: socket.socket) -> str:
+    """What comes until the end, and how it ended: ``b"..." fin``."""
+    data = b""
+    try:
+        while more := sock.recv(65536):
+            data += more
+    except ConnectionError:
+        return f"{data.decode()} reset".strip()
+    except TimeoutError:
+        return f"{data.decode()} still open".strip()
+    return f"{data.decode()} closed".strip()
+
+
+class Reply:
+    """What an application said by HTTP, or how it failed to.
+
+    Attributes:
+        status: as text; ``closed``, ``reset`` or ``still open`` without an answer.
+        pod, peer: who answered, whom it saw.
+        port: the client's, to find the connection in access logs.
+    """
+
+    def __init__(self, status: str, pod: str, peer: str, port: int) -> None:
+        self.status = status
+        self.pod = pod
+        self.peer = peer
+        self.port = port
+
+
+def get(place: Place, address: str, port: int = HTTP, timeout_s: float = WAIT_S) -> Reply:
+    """One request on a connection of its own."""
+    try:
+        sock = dial(place, address, port, timeout_s)
+    except ConnectionRefusedError:
+        return Reply("refused", "", "", 0)
+    except TimeoutError:
+        return Reply("timeout", "", "", 0)
+    with sock:
+        own = sock.getsockname()[1]
+        try:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: app\r\n\r\n")
+            with sock.makefile("rb") as reader:
+                line = reader.readline()
+                if not line:
+                    return Reply("closed", "", "", own)
+                length = 0
+                while header := reader.readline().strip().lower():
+                    if header.startswith(b"content-length:"):
+                        length = int(header.partition(b":")[2])
+                body = json.loads(reader.read(length))
+        except ConnectionError:
+            return Reply("reset", "", "", own)
+        except TimeoutError:
+            return Reply("still open", "", "", own)
+    return Reply(line.split()[1].decode(), body["pod"], body["peer"], own)

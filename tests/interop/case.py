@@ -1,0 +1,45 @@
+"""What a case is: a stimulus, a function that applies it, and what every pairing must show."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests.interop.site import Pairing, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row.
+
+    Attributes:
+        number: of the row in its table.
+        stimulus: in a few words.
+        run: applies it and says what was seen, in words that compare.
+        expected: by pairing; a pairing that is absent does not apply.
+        early: takes long and disturbs nobody: started with the site, so that its wait costs nothing.
+    """
+
+    number: str
+    stimulus: str
+    run: Callable[[Site], str]
+    expected: Mapping[Pairing, str]
+    early: bool = False
+
+
+class Runner:
+    """Runs cases on one site; those that are ``early`` in the background from the start."""
+
+    def __init__(self, site: Site, cases: Sequence[Case]) -> None:
+        early = [case for case in cases if case.early and site.pairing in case.expected]
+        self._site = site
+        self._pool = ThreadPoolExecutor(max(1, len(early)), thread_name_prefix="early")
+        self._started: dict[str, Future[str]] = {case.number: self._pool.submit(case.run, site) for case in early}
+
+    def run(self, case: Case) -> str:
+        """What was seen; failures of the test itself as an exception."""
+        started = self._started.get(case.number)
+        return started.result() if started is not None else case.run(self._site)
+
+    def close(self) -> None:
+        """Wait for what runs."""
+        self._pool.shutdown()

@@ -1,0 +1,20 @@
+"""Every table of cases, with its columns."""
+
+from dataclasses import dataclass
+
+from tests.interop import checklist
+from tests.interop.case import Case
+from tests.interop.site import Pairing
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its cases, and the pairings that make its columns."""
+
+    title: str
+    cases: tuple[Case, ...]
+    columns: tuple[Pairing, ...]
+    headings: tuple[str, ...]
+
+
+TABLES = (Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),)
