@@ -359,6 +359,61 @@ def test_missing_secret_is_warming(reference: Reference) -> None:
     serve(reference, check)
 
 
+FILTER = "type.googleapis.com/envoy.extensions.filters.listener.original_dst.v3.OriginalDst"
+
+
+def test_discovered_filters_and_routes_are_dumped_with_their_failures(reference: Reference) -> None:
+    folder = reference.folder
+    ecds, rds = folder / "ecds.yaml", folder / "rds.yaml"
+    ecds.write_text(
+        'version_info: "e1"\nresources:\n'
+        '- {"@type": type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig, name: found, '
+        f'typed_config: {{"@type": {FILTER}}}}}\n'
+    )
+    rds.write_text(
+        'version_info: "r1"\nresources:\n'
+        '- {"@type": type.googleapis.com/envoy.config.route.v3.RouteConfiguration, name: table}\n'
+    )
+    lds = folder / "w2" / "lds.yaml"
+    text = lds.read_text()
+    begin, end = text.index("        route_config:\n"), text.index("        http_filters:\n")
+    source = "{resource_api_version: V3, path_config_source: {path: %s}}"
+    text = (
+        text[:begin]
+        + f"        rds: {{route_config_name: table, config_source: {source % rds}}}\n"
+        + text[end:]
+        + f"""\
+- "@type": type.googleapis.com/envoy.config.listener.v3.Listener
+  name: discovers
+  internal_listener: {{}}
+  listener_filters:
+  - {{name: found, config_discovery: {{config_source: {source % ecds}, type_urls: [{FILTER}]}}}}
+  filter_chains: [{{name: PassthroughFilterChain, filters: *ptfilters}}]
+"""
+    )
+    lds.write_text(text)
+
+    def check(running: Running) -> None:
+        answer = running.admin.get("/config_dump?include_eds")
+        assert types_of(answer)[1:4] == ["ClustersConfigDump", "EcdsConfigDump", "EndpointsConfigDump"]
+        (found,) = running.admin.get("/config_dump?resource=ecds_filters").json["configs"]
+        assert list(found) == ["@type", "version_info", "ecds_filter", "last_updated"]
+        assert (found["version_info"], found["ecds_filter"]["name"]) == ("e1", "found")
+        (table,) = running.admin.get("/config_dump?resource=dynamic_route_configs").json["configs"]
+        assert list(table) == ["@type", "version_info", "route_config", "last_updated"]
+        assert (table["version_info"], table["route_config"]["name"]) == ("r1", "table")
+        rewrite(ecds, ("e1", "e2"), (FILTER, "type.googleapis.com/google.protobuf.Empty"))
+
+        def refused(client: Client) -> bool:
+            return "error_state" in client.get("/config_dump?resource=ecds_filters").text
+
+        running.admin.until(refused)
+        (found,) = running.admin.get("/config_dump?resource=ecds_filters").json["configs"]
+        assert (found["version_info"], found["error_state"]["version_info"]) == ("e1", "e2")
+
+    serve(reference, check)
+
+
 # Other pages
 
 
