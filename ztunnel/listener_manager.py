@@ -229,9 +229,10 @@ class ListenerManager:
         self._warm(self._make(model, body, version))
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
+        wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
         for other in (*self._active.values(), *self._warming.values()):
-            if other.name != model.name and set(other.model.addresses) & set(model.addresses):
-                shared = next(iter(set(other.model.addresses) & set(model.addresses)))
+            if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
+                shared = next(iter(both))
                 raise ConfigError(
                     f"error adding listener: '{model.name}' has duplicate address '{shared}' as existing listener"
                 )
@@ -343,12 +344,12 @@ class ListenerManager:
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
                 self._note_failure(self.extensions, resource, error)
                 raise UpdateRejected(f"{wanted.name}: {error}") from error
-            listener.discovered[place] = compiled
+            listener.discover(place, compiled)
             self.extensions[resource.name] = Delivered(good=resource, at=self._clock.wall())
             if isinstance(compiled, WorkloadMetadata):
                 log.info("workload metadata: %d addresses", len(compiled.baggage))
         if wanted.name in update.removed:
-            listener.discovered.pop(place, None)
+            listener.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
 
