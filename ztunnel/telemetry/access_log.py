@@ -101,6 +101,10 @@ def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
         sink.write(line)
 
 
+#: What the writer is told: write, reopen, say when you are here, end.
+_Order = tuple[LogFile, bytes] | LogFile | threading.Event | None
+
+
 class AccessLogs:
     """All access logs of the process.
 
@@ -113,7 +117,7 @@ class AccessLogs:
         self.flush_interval_s = flush_interval_s
         self._files: dict[str, LogFile] = {}
         self._formats: dict[FormatString, FormatString] = {}
-        self._queue: queue.SimpleQueue[tuple[LogFile, bytes] | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         # Each of the two has one writer, so neither needs a lock; their difference is what waits.
         self._bytes_queued = 0
         self._bytes_done = 0
@@ -162,6 +166,12 @@ class AccessLogs:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
+            if isinstance(item, LogFile):
+                try:
+                    item.reopen()
+                except OSError as error:
+                    log.warning("access log %s: %s; the old file stays open", item.path, error.strerror)
+                continue
             file, data = item
             try:
                 file.write(data)
@@ -172,10 +182,10 @@ class AccessLogs:
             self._bytes_done += len(data)
 
     def reopen(self) -> None:
-        """``POST /reopen_logs``."""
-        self.drain()
+        """``POST /reopen_logs``: lines so far go to the old files, later ones to new ones. Waits for nothing."""
+        self.flush()
         for file in self._files.values():
-            file.reopen()
+            self._queue.put(file)
 
     def drain(self, timeout_s: float = 5.0) -> None:
         """Write everything kept so far; waits for the writer, not for ever."""
