@@ -124,7 +124,8 @@ def test_a_control_plane_without_port_is_refused(target: str) -> None:
         ("admin: {address: {socket_address: {address: x, port_value: 1}}}", "malformed IP address: x"),
         ("admin: {address: {socket_address: {address: 127.0.0.1, port_value: x}}}", "port_value"),
         (
-            "dynamic_resources: {ads_config: {api_type: GRPC, grpc_services: [{envoy_grpc: {cluster_name: gone}}]}}",
+            "dynamic_resources: {ads_config: {api_type: GRPC, "
+            "grpc_services: [{envoy_grpc: {cluster_name: gone}}]}}",
             "no static cluster 'gone'",
         ),
         ("dynamic_resources: {ads_config: {api_type: REST}}", "ads_config.api_type: only gRPC"),
