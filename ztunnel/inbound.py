@@ -3,11 +3,10 @@
 The same for a tunnel that came over the wire and for one that was joined in-process (``internal.shortcut``).
 """
 
-import ipaddress
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from xds.model.address import SocketAddress
+from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Discovery
 from xds.model.http import Route, RouteTable, VirtualHost
 from ztunnel.chains import LiveConnectionManager
@@ -148,7 +147,7 @@ class Terminator:
         for address in (named, authority):
             if address is not None and address.host != own:
                 raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
-        if named.port in self._own_ports() or ipaddress.ip_address(named.host).is_loopback:
+        if named.port in self._own_ports() or is_loopback(named.host):
             raise RequestRefused(Answer(503, "attempted recursive call to ourselves"))
         if config.use_http_header and header is None:
             info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))

@@ -100,8 +100,7 @@ class InternalListeners:
         )
         hop = Hop(info, self.clock, listener_sinks=listener.sinks)
         listener.opened()
-        for entry in listener.model.listener_filters:
-            filter_ = listener.filter_of(entry)
+        for _, filter_ in listener.filters:
             if filter_ is not None:
                 annotate(filter_, info)
         chain = listener.chain_for(facts)

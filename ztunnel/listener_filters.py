@@ -1,10 +1,9 @@
 """What listener filters do to a connection before its filter chain is chosen."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hbone.aio.socket import PlainSocket
-from tproxy.aio.sockets import original_destination
+from tproxy.aio import sockets
 from xds.model import listener as model
 from xds.model.address import SocketAddress, canonical
 from ztunnel import client_hello, proxy_protocol
@@ -58,12 +57,23 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
             raise AssertionError(f"{entry} reads bytes")
 
 
-def restore(end: PlainSocket, info: StreamInfo) -> None:
-    """``original_dst`` on a socket: the address the client dialled, before any interception rewrote it."""
-    found = original_destination(end.sock)
-    if found.restored:
-        info.facts.destination = SocketAddress(str(found.ip), found.port)
-        info.restored = True
+def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
+    """``original_dst`` on a socket: the address the client dialled, before any interception rewrote it.
+
+    Args:
+        end: the accepted socket.
+        info: its destination is still the socket's own name.
+        transparent: the socket's own name is what the client dialled, unless that was translated.
+    """
+    own = info.destination
+    asked = sockets.conntrack_destination(end.sock, 6 if ":" in own.host else 4)
+    if asked is not None:
+        dialled = SocketAddress(canonical(asked.ip), asked.port)
+        if dialled != own:
+            info.facts.destination = dialled
+            info.restored = True
+            return
+    info.restored = transparent
 
 
 async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
@@ -148,7 +158,7 @@ async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: 
         info.facts.destination = header.destination
         info.restored = True
         if info.options.source is not None:
-            info.options = replace(info.options, source=header.source.host)
+            info.options = info.options._replace(source=header.source.host)
 
 
 def _address(text: str | None) -> SocketAddress | None:

@@ -19,10 +19,13 @@ from xds.model.facts import ConnectionFacts
 from xds.model.listener import (
     DiscoveredFilter,
     FilterChain,
+    HttpInspector,
     Listener,
     ListenerFilter,
     ListenerFilterEntry,
     OriginalSrc,
+    ProxyProtocol,
+    TlsInspector,
 )
 from ztunnel.chains import LiveChain, LiveSsl
 from ztunnel.clock import Clock
@@ -82,7 +85,6 @@ class ListeningSocket:
                     return
                 raise
             client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.accepted is None:
                 client.close()
             else:
@@ -129,6 +131,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
                 sock.setsockopt(option.level, option.name, option.value)
             else:
                 sock.setsockopt(option.level, option.name, option.value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what it accepts inherits it
     bound = sock.getsockname()
     return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
 
@@ -140,6 +143,8 @@ class LiveListener:
         body: message as sent, for dumps.
         sockets: what it accepts on; moves to the successor on an update.
         draining: it was replaced or removed; its connections run out.
+        filters: listener filters in their order; ``None`` where ECDS has not brought one.
+        reads_bytes: one of them waits for bytes of the client.
     """
 
     def __init__(
@@ -161,7 +166,8 @@ class LiveListener:
         self.last_updated = clock.wall()
         self.sockets: list[ListeningSocket] = []
         self.draining = False
-        self.discovered: dict[str, ListenerFilter] = {}
+        self._discovered: dict[str, ListenerFilter] = {}
+        self._prepare_filters()
         self.sinks = logs.sinks(model.access_log)
         scope = self.scope = listener_scope(stats, _stat_address(model))
         self.cx_total = scope.counter("downstream_cx_total")
@@ -195,8 +201,22 @@ class LiveListener:
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
         """The filter in a place; of one that ECDS configures, what has arrived or its default, else ``None``."""
         if isinstance(entry.filter, DiscoveredFilter):
-            return self.discovered.get(entry.name, entry.filter.default)
+            return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter
+
+    def discover(self, place: str, found: ListenerFilter | None) -> None:
+        """ECDS brought the configuration of a filter, or removed it."""
+        if found is None:
+            self._discovered.pop(place, None)
+        else:
+            self._discovered[place] = found
+        self._prepare_filters()
+
+    def _prepare_filters(self) -> None:
+        self.filters = [(entry, self.filter_of(entry)) for entry in self.model.listener_filters]
+        self.reads_bytes = any(
+            isinstance(found, TlsInspector | HttpInspector | ProxyProtocol) for _, found in self.filters
+        )
 
     def options_for(self, info: StreamInfo) -> UpstreamOptions:
         """What the listener's ``original_src`` filter would give a connection."""

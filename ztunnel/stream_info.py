@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from xds.model.address import SocketAddress
 from xds.model.cluster import Metadata
@@ -31,15 +32,18 @@ class Flag(StrEnum):
     OVERLOAD = "OM"
 
 
-@dataclass(frozen=True, slots=True)
-class UpstreamOptions:
+class UpstreamOptions(NamedTuple):
     """What ``original_src`` adds to sockets opened for a connection.
 
-    Two connections share pooled connections only when these are equal.
+    Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
+    for every connection.
     """
 
     source: str | None = None
     mark: int = 0
+
+
+_NO_OPTIONS = UpstreamOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class StreamInfo:
     listener: str = ""
     restored: bool = False
     remote_text: str = ""
-    options: UpstreamOptions = UpstreamOptions()
+    options: UpstreamOptions = _NO_OPTIONS
     chain: str = ""
     route: str = ""
     tls: TlsFacts | None = None

@@ -100,7 +100,9 @@ class Pool:
         """
         headers = tuple(request)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
-            connection_id = await self._assigned(key)
+            connection_id = self._state.place(key)
+            if connection_id is None:
+                connection_id = await self._assigned(key)
             connection = self._connections.get(connection_id)
             try:
                 if connection is None:
@@ -229,10 +231,10 @@ class Pool:
         self._execute(self._state.released(connection_id, self._loop.time()))
 
     def _schedule(self) -> None:
-        deadline_s = self._state.next_deadline_s()
-        if deadline_s is None or self._timer is not None:
-            return
-        self._timer = self._loop.call_at(deadline_s, self._advance)
+        if self._timer is None:
+            deadline_s = self._state.next_deadline_s()
+            if deadline_s is not None:
+                self._timer = self._loop.call_at(deadline_s, self._advance)
 
     def _advance(self) -> None:
         self._timer = None

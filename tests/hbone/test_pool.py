@@ -161,6 +161,22 @@ class PoolMachine(RuleBasedStateMachine):
         assert waiter == expected
         self.apply(actions)
 
+    @precondition(lambda self: not self.over)
+    @rule(key=st.sampled_from("ab"))
+    def place(self, key: str) -> None:
+        room = [
+            connection
+            for connection, at in self.open.items()
+            if at == key and connection not in self.drained and self.streams[connection] < self.limit[connection]
+        ]
+        connection = self.pool.place(key)
+        if key in self.waiting.values():
+            assert connection is None, "overtook one that waits"
+        else:
+            assert connection == min(room, default=None)
+        if connection is not None:
+            self.streams[connection] += 1
+
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ import random
 import socket
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
 from hbone.aio.end import End
@@ -25,7 +25,7 @@ from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, TproxyError
-from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
+from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress, canonical
 from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
 from xds.model.listener import AppendAction, WeightedCluster
 from xds.model.tls import TlsContext as ContextModel
@@ -50,11 +50,11 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-@dataclass(frozen=True, slots=True)
-class PoolKey:
+class PoolKey(NamedTuple):
     """What two tunnels must have in common to share a connection.
 
-    ``generation`` makes a rotated certificate open new connections while tunnels on old ones live on.
+    ``generation`` makes a rotated certificate open new connections while tunnels on old ones live on. A tuple,
+    because it is made and hashed for every connection.
     """
 
     address: SocketAddress
@@ -267,12 +267,14 @@ class Connector:
     ) -> End:
         context = self._ready(cluster, transport)
         try:
+            if context is None:
+                sock = await self._connect(cluster, address, info.options)
+                info.upstream_local = str(_name(sock))
+                return PlainSocket(sock, self._poller)
+            assert context.current is not None
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 sock = await self._connect(cluster, address, info.options)
                 info.upstream_local = str(_name(sock))
-                if context is None:
-                    return PlainSocket(sock, self._poller)
-                assert context.current is not None
                 end = TlsSocket(sock, context.current, self._poller)
                 try:
                     await end.establish(cluster.model.connect_timeout_s)
@@ -523,8 +525,8 @@ def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
 
 
 def _name(sock: socket.socket) -> SocketAddress:
-    name = sockets.local_address(sock)
-    return SocketAddress(str(name.ip), name.port)
+    name = sock.getsockname()
+    return SocketAddress(canonical(name[0]), name[1])
 
 
 def _reason(error: Exception) -> str:
