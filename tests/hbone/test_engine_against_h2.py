@@ -1,8 +1,9 @@
 """The engine beside the ``h2`` library, in both roles: whatever either does, the other understands."""
 
-from __future__ import annotations
+from __future__ import itertools
 
 import contextlib
+import re
 
 import h2.config
 import h2.connection
@@ -24,6 +25,16 @@ from hbone.events import (
     StreamReset,
 )
 from hbone.settings import Http2Settings, Role
+
+SETTINGS_ACK = bytes.fromhex("000000040100000000")
+
+
+def pieces(data: bytes, cut: int) -> list[bytes]:
+    """Cut at ``cut`` and behind each SETTINGS ACK: h2 obeys an acknowledged MAX_FRAME_SIZE from its next call on."""
+    cuts = {cut, *(found.end() for found in re.finditer(re.escape(SETTINGS_ACK), data))}
+    edges = [0, *sorted(at for at in cuts if 0 < at < len(data)), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges) if start < end]
+
 
 CONNECT = [(b":method", b"CONNECT"), (b":authority", b"10.0.0.2:8080"), (b"baggage", b"a=b")]
 
@@ -80,9 +91,8 @@ class Differential(RuleBasedStateMachine):
     def bytes_travel(self, cut: int) -> None:
         data = b"".join(bytes(view) for view in self.engine.output.views())
         self.engine.output.taken()
-        for piece in (data[:cut], data[cut:]):
-            if piece:
-                self.h2_events(self.peer.receive_data(piece))
+        for piece in pieces(data, cut):
+            self.h2_events(self.peer.receive_data(piece))
         data = self.peer.data_to_send()
         for piece in (data[:cut], data[cut:]):
             if piece:
