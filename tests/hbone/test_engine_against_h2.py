@@ -1,8 +1,9 @@
 """The engine beside the ``h2`` library, in both roles: whatever either does, the other understands."""
 
-from __future__ import itertools
+from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 
 import h2.config
@@ -30,7 +31,7 @@ SETTINGS_ACK = bytes.fromhex("000000040100000000")
 
 
 def pieces(data: bytes, cut: int) -> list[bytes]:
-    """Cut at ``cut`` and behind each SETTINGS ACK: h2 obeys an acknowledged MAX_FRAME_SIZE from its next call on."""
+    """Cut at ``cut`` and behind each SETTINGS ACK: h2 obeys an acknowledged frame size from its next call on."""
     cuts = {cut, *(found.end() for found in re.finditer(re.escape(SETTINGS_ACK), data))}
     edges = [0, *sorted(at for at in cuts if 0 < at < len(data)), len(data)]
     return [data[start:end] for start, end in itertools.pairwise(edges) if start < end]
