@@ -1,6 +1,7 @@
 """The proxy as a whole: builds and owns every object, starts them in Envoy's order, takes them down again."""
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -54,6 +55,17 @@ class State(StrEnum):
     INITIALIZING = "INITIALIZING"
     LIVE = "LIVE"
     DRAINING = "DRAINING"
+
+
+def _settle_heap() -> None:
+    """What the start has made stays: let the collector pass it over, and look at young objects less often.
+
+    Connections make no reference cycles (``tests/ztunnel/test_cycles.py``), so that the collector finds nothing
+    in its passes, which took 5 % of a connection's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 class Proxy:
@@ -273,6 +285,7 @@ class Proxy:
         await self._discovered["lds"].wait()
         await self.listeners.warmed()
         self.listeners.start()
+        _settle_heap()
         self._state = State.LIVE
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))

@@ -103,6 +103,7 @@ class Connection:
         "error",
         "facts",
         "link",
+        "local_name",
         "poller",
         "role",
         "settings",
@@ -128,6 +129,8 @@ class Connection:
         """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
         self.error: Exception | None = None
         """Why the connection ended, once it has."""
+        self.local_name: tuple[str, int] = sock.getsockname()
+        """Address and port of our end (for IPv6 more), asked once for all tunnels."""
         self.dirty = False
         self._requests = requests
         self._on_established = on_established

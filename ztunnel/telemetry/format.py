@@ -222,15 +222,20 @@ def _start_time(argument: str) -> Reader:
     pieces = _FRACTION.split(pattern)
     if len(pieces) == 1:
         return lambda info: _whole_seconds(pattern, int(info.started_at))
+    scales = [10 ** int(digits) for digits in pieces[1::2]]
+    last: tuple[int, str] = (-1, "")
 
     def read(info: StreamInfo) -> str:
+        nonlocal last
         second = int(info.started_at)
-        digits = f"{info.started_at - second:.9f}"[2:]
-        parts = [
-            digits[: int(piece)] if index % 2 else _whole_seconds(piece, second)
-            for index, piece in enumerate(pieces)
-        ]
-        return "".join(parts)
+        if second != last[0]:  # connections of one second share all but the fractions
+            parts = [
+                f"%0{piece}d" if index % 2 else _whole_seconds(piece, second).replace("%", "%%")
+                for index, piece in enumerate(pieces)
+            ]
+            last = second, "".join(parts)
+        fraction = info.started_at - second
+        return last[1] % tuple([int(fraction * scale) for scale in scales])
 
     return read
 

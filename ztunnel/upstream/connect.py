@@ -269,12 +269,12 @@ class Connector:
         try:
             if context is None:
                 sock = await self._connect(cluster, address, info.options)
-                info.upstream_local = str(_name(sock))
+                info.upstream_local = str(_address(sock.getsockname()))
                 return PlainSocket(sock, self._poller)
             assert context.current is not None
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 sock = await self._connect(cluster, address, info.options)
-                info.upstream_local = str(_name(sock))
+                info.upstream_local = str(_address(sock.getsockname()))
                 end = TlsSocket(sock, context.current, self._poller)
                 try:
                     await end.establish(cluster.model.connect_timeout_s)
@@ -377,7 +377,7 @@ class Connector:
             raise self._failure(cluster, error) from error
         finally:
             cluster.breaker.requests -= 1
-        info.upstream_local = str(_name(tunnel.connection.link.sock))
+        info.upstream_local = str(_address(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
@@ -507,14 +507,15 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
         value = header.render(info)
         if not value and not header.keep_empty:
             continue
-        exists = any(name == header.name for name, _ in headers)
-        match header.action:
-            case AppendAction.ADD_IF_ABSENT if exists:
+        if header.action != AppendAction.APPEND_IF_EXISTS_OR_ADD:
+            others = [(name, old) for name, old in headers if name != header.name]
+            exists = len(others) < len(headers)
+            if header.action == AppendAction.ADD_IF_ABSENT:
+                if exists:
+                    continue
+            elif header.action == AppendAction.OVERWRITE_IF_EXISTS and not exists:
                 continue
-            case AppendAction.OVERWRITE_IF_EXISTS if not exists:
-                continue
-            case AppendAction.OVERWRITE_IF_EXISTS_OR_ADD | AppendAction.OVERWRITE_IF_EXISTS:
-                headers = [(name, old) for name, old in headers if name != header.name]
+            headers = others
         headers.append((header.name, value))
     return authority, headers
 
@@ -524,8 +525,7 @@ def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
 
 
-def _name(sock: socket.socket) -> SocketAddress:
-    name = sock.getsockname()
+def _address(name: tuple[str, int]) -> SocketAddress:
     return SocketAddress(canonical(name[0]), name[1])
 
 
