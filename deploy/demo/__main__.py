@@ -92,10 +92,10 @@ class Demo:
         for name in SERVERS:
             self.run(self.lab.pod(name), "app", [sys.executable, "-m", "deploy.demo.app", name, str(PORT)])
         (self.folder / "mesh.yaml").write_text(self.mesh())
-        control = [_ztunnel(), "control-plane", "mesh.yaml", "--listen", f"unix:{self.socket}", "--json-log"]
+        control = [*_ZTUNNEL, "control-plane", "mesh.yaml", "--listen", f"unix:{self.socket}", "--json-log"]
         self.run(next(iter(self.lab.workers.values())).place, "control-plane", control)
         for name, worker in self.lab.workers.items():
-            proxy = [_ztunnel(), "proxy", "--control-plane", f"unix:{self.socket}", "--node", name]
+            proxy = [*_ZTUNNEL, "proxy", "--control-plane", f"unix:{self.socket}", "--node", name]
             self.run(worker.ztunnel, f"proxy-{name}", [*proxy, "--log-flush", "100ms"])
         for name, worker in self.lab.workers.items():
             self.wait(f"the proxy of {name}", partial(self.is_live, worker.ztunnel))
@@ -391,8 +391,7 @@ def _path(netns: object) -> str:
     return f"/run/netns/{name}"
 
 
-def _ztunnel() -> str:
-    return str(Path(sys.executable).with_name("ztunnel"))
+_ZTUNNEL = [sys.executable, "-m", "ztunnel"]
 
 
 def _connect(place: Place, host: str, port: int) -> http.client.HTTPConnection:
