@@ -111,7 +111,8 @@ class Demo:
         """Start a program in a namespace; its output goes to a file."""
         log = (self.folder / f"{name}-{place.name}.log").open("wb")
         here = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(here)}
+        path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
         place.popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
         log.close()
 
