@@ -1,0 +1,64 @@
+"""``make demo``'s program: everything as promised, and nothing left behind, also when interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tproxy.aio.netns import names
+
+pytestmark = pytest.mark.netns
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 90
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "deploy.demo", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def left_behind(pid: int, folder: Path) -> list[str]:
+    namespaces = [name for name in names() if name.startswith(f"pt-{pid}-")]
+    processes = [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and str(folder).encode() in _environment(entry)
+    ]
+    return namespaces + processes + [path.name for path in folder.iterdir()]
+
+
+def _environment(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_everything_comes_out_as_expected(tmp_path: Path) -> None:
+    demo = start(tmp_path)
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 0, output
+    assert "FAIL" not in output
+    assert output.rstrip().endswith("Everything came out as expected.")
+    assert output.count("  ok  ") == 18
+    assert left_behind(demo.pid, tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["Setting the stage", "productpage calls the service", "Still running"])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals, moment: str) -> None:
+    demo = start(tmp_path, "--keep")
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if line.startswith(moment):
+            break
+    demo.send_signal(number)
+    demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode != 0 or moment == "Still running"
+    assert left_behind(demo.pid, tmp_path) == []
