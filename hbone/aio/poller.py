@@ -10,17 +10,16 @@ Buffers: a turn handles one read at a time to its end, so that one set of scratc
 (:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`); output buffers are borrowed
 while there is something to write. Idle connections hold none.
 
-Optional adaptive spin: for a short time after activity the poller asks again instead of sleeping, because a
-wake-up costs more than the request it is for. Bounded by a share of the processor, and off when the kernel
-took the processor away from us (involuntary context switches).
+Adaptive spin: for a short time after activity the poller asks again instead of sleeping, because a wake-up
+costs more than the request it is for. See :class:`_Spin` for when it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import select
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -60,14 +59,9 @@ class Flushable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpinSettings:
-    """Adaptive spin: off while ``limit_s`` is 0.
-
-    ``limit_s`` bounds one spin after the last activity; ``share`` the part of wall time spent spinning
-    without finding work, over windows of a second.
-    """
+    """Adaptive spin: off while ``limit_s`` is 0; that bounds one spin after the last activity."""
 
     limit_s: float = 0.0
-    share: float = 0.25
 
 
 class Poller:
@@ -177,7 +171,11 @@ class Poller:
                 except Exception as error:  # noqa: BLE001
                     self._report(flushable, error)
         self._turning = False
-        if self._again or len(ready) == _BATCH or (self._spin is not None and self._spin.on(self, bool(ready))):
+        if (
+            self._again
+            or len(ready) == _BATCH
+            or (self._spin is not None and self._spin.goes_on(len(ready), time.perf_counter()))
+        ):
             self._schedule()
 
     def _call(self, function: Callable[[int], None], mask: int, owner: Handler) -> None:
@@ -193,32 +191,60 @@ class Poller:
             on_bug(error)
 
 
+_CROWD: Final = 3.0  # sockets ready per turn, on average; more are busy enough to be served in batches
+_LATE_S: Final = 200e-6  # between two polls of one spin: somebody else had the processor
+_HOLD_S: Final = 0.1  # at first; doubled each time up to
+_LONGEST_HOLD_S: Final = 3.2
+_MOST_SKIPPED: Final = 256
+
+
 class _Spin:
-    """Decides after each turn whether to ask again at once."""
+    """Decides after each turn whether to ask again at once.
+
+    Never where it cannot pay: not while many sockets are busy (sleeping collects their work), not for a while
+    after the processor was taken away during a spin (cores are contended), and ever more rarely when spins end
+    without work, down to one activity in 256, so that a trickle of traffic costs no more than sleeping would.
+    """
+
+    __slots__ = ("_crowd", "_failures", "_held_until_s", "_hold_s", "_last_s", "_limit_s", "_skip", "_until_s")
 
     def __init__(self, settings: SpinSettings) -> None:
-        self._settings = settings
-        self._active_s = 0.0
-        self._window_s = 0.0
-        self._idle_s = 0.0
+        self._limit_s = settings.limit_s
+        self._until_s = 0.0  # 0: not spinning
         self._last_s = 0.0
-        self._preempted = 0
-        self._held = False
+        self._crowd = 0.0
+        self._failures = 0
+        self._skip = 0
+        self._held_until_s = 0.0
+        self._hold_s = _HOLD_S
 
-    def on(self, poller: Poller, worked: bool) -> bool:
-        now = poller.loop.time()
-        if now - self._window_s >= 1.0:
-            preempted = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-            self._held = preempted - self._preempted > 50  # a guess: the cores are contended
-            self._preempted = preempted
-            self._window_s, self._idle_s = now, 0.0
-        if worked:
-            self._active_s = self._last_s = now
-            return not self._held
-        self._idle_s += now - self._last_s
-        self._last_s = now
-        return (
-            not self._held
-            and now - self._active_s < self._settings.limit_s
-            and self._idle_s < self._settings.share
-        )
+    def goes_on(self, ready: int, now_s: float) -> bool:
+        """Whether to poll again, after a turn that served ``ready`` sockets and ended at ``now_s``."""
+        if ready:
+            if self._until_s:
+                self._failures = 0
+            self._crowd += (ready - self._crowd) / 16
+            return self._begins(now_s)
+        if not self._until_s:
+            return False
+        if now_s - self._last_s > _LATE_S:
+            self._held_until_s = now_s + self._hold_s
+            self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
+            self._until_s = 0.0
+        elif now_s > self._until_s:
+            self._failures += 1
+            self._skip = min(_MOST_SKIPPED, 1 << self._failures) - 1
+            self._until_s = 0.0
+        self._last_s = now_s
+        return self._until_s > 0.0
+
+    def _begins(self, now_s: float) -> bool:
+        self._until_s = 0.0
+        if self._skip:
+            self._skip -= 1
+        elif self._crowd < _CROWD and now_s >= self._held_until_s:
+            if now_s - self._held_until_s > 2 * self._hold_s:
+                self._hold_s = _HOLD_S
+            self._until_s = now_s + self._limit_s
+            self._last_s = now_s
+        return self._until_s > 0.0
