@@ -161,6 +161,7 @@ class Proxy:
             self.connector,
             check_authority=switches.check_authority,
             own_ports=lambda: self.listeners.own_ports,
+            judge_ports=switches.judge_ports,
         )
         self.datapath.connector = self.connector
         self.datapath.listeners = self.listeners

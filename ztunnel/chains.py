@@ -1,16 +1,17 @@
 """Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters looked up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hbone.settings import Role
+from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
 from xds.model.listener import FilterChain, Rbac, SetFilterState, TcpProxy
 from ztunnel.identity.contexts import LiveContext
 from ztunnel.identity.secrets import SecretStore
 from ztunnel.outcome import Denied
-from ztunnel.policy.engine import judge
+from ztunnel.policy.engine import judge, reads_port
 from ztunnel.stream_info import StreamInfo
 from ztunnel.telemetry.access_log import AccessLogs, LogSink
 from ztunnel.telemetry.format import Renderer, renderer
@@ -28,6 +29,8 @@ class LiveRbac:
         self._denied = scope.counter("denied")
         self._shadow_allowed = shadow.counter("shadow_allowed")
         self._shadow_denied = shadow.counter("shadow_denied")
+        lists = (rules for rules in (model.rules, model.shadow) if rules is not None)
+        self.reads_port = any(reads_port(rules) for rules in lists)
 
     def check(self, facts: ConnectionFacts) -> None:
         """Judge a connection.
@@ -177,17 +180,33 @@ class LiveChain:
             return self.proxy.sinks
         return self.manager.sinks if self.manager is not None else ()
 
-    def judge(self, info: StreamInfo) -> None:
+    def judge(self, info: StreamInfo, *, port_known: bool = True) -> None:
         """Run the RBAC filters in order.
 
         Envoy waits for the first byte; nothing that is judged here depends on one, and waiting would let a
         server that speaks first be heard by a client that is not allowed, so it is done at once.
 
+        Args:
+            info: the connection.
+            port_known: its destination port is the application's. It is not while a tunnel has not asked yet:
+                filters that read the port are left to :meth:`judge_port` then.
+
         Raises:
             Denied: by the first that does not allow.
         """
         for rbac in self.rbac:
-            rbac.check(info.facts)
+            if port_known or not rbac.reads_port:
+                rbac.check(info.facts)
+
+    def judge_port(self, info: StreamInfo, application: SocketAddress) -> None:
+        """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
+
+        Raises:
+            Denied: by the first that does not allow.
+        """
+        for rbac in self.rbac:
+            if rbac.reads_port:
+                rbac.check(replace(info.facts, destination=application))
 
     def set_filter_state(self, info: StreamInfo) -> None:
         """Run the ``set_filter_state`` filters."""

@@ -28,6 +28,7 @@ _HELP = {
     "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
     "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
     "check_authority": "false: a tunnel may name any pod (as Envoy)",
+    "judge_ports": "false: ports in policies are compared with the tunnel's port, 15008 (as Envoy)",
     "strict_tls": "false: obey configurations that do not verify servers",
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }

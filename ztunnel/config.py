@@ -8,7 +8,6 @@ from typing import Any
 
 from xds.model.address import SocketAddress
 
-
 _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
 _METRICS = SocketAddress("0.0.0.0", 15020)
@@ -45,6 +44,7 @@ class Switches:
             is silent.
         node_local_shortcut: tunnels between two pods of this node are joined in-process.
         check_authority: a tunnel may only name the pod it was opened to.
+        judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
         strict_tls: servers are verified even where the configuration forgot to.
         tunnel_source: see there; Envoy loses the client's address on the way through an internal listener.
     """
@@ -52,6 +52,7 @@ class Switches:
     route_timeouts: bool = False
     node_local_shortcut: bool = True
     check_authority: bool = True
+    judge_ports: bool = True
     strict_tls: bool = True
     tunnel_source: TunnelSource = TunnelSource.CLIENT_POD
 
@@ -144,6 +145,7 @@ SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", _boolean),
     "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean),
     "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", _boolean),
+    "judge_ports": ("ZTUNNEL_JUDGE_PORTS", _boolean),
     "strict_tls": ("ZTUNNEL_STRICT_TLS", _boolean),
     "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", TunnelSource),
 }
@@ -153,6 +155,7 @@ _COMPAT = {
     "route_timeouts": True,
     "node_local_shortcut": False,
     "check_authority": False,
+    "judge_ports": False,
     "strict_tls": False,
     "tunnel_source": TunnelSource.ENVOY,
 }

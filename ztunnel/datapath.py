@@ -336,7 +336,7 @@ class Datapath:
                 _note_peer(info, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
             try:
-                chain.judge(info)
+                chain.judge(info, port_known=not self.terminator.judges_ports)
             except Refused as error:
                 denied.append(error)
                 raise
@@ -353,7 +353,7 @@ class Datapath:
                 context,
                 self._settings_for(manager),
                 self._poller,
-                lambda request: self._request(hop, manager, request),
+                lambda request: self._request(hop, chain, request),
                 on_established=established,
             )
         except HboneError as error:
@@ -378,10 +378,10 @@ class Datapath:
             http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
         return replace(settings, http2=http2)
 
-    async def _request(self, outer: Hop, manager: LiveConnectionManager, request: Request) -> None:
+    async def _request(self, outer: Hop, chain: LiveChain, request: Request) -> None:
         """One request of a tunnel connection: usually a CONNECT, carried to the application."""
-        head = request.head
-        base = outer.info
+        head, base, manager = request.head, outer.info, chain.manager
+        assert manager is not None
         info = StreamInfo(
             connection_id=base.connection_id,
             facts=base.facts,
@@ -404,7 +404,7 @@ class Datapath:
         try:
             if head.protocol is not None:
                 raise RequestRefused(Answer(404, "route_not_found"))
-            route, upstream = await self.terminator.open(hop, manager)
+            route, upstream = await self.terminator.open(hop, chain)
             try:
                 tunnel = request.accept(self._response_headers(manager))
                 info.response_code, info.response_details = 200, "via_upstream"

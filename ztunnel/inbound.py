@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Discovery
 from xds.model.http import Route, RouteTable, VirtualHost
-from ztunnel.chains import LiveConnectionManager
-from ztunnel.outcome import Hop, NoHealthyHost, Refused, UpstreamFailed
+from ztunnel.chains import LiveChain, LiveConnectionManager
+from ztunnel.outcome import Denied, Hop, NoHealthyHost, Refused, UpstreamFailed
 from ztunnel.stream_info import Flag, StreamInfo
 from ztunnel.upstream.cluster import LiveCluster
 from ztunnel.upstream.connect import Connector, Upstream
@@ -59,6 +59,8 @@ class Terminator:
         check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), whoever may reach one
             pod of the node may reach all of them, judged by the first one's policy.
         own_ports: ports a tunnel must not lead to: this proxy's listeners.
+        judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
+            port, 15008, so that a DENY by port never holds for a tunnel.
     """
 
     def __init__(
@@ -68,19 +70,22 @@ class Terminator:
         *,
         check_authority: bool,
         own_ports: Callable[[], Collection[int]],
+        judge_ports: bool,
     ) -> None:
         self._clusters = clusters
         self._connector = connector
         self._check_authority = check_authority
         self._own_ports = own_ports
+        self.judges_ports = judge_ports
 
-    async def open(self, hop: Hop, manager: LiveConnectionManager) -> tuple[Route, Upstream]:
+    async def open(self, hop: Hop, chain: LiveChain) -> tuple[Route, Upstream]:
         """Connect to the application a request is for.
 
         Raises:
             RequestRefused: with the answer; ``hop`` has the flags.
         """
-        info = hop.info
+        info, manager = hop.info, chain.manager
+        assert manager is not None
         route = self._route(manager, info)
         name = self._connector.pick(route.clusters)
         info.cluster = name
@@ -91,7 +96,10 @@ class Terminator:
             info.flags.add(Flag.NO_CLUSTER)
             raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
         try:
-            upstream = await self._dial(hop, cluster)
+            upstream = await self._dial(hop, chain, cluster)
+        except Denied as error:
+            hop.refused(error)
+            raise RequestRefused(Answer(403, error.details, b"RBAC: access denied")) from error
         except Refused as error:
             hop.refused(error)
             raise RequestRefused(_answer_to(error)) from error
@@ -109,7 +117,7 @@ class Terminator:
             raise RequestRefused(Answer(403, "upgrade_failed"))
         return route
 
-    async def _dial(self, hop: Hop, cluster: LiveCluster) -> Upstream:
+    async def _dial(self, hop: Hop, chain: LiveChain, cluster: LiveCluster) -> Upstream:
         info = hop.info
         if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
             self._require_own_address(info, cluster)
@@ -123,6 +131,8 @@ class Terminator:
         address = host.endpoint.address
         if not isinstance(address, SocketAddress):
             raise UpstreamFailed("a tunnel can only lead to an IP address")
+        if self.judges_ports:
+            chain.judge_port(info, address)
         try:
             return await self._connector.dial(info, cluster, host, address, cluster.transport_socket(host))
         except UpstreamFailed as error:

@@ -210,7 +210,7 @@ class InternalListeners:
         )
         listener.node_local.value += 1
         try:
-            chain.judge(info)
+            chain.judge(info, port_known=not self.terminator.judges_ports)
         except Refused as error:
             hop.refused(error)
             hop.finish()
@@ -218,7 +218,7 @@ class InternalListeners:
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
         try:
-            _, upstream = await self.terminator.open(hop, manager)
+            _, upstream = await self.terminator.open(hop, chain)
         except RequestRefused as refusal:
             manager.rq_active.stored -= 1
             info.response_code = refusal.answer.status

@@ -479,7 +479,8 @@ class ListenerManager:
         chain = successor.chain_for(connection.info.facts)
         try:
             if chain is not None:
-                chain.judge(connection.info)
+                # What a tunnel connection's requests ask for is judged per request; its tunnels drain.
+                chain.judge(connection.info, port_known=chain.manager is None)
                 return
             reason = "connection closed: its destination is no longer served"
         except Refused as error:

@@ -45,6 +45,7 @@ def test_envoy_compat_sets_every_switch_and_single_ones_still_win() -> None:
         route_timeouts=True,
         node_local_shortcut=False,
         check_authority=False,
+        judge_ports=False,
         strict_tls=True,
         tunnel_source=TunnelSource.ENVOY,
     )

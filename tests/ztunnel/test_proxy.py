@@ -385,6 +385,30 @@ def test_an_identity_that_is_not_allowed_gets_no_byte_through(tmp_path: Path) ->
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("ports", [True, False])
+def test_a_denied_port_is_the_applications_unless_told_to_do_as_envoy(tmp_path: Path, ports: bool) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await tunnel(rig, port, Identities(), rbac(CLIENT), deny_port(port))
+            answer = await ask(rig.port("l"))
+            if ports:
+                assert answer == b""
+                assert rig.count("cluster.app.upstream_cx_total") == 0
+                assert rig.count("http.inbound.downstream_rq_4xx") == 1
+            else:
+                assert answer == b"ping"  # Envoy compares with the tunnel's own port
+
+    run(tmp_path, body, switches=Switches(judge_ports=ports, check_authority=False))
+
+
+def deny_port(port: int) -> Json:
+    """An RBAC filter that denies one destination port."""
+    filter_ = rbac(None, "DENY")
+    policy = filter_["typed_config"]["rules"]["policies"]["rule"]
+    policy["permissions"] = [{"destination_port": port}]
+    return filter_
+
+
 def test_rotation_serves_new_connections_and_leaves_live_tunnels(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
@@ -434,10 +458,10 @@ def test_a_server_of_another_trust_domain_is_refused(tmp_path: Path) -> None:
                     "private_key": {"inline_string": foreign.key_pem.decode()},
                 },
             }
+            updates = "listener.127.0.0.1_0.server_ssl_socket_factory.ssl_context_update_by_sds"
+            before = rig.count(updates)
             rig.publish(*[e for e in everything if e[1]["name"] != SERVER], ("secret", secret))
-            await rig.until(
-                lambda: rig.count("listener.127.0.0.1_0.server_ssl_socket_factory.ssl_context_update_by_sds") >= 1
-            )
+            await rig.until(lambda: rig.count(updates) > before)
             assert await ask(rig.port("l")) == b""
             (line,) = await rig.log()
             assert "SAN_matcher" in line["failure"]

@@ -44,6 +44,21 @@ def judge_all(lists: Iterable[p.PolicyList], facts: ConnectionFacts) -> Decision
     return decision
 
 
+def reads_port(rules: p.PolicyList) -> bool:
+    """Whether any policy of a list depends on the destination port."""
+    return any(_reads_port(policy.condition) for tier in rules.tiers for policy in tier.policies)
+
+
+def _reads_port(condition: p.Condition) -> bool:
+    match condition:
+        case p.AllOf(conditions) | p.AnyOf(conditions):
+            return any(_reads_port(inner) for inner in conditions)
+        case p.Not(inner):
+            return _reads_port(inner)
+        case _:
+            return isinstance(condition, p.DestinationPort)
+
+
 def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
     """Whether a condition is true of the connection."""
     match condition:

@@ -10,7 +10,7 @@ from xds.model import policy as p
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.strings import StringMatch
-from ztunnel.policy.engine import Decision, holds, judge, judge_all
+from ztunnel.policy.engine import Decision, holds, judge, judge_all, reads_port
 
 FRONT = "spiffe://cluster.local/ns/shop/sa/front"
 
@@ -98,6 +98,20 @@ def test_deny_lists_allow_what_nothing_matches() -> None:
 def test_all_lists_must_allow_and_the_first_that_does_not_answers() -> None:
     assert judge_all([], MESH).allowed
     assert judge_all([allow(p.Always()), deny(name(FRONT))], MESH) == Decision(False, "p0")
+
+
+@pytest.mark.parametrize(
+    ("condition", "reads"),
+    [
+        (p.Always(), False),
+        (p.DestinationPort(1, 2), True),
+        (p.AllOf((p.Always(), p.AnyOf((p.Not(p.DestinationPort(1, 2)),)))), True),
+        (p.AllOf((p.Authenticated(), p.DestinationIp(net("10.0.0.0/8")))), False),
+    ],
+)
+def test_a_list_knows_whether_it_reads_the_port(condition: p.Condition, reads: bool) -> None:
+    assert reads_port(allow(condition)) is reads
+    assert reads_port(deny(p.Always(), condition)) is reads
 
 
 def test_a_tier_that_passes_hands_on_and_a_default_does_not() -> None:
