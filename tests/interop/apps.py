@@ -6,7 +6,8 @@ to do with the rest of the connection:
 ===================  =======================================================================
 ``echo``             sends back what comes; ends when the client has ended
 ``sum``              reads to the end, then says ``<bytes> <sha256>``: the client ends first
-``send <n>``         sends ``n`` bytes of :func:`pattern` and ends, then reads to the client's end
+``send <n> [<key>]`` sends ``n`` bytes of :func:`pattern` and ends, then reads to the client's end; what came
+                     is in :attr:`Apps.endings` under the key
 ``keep``             sends a byte each 100 ms, also after the client has ended
 ``reset``            resets the connection
 ``ended <key>``      as ``echo``; how it ended is in :attr:`Apps.endings` under the key
@@ -119,7 +120,9 @@ class Apps:
                 for block in pattern(int(words[1])):
                     sock.sendall(block)
                 sock.shutdown(socket.SHUT_WR)
-                digest(sock)
+                after = digest(sock)
+                if len(words) > 2:
+                    self._ended_as(words[2].decode(), str(after))
             case b"keep":
                 while not self._closing.wait(0.1):
                     sock.sendall(b".")
@@ -134,6 +137,9 @@ class Apps:
             how = "fin"
         except ConnectionError:
             how = "reset"
+        self._ended_as(key, how)
+
+    def _ended_as(self, key: str, how: str) -> None:
         with self._ended:
             self.endings[key] = how
             self._ended.notify_all()

@@ -15,7 +15,9 @@ test and no proxy. Only productpage and ratings may talk to reviews.
 """
 
 import contextlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -205,7 +207,57 @@ class Site:
     # Files
 
     def _start_from_files(self) -> None:
-        raise NotImplementedError
+        """The reference configuration, moved to the addresses of this network."""
+        moved = {"10.244.1.5": str(self.lab.worker("worker1").ztunnel.ipv4), "10.244.1.23": self.ip("reviews-v1")}
+        moved |= {"10.244.2.3": self.ip("productpage"), "10.244.2.5": str(self.lab.worker("worker2").ztunnel.ipv4)}
+        moved |= {"10.244.2.22": self.ip("reviews-v3"), "10.244.2.23": self.ip("reviews-v2")}
+        for file in sorted(REFERENCE.glob("w*/*.yaml")):
+            target = self.directory / file.parent.name / file.name
+            target.parent.mkdir(exist_ok=True)
+            text = re.sub(r"10\.244\.\d+\.\d+", lambda found: moved[found[0]], file.read_text())
+            target.write_text(text)
+        (self.directory / "certs").mkdir()
+        for account in ("bookinfo-productpage", "bookinfo-reviews"):
+            certificate = self.certificate(account)
+            chain, key = certificate.chain_pem.decode(), certificate.key_pem.decode()
+            name = f"spiffe://{TRUST_DOMAIN}/ns/default/sa/{account}"
+            self._write_secret(
+                account,
+                {
+                    "name": name,
+                    "tls_certificate": {
+                        "certificate_chain": {"inline_string": chain},
+                        "private_key": {"inline_string": key},
+                    },
+                },
+            )
+        root = {"trusted_ca": {"inline_string": self.authority.root_pem.decode()}}
+        self._write_secret("ROOTCA", {"name": "ROOTCA", "validation_context": root})
+        # Envoy's default limits are minutes; the node of reviews-v1 has short ones.
+        self.edit_file(
+            "w1/lds.yaml",
+            lambda text: text.replace(
+                "stat_prefix: inbound_hcm", "stat_prefix: inbound_hcm\n        stream_idle_timeout: 3s"
+            ).replace("cluster: virtual_inbound\n", "cluster: virtual_inbound\n                timeout: 2s\n"),
+        )
+        for name, proxy in self.proxies.items():
+            proxy.start(self.directory / f"w{name[-1]}" / "bootstrap.yaml")
+
+    def _write_secret(self, name: str, secret: dict[str, Any]) -> None:
+        kind = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret"
+        document = {"version_info": "1", "resources": [{"@type": kind, **secret}]}
+        (self.directory / "certs" / f"sds-{name}.json").write_text(json.dumps(document))
+
+    def edit_file(self, name: str, change: Callable[[str], str]) -> None:
+        """Change a configuration file; takes effect by the rename, as both proxies want it."""
+        target = self.directory / name
+        before = target.read_text()
+        after = change(before)
+        if after == before:
+            raise ValueError(f"nothing to change in {name}")
+        draft = target.with_suffix(".new")
+        draft.write_text(after)
+        draft.rename(target)
 
     # Identities
 

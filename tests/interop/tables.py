@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.interop import checklist
+from tests.interop import checklist, files, tunnels
 from tests.interop.case import Case
 from tests.interop.site import Pairing
 
@@ -17,4 +17,8 @@ class Table:
     headings: tuple[str, ...]
 
 
-TABLES = (Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),)
+TABLES = (
+    Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),
+    Table("Tunnels", tunnels.CASES, tunnels.COLUMNS, tunnels.HEADINGS),
+    Table("Files", files.CASES, files.COLUMNS, files.HEADINGS),
+)

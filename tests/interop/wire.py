@@ -18,6 +18,8 @@ import h2.config
 import h2.connection
 import h2.events
 import h2.exceptions
+import h2.settings
+import hyperframe.frame
 
 from tests.interop.apps import WAIT_S
 from tproxy.aio.lab import Place
@@ -309,7 +311,9 @@ class TunnelServer:
         connection = h2.connection.H2Connection(
             h2.config.H2Configuration(client_side=False, header_encoding="utf-8", validate_inbound_headers=False)
         )
-        connection.local_settings.update(dict(self._script.settings))
+        # update_settings() would announce the defaults first, and the new values only then.
+        values = {h2.settings.SettingCodes(key): value for key, value in self._script.settings}
+        connection.local_settings = h2.settings.Settings(client=False, initial_values=values)
         connection.initiate_connection()
         if self._script.window:
             connection.increment_flow_control_window(self._script.window)
@@ -327,7 +331,9 @@ class TunnelServer:
                         before, received = received, received + len(event.data)
                         limit = self._script.goaway_after
                         if limit is not None and before < limit <= received:
-                            connection.close_connection(last_stream_id=event.stream_id)
+                            # By hand: the library would take the connection for closed.
+                            goodbye = hyperframe.frame.GoAwayFrame(0, last_stream_id=event.stream_id)
+                            sock.sendall(connection.data_to_send() + goodbye.serialize())
                     case h2.events.StreamEnded() if self._script.status == 200:
                         connection.end_stream(event.stream_id)
             sock.sendall(connection.data_to_send())
