@@ -257,15 +257,16 @@ class Datapath:
             connection.abort = None
             if limit is not None:
                 limit.cancel()
+            received, sent = counts.sent, counts.received
             for each in (hop, *upstream.hops):
-                each.info.bytes_received = counts.sent
-                each.info.bytes_sent = counts.received
-            proxy.rx_bytes.value += counts.sent
-            proxy.tx_bytes.value += counts.received
+                each.info.bytes_received = received
+                each.info.bytes_sent = sent
+            proxy.rx_bytes.value += received
+            proxy.tx_bytes.value += sent
             cluster = self.connector.cluster(hop.info.cluster)
             if cluster is not None:
-                cluster.stats.cx_tx_bytes.value += counts.sent
-                cluster.stats.cx_rx_bytes.value += counts.received
+                cluster.stats.cx_tx_bytes.value += received
+                cluster.stats.cx_rx_bytes.value += sent
         self._note_end(hop, proxy, ended, upstream)
 
     @staticmethod
@@ -351,7 +352,7 @@ class Datapath:
             await serve_connection(
                 end.detach(),
                 context,
-                self._settings_for(manager),
+                self._settings_for(chain, manager),
                 self._poller,
                 lambda request: self._request(hop, chain, request),
                 on_established=established,
@@ -366,9 +367,11 @@ class Datapath:
         if denied:
             raise denied[0]
 
-    def _settings_for(self, manager: LiveConnectionManager) -> ConnectionSettings:
+    def _settings_for(self, chain: LiveChain, manager: LiveConnectionManager) -> ConnectionSettings:
         wanted = manager.model.http2
         settings = self._tunnel_settings
+        if chain.model.transport_connect_timeout_s:
+            settings = replace(settings, handshake_timeout_s=chain.model.transport_connect_timeout_s)
         http2 = settings.http2
         if wanted.max_concurrent_streams is not None:
             http2 = replace(http2, max_concurrent_streams=wanted.max_concurrent_streams)
@@ -396,7 +399,7 @@ class Datapath:
             method=head.method.decode("latin-1"),
             authority=(head.authority or b"").decode("latin-1"),
             path=(head.path or b"").decode("latin-1"),
-            request_headers=tuple((n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers),
+            request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
         )
         hop = Hop(info, self._clock, filter_sinks=manager.sinks)
         manager.rq_total.value += 1
@@ -466,13 +469,13 @@ class Datapath:
             for timer in timers:
                 timer.cancel()
             manager.cx_upgrades_active.stored -= 1
-            info.bytes_received, info.bytes_sent = counts.sent, counts.received
-            manager.cx_rx_bytes.value += counts.sent
-            manager.cx_tx_bytes.value += counts.received
+            info.bytes_received, info.bytes_sent = received, sent = counts.sent, counts.received
+            manager.cx_rx_bytes.value += received
+            manager.cx_tx_bytes.value += sent
             cluster = self.connector.cluster(info.cluster)
             if cluster is not None:
-                cluster.stats.cx_tx_bytes.value += counts.sent
-                cluster.stats.cx_rx_bytes.value += counts.received
+                cluster.stats.cx_tx_bytes.value += received
+                cluster.stats.cx_rx_bytes.value += sent
         if ended.timed_out:
             manager.rq_idle_timeout.value += 1
             info.flags.add(Flag.STREAM_IDLE)
@@ -486,7 +489,7 @@ class Datapath:
             info.flags.add(Flag.UPSTREAM_RESET if ended.first is upstream.end else Flag.DOWNSTREAM_RESET)
 
     def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:
-        return [_date_header(int(self._clock.wall())), (b"server", manager.model.server_name.encode())]
+        return [_date_header(int(self._clock.wall())), manager.server_header]
 
     # Life
 
