@@ -84,6 +84,8 @@ class LiveTcpProxy:
         self.max_duration = scope.counter("max_downstream_connection_duration")
         scope.gauge("downstream_cx_rx_bytes_buffered")
         scope.gauge("downstream_cx_tx_bytes_buffered")
+        #: Endpoint metadata to restrict each cluster to.
+        self.subsets = {c.name: c.metadata_match or model.metadata_match for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         if model.tunneling is not None:
@@ -103,6 +105,7 @@ class LiveConnectionManager:
         self.sinks: tuple[LogSink, ...] = logs.sinks(model.access_log)
         self.routes: RouteTable | None = model.routes if isinstance(model.routes, RouteTable) else None
         scope = http_scope(stats, model.stat_prefix)
+        self.server_header = b"server", model.server_name.encode()
         self.cx_total = scope.counter("downstream_cx_total")
         self.cx_active = scope.gauge("downstream_cx_active")
         self.cx_http2 = scope.counter("downstream_cx_http2_total")

@@ -34,7 +34,7 @@ _HELP = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ztunnel", description="A node's tunnel proxy for ambient meshes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     proxy = commands.add_parser("proxy", help="run the proxy", description="Run the proxy of one node.")
@@ -46,16 +46,18 @@ def _parser() -> argparse.ArgumentParser:
         for name, (variable, _) in table.items():
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
-    from ztunnel import control_plane, intercept
+    if argv[:1] != ["proxy"]:  # which needs nothing of the others, and lives with what it has loaded
+        from ztunnel import control_plane, intercept
 
-    control_plane.add_arguments(commands)
-    intercept.add_arguments(commands)
+        control_plane.add_arguments(commands)
+        intercept.add_arguments(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    args = _parser(given).parse_args(given)
     if args.command == "proxy":
         return _proxy(args)
     status = args.run(args)

@@ -109,7 +109,7 @@ def listen(
         if freebind:
             sock.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
         if transparent:
-            _set_transparent(sock)
+            _set_transparent(sock, family)
         if mark is not None:
             _set_mark(sock, mark)
         for level, name, value in socket_options:
@@ -159,15 +159,14 @@ async def connect(
         KernelRefused: an option or the source address is not usable.
         NeedCapability: ``source`` or ``mark`` without CAP_NET_ADMIN.
     """
-    host, port = destination
-    target = canonical(host)
-    shown = (str(target), port)
-    sock = _make(socket.AF_INET if target.version == 4 else socket.AF_INET6, netns)
+    family, target = _target(destination[0])
+    shown = (target, destination[1])
+    sock = _make(family, netns)
     try:
         try:
-            _prepare(sock, source, mark, keepalive, nodelay, socket_options)
+            _prepare(sock, family, source, mark, keepalive, nodelay, socket_options)
         except OSError as error:
-            raise _translated(error, f"connect to {target} port {port} as {source}") from error
+            raise _translated(error, f"connect to {target} port {shown[1]} as {source}") from error
         try:
             if not _connects_at_once(sock, shown):
                 async with asyncio.timeout(timeout_s):
@@ -183,6 +182,12 @@ async def connect(
         sock.close()
         raise
     return sock
+
+
+@lru_cache(maxsize=16384)  # once per connection, about few addresses
+def _target(host: IpAddress | str) -> tuple[socket.AddressFamily, str]:
+    address = canonical(host)
+    return socket.AF_INET if address.version == 4 else socket.AF_INET6, str(address)
 
 
 def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
@@ -226,6 +231,7 @@ async def _connected(sock: socket.socket) -> None:
 
 def _prepare(
     sock: socket.socket,
+    family: socket.AddressFamily,
     source: IpAddress | str | None,
     mark: int | None,
     keepalive: Keepalive | None,
@@ -241,9 +247,9 @@ def _prepare(
     if nodelay:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if source is not None:
-        _set_transparent(sock)
+        _set_transparent(sock, family)
         sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
-        sock.bind((str(canonical(source)), 0))
+        sock.bind((_target(source)[1], 0))
 
 
 def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
@@ -326,9 +332,9 @@ def _make(family: socket.AddressFamily, netns: Netns | None) -> socket.socket:
         return socket.socket(family, _STREAM)
 
 
-def _set_transparent(sock: socket.socket) -> None:
+def _set_transparent(sock: socket.socket, family: socket.AddressFamily) -> None:
     try:
-        if sock.family == socket.AF_INET:
+        if family is socket.AF_INET:
             sock.setsockopt(socket.SOL_IP, IP_TRANSPARENT, 1)
         else:
             sock.setsockopt(_SOL_IPV6, IPV6_TRANSPARENT, 1)

@@ -125,7 +125,7 @@ class Connector:
             proxy.cx_no_route.value += 1
             raise NoCluster()
         info.cluster_metadata = cluster.model.metadata
-        subset = next((c.metadata_match for c in model.clusters if c.name == name), {}) or model.metadata_match
+        subset = proxy.subsets.get(name, model.metadata_match)
         failed: UpstreamFailed | None = None
         avoid: frozenset[Host] = frozenset()
         for attempt in range(model.max_connect_attempts):
