@@ -7,6 +7,7 @@ import socket
 
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.splice import SPLICE_AFTER_BYTES, SplicePipe
 from hbone.errors import TunnelClosed, bare
 
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
@@ -27,8 +28,10 @@ class PlainSocket(End):
         "_hung_up",
         "_paused",
         "_pending",
+        "_pipe",
         "_pushed",
         "_readable",
+        "_starving",
         "_waiter",
         "broken",
         "closed",
@@ -51,6 +54,8 @@ class PlainSocket(End):
         self._eof = False
         self._pending = bytearray()
         self._pushed = b""
+        self._pipe: SplicePipe | None = None  # as a source, once the flow is large
+        self._starving = False  # as a sink: the peer's pipe waits for room in our socket
         self._gather: list[memoryview] = []
         self._gathered = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -126,8 +131,13 @@ class PlainSocket(End):
                 self._waiter.set_result(None)
             if not self._paused:
                 self._pump()
-        if mask & WRITABLE and self._pending and not self.closed:
-            self._drain()
+        if mask & WRITABLE and not self.closed:
+            if self._pending:
+                self._drain()
+            elif self._starving:
+                self._starving = False
+                if self.peer is not None:
+                    self.peer.resume()
 
     def on_bug(self, error: Exception) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
@@ -151,7 +161,7 @@ class PlainSocket(End):
         """See :class:`End`."""
         if self._paused:
             self._paused = False
-            if self._readable:
+            if self._readable or self._pipe is not None:
                 self._pump()
 
     def delivered(self, size: int) -> None:
@@ -159,6 +169,9 @@ class PlainSocket(End):
 
     def _pump(self) -> None:
         if self._ended or self.closed:
+            return
+        if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
+            self._splice()
             return
         for _ in range(READS_PER_TURN):
             peer = self.peer
@@ -194,6 +207,61 @@ class PlainSocket(End):
                 self._readable = False
                 return
         self.poller.again(self)
+
+    def _begin_splicing(self) -> bool:
+        """Whether the rest of the flow can stay in the kernel: the other end is a plain socket too."""
+        peer = self.peer
+        if type(peer) is not PlainSocket or peer._pending or peer.broken is not None or peer.closed:
+            return False
+        try:
+            self._pipe = SplicePipe()
+        except OSError:
+            return False  # out of descriptors: copying needs none, and the next chunk asks again
+        return True
+
+    def _splice(self) -> None:
+        """As :meth:`_pump`, through the pipe, once: what it moves is as much as several reads."""
+        pipe, peer = self._pipe, self.peer
+        assert pipe is not None
+        if type(peer) is not PlainSocket or not self._empty_pipe(pipe, peer):
+            return
+        # The pipe is empty, so that "nothing there" can only mean the socket.
+        try:
+            size = pipe.fill(self.sock.fileno())
+        except BlockingIOError:
+            self._readable = False
+            return
+        except OSError as error:
+            self._end(bare(error))
+            return
+        if not size:
+            self._end(None)
+            return
+        self.read_bytes += size
+        if self._empty_pipe(pipe, peer):
+            self.poller.again(self)
+
+    def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
+        """Give the sink what the pipe holds; False: it cannot take all, and the flow goes on when it can."""
+        try:
+            if pipe.empty(peer.sock.fileno()):
+                return True
+            peer._starving = self._paused = True
+        except OSError as error:
+            self._stop_splicing()
+            peer._break(error)
+            self._pump()  # by copying again, into a sink that swallows
+        return False
+
+    def _stop_splicing(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def leave(self) -> None:
+        """See :class:`End`."""
+        super().leave()
+        self._stop_splicing()
 
     def _end(self, error: OSError | None) -> None:
         self._ended = True
@@ -334,6 +402,7 @@ class PlainSocket(End):
                 self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
             self.poller.unregister(self.sock.fileno())
             self.sock.close()
+            self._stop_splicing()
             self._pending = bytearray()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(TunnelClosed("socket closed"))

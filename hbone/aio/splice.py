@@ -1,0 +1,64 @@
+"""Bytes between two sockets inside the kernel: a pipe that pages are moved through (splice(2)).
+
+Between two plain sockets a copy through this process is all that a relay costs, and large flows skip it
+(``bench.compare --only node-local``). Short ones would pay for a pipe that they hardly use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Final
+
+SPLICE_AFTER_BYTES: Final = 128 * 1024  # of one direction; a guess: more than a page of the web, less than bulk
+_PIPE_BYTES: Final = 1024 * 1024  # the most an unprivileged process may ask for by default
+_F_SETPIPE_SZ: Final = 1031
+_FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
+
+
+class SplicePipe:
+    """Owns a pipe; ``held`` bytes are in it.
+
+    Raises:
+        OSError: out of descriptors or memory.
+    """
+
+    __slots__ = ("_read_fd", "_write_fd", "held")
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.held = 0
+        try:
+            fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, _PIPE_BYTES)
+        except OSError as error:
+            del error  # over the user's limit: the size it has will do
+
+    def fill(self, fd: int) -> int:
+        """Take what the socket has; the number of bytes, 0 at its end.
+
+        Raises:
+            BlockingIOError: nothing there, or the pipe is full.
+            OSError: the socket failed.
+        """
+        size = os.splice(fd, self._write_fd, _PIPE_BYTES, flags=_FLAGS)
+        self.held += size
+        return size
+
+    def empty(self, fd: int) -> bool:
+        """Give to the socket what is held; whether it took all.
+
+        Raises:
+            OSError: the socket failed.
+        """
+        while self.held:
+            try:
+                self.held -= os.splice(self._read_fd, fd, self.held, flags=_FLAGS)
+            except BlockingIOError:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Close both ends; what is held is lost."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+        self.held = 0
