@@ -80,8 +80,12 @@ class Feed:
 
     def tell(self) -> None:
         """Pass what is wanted on to the protocol; the stream calls it before it asks what to send."""
-        self._interest.forget_unwanted()
-        self._state.want(self._interest.type_url, self._interest.union(), again=self._again)
+        change = self._interest.tell()
+        type_url = self._interest.type_url
+        if change.everything or (self._again and self._interest.wants_all):
+            self._state.want(type_url, self._interest.union(), again=self._again)
+        elif change or self._again:
+            self._state.change(type_url, change.added, change.dropped, self._again)
         self._again.clear()
 
     def arrived(self, received: Received) -> None:
@@ -140,10 +144,8 @@ class Feed:
 
     async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> str | None:
         """Returns the reason of a refusal."""
-        loop = asyncio.get_running_loop()
         stats = subscription.stats
         stats.update_attempt += 1
-        begin_s = loop.time()
         try:
             await subscription.receive(update)
         except UpdateRejected as rejected:
@@ -158,7 +160,6 @@ class Feed:
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return f"internal error: {type(error).__name__}: {error}"
         finally:
-            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
             subscription.initial_fetch.over()
         stats.update_success += 1
         stats.version_text = update.version

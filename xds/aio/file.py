@@ -133,7 +133,6 @@ class _File:
         return failure
 
     async def _hand_over(self, subscription: FileSubscription) -> None:
-        loop = asyncio.get_running_loop()
         stats = subscription.stats
         stats.update_attempt += 1
         content = self._content
@@ -142,7 +141,6 @@ class _File:
             stats.update_failure += 1
             subscription.initial_fetch.failed()
             return
-        begin_s = loop.time()
         try:
             try:
                 update = update_of(content.response, subscription.type_url, subscription.names)
@@ -162,7 +160,6 @@ class _File:
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
         finally:
-            stats.update_times_ms.append((loop.time() - begin_s) * 1000)
             subscription.initial_fetch.over()
         stats.update_success += 1
         stats.version_text = update.version

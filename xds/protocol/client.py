@@ -7,7 +7,7 @@ on meanwhile, and while it is open no request of its own type is sent, as in Env
 rides with the answer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -90,6 +90,14 @@ class ClientState(Protocol[Request, Response]):
         """Replace what is wanted of one type; ``None`` is all, an empty set nothing.
 
         ``again`` names resources to be sent once more although the server sent them already.
+        """
+
+    def change(
+        self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
+    ) -> None:
+        """Add to what is wanted by name, and take from it; costs what changes, not what is wanted.
+
+        Not for a type of which everything is wanted.
         """
 
     def stream_opened(self) -> None:

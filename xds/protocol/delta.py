@@ -11,7 +11,7 @@ Per type and stream:
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DeltaDiscoveryResponse
@@ -23,19 +23,22 @@ from xds.protocol.resource import Resource, Update
 @dataclass(slots=True)
 class _Type:
     type_url: str
-    wanted: frozenset[str] | None = frozenset()
+    wanted: set[str] | None = field(default_factory=set)
     held: dict[str, str] = field(default_factory=dict)
     """Name -> version of everything accepted."""
     version: str = ""
     opened: bool = False
-    subscribed: frozenset[str] = frozenset()
+    subscribed: set[str] = field(default_factory=set)
     """What this stream asked for by name; the wildcard is ``*`` once it was not the first request."""
+    replaced: bool = False
+    """Whether all of ``wanted`` must be compared with ``subscribed``, or only ``touched``."""
+    touched: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
     unanswered: int = 0
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
-    def subscription(self) -> frozenset[str]:
-        return frozenset(("*",)) if self.wanted is None else self.wanted
+    def subscription(self) -> set[str]:
+        return {"*"} if self.wanted is None else self.wanted
 
     def wants(self, name: str) -> bool:
         return self.wanted is None or name in self.wanted
@@ -56,12 +59,27 @@ class DeltaClient:
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """See :meth:`ClientState.want`; ``again`` subscribes to names a second time."""
         state = self._types.setdefault(type_url, _Type(type_url))
-        state.wanted = names
+        state.wanted = None if names is None else set(names)
+        state.replaced = True
         gone = [name for name in state.held if not state.wants(name)]
         for name in gone:
             del state.held[name]
         self._lifetimes.ended(type_url, gone)
         state.again.update(name for name in again if state.wants(name))
+
+    def change(
+        self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
+    ) -> None:
+        """See :meth:`ClientState.change`."""
+        state = self._types.setdefault(type_url, _Type(type_url))
+        assert state.wanted is not None, "everything is wanted already"
+        state.wanted.update(added)
+        state.wanted.difference_update(dropped)
+        for name in dropped:
+            state.held.pop(name, None)
+        self._lifetimes.ended(type_url, dropped)
+        state.touched.update(added, dropped)
+        state.again.update(name for name in again if name in state.wanted)
 
     def stream_opened(self) -> None:
         """See :meth:`ClientState.stream_opened`."""
@@ -70,7 +88,7 @@ class DeltaClient:
         self._node_due = True
         for state in self._types.values():
             state.opened = False
-            state.subscribed = frozenset()
+            state.subscribed = set()
             state.unanswered = 0
             state.answers.clear()
 
@@ -92,7 +110,7 @@ class DeltaClient:
             return Refused(type_url=state.type_url, version=response.system_version_info, reason=str(bad))
         for name, ttl_s in heartbeats:
             self._lifetimes.renewed(state.type_url, name, ttl_s, now_s)
-        if (heartbeats and not resources and not removed) or state.wanted == frozenset():
+        if (heartbeats and not resources and not removed) or state.wanted == set():
             state.answers.append((response.nonce, None))
             return None
         state.unanswered += 1
@@ -129,7 +147,7 @@ class DeltaClient:
         requests: list[DeltaDiscoveryRequest] = []
         for state in self._types.values():
             if not state.opened:
-                if state.wanted != frozenset():
+                if state.wanted != set():
                     requests.append(self._first(state))
                 continue
             for nonce, error in state.answers:
@@ -164,7 +182,9 @@ class DeltaClient:
     def _first(self, state: _Type) -> DeltaDiscoveryRequest:
         state.opened = True
         state.again.clear()
-        state.subscribed = state.subscription()
+        state.touched.clear()
+        state.replaced = False
+        state.subscribed = set(state.subscription())
         return DeltaDiscoveryRequest(
             type_url=state.type_url,
             resource_names_subscribe=sorted(state.wanted or ()),
@@ -173,9 +193,14 @@ class DeltaClient:
 
     def _change(self, state: _Type) -> DeltaDiscoveryRequest | None:
         wanted = state.subscription()
-        added = (wanted - state.subscribed) | (state.again & wanted)
-        dropped = state.subscribed - wanted
-        state.subscribed = wanted
+        looked_at = wanted | state.subscribed if state.replaced else state.touched
+        added = (looked_at & wanted) - state.subscribed
+        dropped = (looked_at & state.subscribed) - wanted
+        state.subscribed |= added
+        state.subscribed -= dropped
+        added |= state.again & wanted
+        state.replaced = False
+        state.touched.clear()
         state.again.clear()
         if not added and not dropped:
             return None

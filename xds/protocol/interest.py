@@ -3,9 +3,13 @@
 A server sends a resource once, when its name is first asked for. A subscription that comes later and asks
 for a name another one has already gets it from here, so accepted resources are remembered while anybody
 wants them (the bodies are the ones receivers keep for dumps, not copies).
+
+There may be a subscription per cluster of a mesh, so that nothing here but :meth:`Interest.union` costs more than
+what it is about: subscribing, and handing out an update, take time in proportion to their names.
 """
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from xds.protocol.resource import Resource, Update
@@ -14,12 +18,33 @@ from xds.protocol.types import COMPLETE_TYPES
 Key = TypeVar("Key", bound=Hashable)
 
 
+@dataclass(slots=True)
+class Change:
+    """What is wanted since the server was told, and what is not wanted any more.
+
+    Attributes:
+        everything: the wildcard came or went; :meth:`Interest.union` tells what is wanted now.
+    """
+
+    added: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+    everything: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.dropped or self.everything)
+
+
 class Interest(Generic[Key]):
     """Who wants what of one type."""
 
     def __init__(self, type_url: str) -> None:
         self.type_url = type_url
         self._wants: dict[Key, frozenset[str] | None] = {}
+        self._by_name: dict[str, dict[Key, None]] = {}
+        self._all: dict[Key, None] = {}
+        self._told: set[str] = set()
+        self._told_all = False
+        self._touched: set[str] = set()
         self._known: dict[str, Resource] = {}
         self._version = ""
 
@@ -32,46 +57,93 @@ class Interest(Generic[Key]):
 
     def set(self, key: Key, names: Iterable[str] | None) -> None:
         """Add a subscriber or replace what it wants; ``None`` is all."""
-        self._wants[key] = None if names is None else frozenset(names)
+        wanted = None if names is None else frozenset(names)
+        before = self._wants.get(key)
+        if key in self._wants and before is None:
+            del self._all[key]
+        for name in (before or frozenset()) - (wanted or frozenset()):
+            self._leave(key, name)
+        self._wants[key] = wanted
+        if wanted is None:
+            self._all[key] = None
+            return
+        for name in wanted - (before or frozenset()):
+            self._by_name.setdefault(name, {})[key] = None
+            self._touched.add(name)
 
     def remove(self, key: Key) -> None:
         """Forget a subscriber."""
-        self._wants.pop(key, None)
+        if key not in self._wants:
+            return
+        self._all.pop(key, None)
+        for name in self._wants.pop(key) or ():
+            self._leave(key, name)
+
+    def _leave(self, key: Key, name: str) -> None:
+        subscribers = self._by_name[name]
+        del subscribers[key]
+        if not subscribers:
+            del self._by_name[name]
+        self._touched.add(name)
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether anybody wants everything."""
+        return bool(self._all)
 
     def union(self) -> frozenset[str] | None:
         """Return what to ask the server for."""
-        names: set[str] = set()
-        for wanted in self._wants.values():
-            if wanted is None:
-                return None
-            names |= wanted
-        return frozenset(names)
+        return None if self._all else frozenset(self._by_name)
 
-    def forget_unwanted(self) -> None:
-        """Drop what nobody wants; call when the server is told, not before.
+    def tell(self) -> Change:
+        """Return what the server must be told, and take it for told; what nobody wants any more is forgotten.
 
-        A subscription that is closed and opened again in between is served from here, since the server
-        sees no change and sends nothing.
+        Call it when the server is told, not before: a subscription that is closed and opened again in between is
+        served from here, since the server sees no change and sends nothing.
         """
-        union = self.union()
-        if union is not None:
-            self._known = {name: resource for name, resource in self._known.items() if name in union}
+        change = Change(everything=bool(self._all) != self._told_all)
+        for name in self._touched:
+            if name in self._by_name:
+                if name not in self._told:
+                    change.added.add(name)
+            elif name in self._told:
+                change.dropped.add(name)
+        self._told |= change.added
+        self._told -= change.dropped
+        self._told_all = bool(self._all)
+        if not self._all:
+            unwanted = self._known.keys() - self._by_name.keys() if change.everything else self._touched
+            for name in unwanted:
+                if name not in self._by_name:
+                    self._known.pop(name, None)
+        if self._all:
+            change.added.clear()  # everything covers them
+            change.dropped.clear()
+        self._touched = set()
+        return change
 
     def known(self, key: Key) -> Update | None:
         """Return what is known of what ``key`` wants, None if nothing is."""
         if key not in self._wants:
             return None
         wanted = self._wants[key]
-        resources = tuple(resource for name, resource in self._known.items() if wanted is None or name in wanted)
+        names: Iterable[str] = self._known if wanted is None else sorted(wanted)
+        resources = tuple(self._known[name] for name in names if name in self._known)
         return Update(type_url=self.type_url, version=self._version, resources=resources) if resources else None
 
     def split(self, update: Update) -> list[tuple[Key, Update]]:
         """Return each subscriber's part; those whom the update does not concern are left out."""
-        parts: list[tuple[Key, Update]] = []
-        for key, wanted in self._wants.items():
-            part = update if wanted is None else _part(update, wanted)
-            if wanted is None or part.complete or part.resources or part.removed:
-                parts.append((key, part))
+        parts: list[tuple[Key, Update]] = [(key, update) for key in self._all]
+        mine: dict[Key, tuple[list[Resource], list[str]]] = {}
+        if update.complete:
+            mine = {key: ([], []) for key, wanted in self._wants.items() if wanted is not None}
+        for resource in update.resources:
+            for key in self._by_name.get(resource.name, ()):
+                mine.setdefault(key, ([], []))[0].append(resource)
+        for name in update.removed:
+            for key in self._by_name.get(name, ()):
+                mine.setdefault(key, ([], []))[1].append(name)
+        parts.extend((key, _part(update, *part)) for key, part in mine.items())
         return parts
 
     def accepted(self, part: Update) -> None:
@@ -84,11 +156,11 @@ class Interest(Generic[Key]):
         self._known.update((resource.name, resource) for resource in part.resources)
 
 
-def _part(update: Update, wanted: frozenset[str]) -> Update:
+def _part(update: Update, resources: list[Resource], removed: list[str]) -> Update:
     return Update(
         type_url=update.type_url,
         version=update.version,
-        resources=tuple(resource for resource in update.resources if resource.name in wanted),
-        removed=tuple(name for name in update.removed if name in wanted),
+        resources=tuple(resources),
+        removed=tuple(removed),
         complete=update.complete,
     )

@@ -4,9 +4,8 @@ A source is an ADS stream (state of the world or delta), a per-type stream over 
 watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
 """
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -70,8 +69,6 @@ class SubscriptionStats:
     update_rejected: int = 0
     init_fetch_timeout: int = 0
     version_text: str = ""
-    #: The latest durations of ``receive``, for a histogram; bounded, since nobody may be reading.
-    update_times_ms: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     @property
     def version(self) -> int:

@@ -11,7 +11,7 @@ Per type and stream:
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -29,7 +29,9 @@ _WRAPPER = registry.type_url(WrappedResource)
 @dataclass(slots=True)
 class _Type:
     type_url: str
-    wanted: frozenset[str] | None = frozenset()
+    wanted: set[str] | None = field(default_factory=set)
+    in_order: list[str] | None = None
+    """``wanted`` sorted, until it changes."""
     version: str = ""
     nonce: str = ""
     opened: bool = False
@@ -45,7 +47,9 @@ class _Type:
         if self.wanted is None:
             return ["*"] if self.named else []
         self.named = self.named or bool(self.wanted)
-        return sorted(self.wanted)
+        if self.in_order is None:
+            self.in_order = sorted(self.wanted)
+        return self.in_order
 
 
 class SotwClient:
@@ -63,13 +67,29 @@ class SotwClient:
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """See :meth:`ClientState.want`; ``again`` repeats the request unchanged, as Envoy does."""
         state = self._types.setdefault(type_url, _Type(type_url))
-        gone = (state.wanted or frozenset()) - names if names is not None else frozenset()
-        self._lifetimes.ended(type_url, gone)
+        if names is not None and state.wanted is not None:
+            self._lifetimes.ended(type_url, state.wanted - names)
         # All cannot be taken back on a stream, and none of it can be asked for again: resources nobody
         # wants any more are ignored as they come.
         if names != state.wanted or any(True for _ in again):
             state.dirty = True
-        state.wanted = names
+        state.wanted = None if names is None else set(names)
+        state.in_order = None
+
+    def change(
+        self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
+    ) -> None:
+        """See :meth:`ClientState.change`."""
+        state = self._types.setdefault(type_url, _Type(type_url))
+        assert state.wanted is not None, "everything is wanted already"
+        if not state.wanted.issuperset(added) or not state.wanted.isdisjoint(dropped):
+            state.wanted.update(added)
+            state.wanted.difference_update(dropped)
+            state.in_order = None
+            state.dirty = True
+        elif any(True for _ in again):
+            state.dirty = True
+        self._lifetimes.ended(type_url, dropped)
 
     def stream_opened(self) -> None:
         """See :meth:`ClientState.stream_opened`."""
@@ -108,7 +128,7 @@ class SotwClient:
         ]
         only_heartbeats = bool(heartbeats) and not resources
         complete = state.type_url in COMPLETE_TYPES
-        if only_heartbeats or state.wanted == frozenset():
+        if only_heartbeats or state.wanted == set():
             state.version = response.version_info
             self._answer(state, response.nonce)
             return None
@@ -144,7 +164,7 @@ class SotwClient:
         requests: list[DiscoveryRequest] = []
         for state in self._types.values():
             if not state.opened:
-                if state.wanted == frozenset():
+                if state.wanted == set():
                     state.dirty = False
                     continue
                 state.opened, state.dirty = True, False

@@ -1,6 +1,6 @@
 from google.protobuf.any_pb2 import Any as AnyMessage
 
-from xds.protocol.interest import Interest
+from xds.protocol.interest import Change, Interest
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import CDS, EDS
 
@@ -67,7 +67,7 @@ def test_what_is_removed_or_unwanted_is_forgotten() -> None:
     interest.accepted(update("abc"))
     interest.accepted(update("", removed="a"))
     interest.set("one", "bx")
-    interest.forget_unwanted()
+    interest.tell()
     interest.set("two", "abcx")
     assert names(interest.known("two")) == "b"
 
@@ -78,7 +78,7 @@ def test_a_name_dropped_and_wanted_again_before_the_server_knows_is_served() -> 
     interest.accepted(update("a"))
     interest.remove("one")
     interest.set("two", "a")
-    interest.forget_unwanted()
+    interest.tell()
     assert names(interest.known("two")) == "a"
 
 
@@ -89,3 +89,73 @@ def test_complete_updates_replace_what_is_known() -> None:
     interest.accepted(update("b", type_url=CDS))
     interest.set("two", None)
     assert names(interest.known("two")) == "b"
+
+
+def test_the_server_is_told_only_what_changed() -> None:
+    interest: Interest[str] = Interest(EDS)
+    interest.set("one", "ab")
+    interest.set("two", "bc")
+    assert interest.tell() == Change(added=set("abc"))
+    assert not interest.tell()
+    interest.set("one", "bx")
+    interest.remove("two")
+    assert interest.tell() == Change(added=set("x"), dropped=set("ac"))
+    interest.set("three", "y")
+    interest.remove("three")
+    assert not interest.tell()
+
+
+def test_everything_comes_and_goes() -> None:
+    interest: Interest[str] = Interest(EDS)
+    interest.set("one", "a")
+    interest.tell()
+    interest.accepted(update("a"))
+    interest.set("all", None)
+    assert interest.wants_all
+    assert interest.tell() == Change(everything=True)
+    interest.accepted(update("az"))
+    interest.set("two", "b")
+    assert not interest.tell()
+    interest.remove("all")
+    assert interest.tell().everything
+    assert interest.union() == frozenset("ab")
+    interest.set("late", "az")
+    assert names(interest.known("late")) == "a"
+
+
+class CountingName(str):
+    """A name that counts how often anything looks at it."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountingName.looks += 1
+        return str.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        CountingName.looks += 1
+        return str.__eq__(self, other)
+
+
+def looks_of_one_change(subscriptions: int) -> int:
+    interest: Interest[int] = Interest(EDS)
+    for number in range(subscriptions):
+        interest.set(number, [CountingName(f"n{number}")])
+    interest.tell()
+    body = AnyMessage(type_url=EDS)
+    first = Resource(name=CountingName("n0"), version="1", body=body)
+    CountingName.looks = 0
+    interest.set(subscriptions, [CountingName("new")])
+    interest.tell()
+    assert interest.known(subscriptions) is None
+    whole = Update(type_url=EDS, version="1", resources=(first,))
+    for _, part in interest.split(whole):
+        interest.accepted(part)
+    interest.remove(subscriptions)
+    interest.tell()
+    return CountingName.looks
+
+
+def test_a_change_costs_the_same_among_many_subscriptions_as_among_few() -> None:
+    assert looks_of_one_change(2000) <= looks_of_one_change(20) + 5
