@@ -209,7 +209,14 @@ def _quick_ports(place: Place) -> None:
 
 
 @contextlib.contextmanager
-def chain(name: str, load: Path, command: Callable[[Path, str], list[str]] | None, target: str) -> Iterator[Chain]:
+def chain(
+    name: str,
+    load: Path,
+    command: Callable[[Path, str], list[str]] | None,
+    target: str,
+    *,
+    one_node: bool = False,
+) -> Iterator[Chain]:
     """A chain whose proxies are started by ``command``; without one client and server are directly connected.
 
     Args:
@@ -217,10 +224,11 @@ def chain(name: str, load: Path, command: Callable[[Path, str], list[str]] | Non
         load: the load generator.
         command: of a proxy, by folder (with ``xds.sock``) and node name.
         target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
+        one_node: client and server on the same node, behind the same proxy.
     """
     with (
         tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as text,
-        Lab({"a": ["client"], "b": ["server"]}) as lab,
+        Lab({"a": ["client", "server"]} if one_node else {"a": ["client"], "b": ["server"]}) as lab,
     ):
         folder = Path(text)
         made = Chain(name, lab, load)
@@ -277,4 +285,5 @@ def version() -> str:
     """Machine and interpreter, for the table's heading."""
     kernel = os.uname()
     python = sys.version.split()[0]
-    return f"{os.cpu_count()} cores, Linux {kernel.release.split('-')[0]}, Python {python} ({sysconfig.get_platform()})"
+    release, platform = kernel.release.split("-")[0], sysconfig.get_platform()
+    return f"{os.cpu_count()} cores, Linux {release}, Python {python} ({platform})"

@@ -27,23 +27,6 @@ _STEAL_LIMIT = 0.05
 _RETRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        name: in the table.
-        unit: of its number.
-        more_is_better: what a ratio above one means.
-        measure: a chain and how many seconds to take; the number.
-    """
-
-    name: str
-    unit: str
-    more_is_better: bool
-    measure: Callable[[Chain, float], dict[str, float]]
-
-
 def _bulk(kind: str, connections: int) -> Callable[[Chain, float], dict[str, float]]:
     def measure(made: Chain, seconds: float) -> dict[str, float]:
         before = made.usage()
@@ -72,41 +55,85 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
     return measure
 
 
-#: (row, unit, more is better, key of the measurement)
-Row = tuple[str, str, bool, str]
-RUNS: dict[str, tuple[Callable[[Chain, float], dict[str, float]], list[Row]]] = {
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: the case.
+        unit: of its numbers.
+        key: which number of the measurement.
+        more: whether more is better.
+        target: the ratio ours:Envoy to reach: at least that where more is better, else at most.
+    """
+
+    name: str
+    unit: str
+    key: str = ""
+    more: bool = False
+    target: float | None = None
+
+    def met(self, ratio: float) -> bool:
+        """Whether a ratio reaches the target; without one, whether ours is no worse."""
+        target = 1.0 if self.target is None else self.target
+        return ratio >= target if self.more else ratio <= target
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement of a chain, and the rows it fills. ``one_node``: of the chains on one node."""
+
+    measure: Callable[[Chain, float], dict[str, float]]
+    rows: tuple[Row, ...]
+    one_node: bool = False
+
+
+CASES: dict[str, Case] = {
     **{
-        f"bulk {direction}, {n}": (
+        f"bulk {direction}, {n}": Case(
             _bulk(direction, n),
-            [
-                (f"bulk {direction}, {n} conn", "MB/s", True, "rate"),
-                (f"CPU of bulk {direction}, {n} conn", "s/GiB", False, "cpu"),
-            ],
+            (
+                Row(f"bulk {direction}, {n} conn", "MB/s", "rate", more=True, target=None if n == 8 else 1.15),
+                Row(f"  its CPU, {direction}, {n} conn", "s/GiB", "cpu", target=0.8),
+            ),
         )
         for n in (1, 8, 64)
         for direction in ("up", "down")
     },
-    "crr, 32": (
+    "crr, 32": Case(
         _requests("crr", 32),
-        [
-            ("new connections, 32 at once", "/s", True, "rate"),
-            ("CPU per new connection", "us", False, "cpu"),
-        ],
+        (
+            Row("new connections, 32 at once", "/s", "rate", more=True, target=1.6),
+            Row("  their CPU", "us", "cpu"),
+        ),
     ),
-    "crr, 1": (_requests("crr", 1), [("new connection, 1 at a time, p50", "us", False, "p50")]),
+    "crr, 1": Case(_requests("crr", 1), (Row("new connection, 1 at a time, p50", "us", "p50", target=0.7),)),
     **{
-        f"rr, {n}": (
+        f"rr, {n}": Case(
             _requests("rr", n),
-            [
-                (f"request/response 1 KiB, {n} conn", "/s", True, "rate"),
-                (f"  its p50, {n} conn", "us", False, "p50"),
-                (f"  its p99, {n} conn", "us", False, "p99"),
-                (f"  its CPU, {n} conn", "us", False, "cpu"),
-            ],
+            (
+                Row(f"request/response 1 KiB, {n} conn", "/s", "rate", more=True, target=1.3 if n == 64 else None),
+                Row(f"  its p50, {n} conn", "us", "p50", target=0.7 if n == 1 else None),
+                Row(f"  its p99, {n} conn", "us", "p99", target=0.7 if n == 1 else None),
+                Row(f"  its CPU, {n} conn", "us", "cpu"),
+            ),
         )
         for n in (1, 64)
     },
+    **{
+        f"node-local bulk {direction}": Case(
+            _bulk(direction, 1),
+            (
+                Row(f"node-local bulk {direction}, 1 conn", "MB/s", "rate", more=True, target=3.0),
+                Row(f"  its CPU, node-local {direction}", "s/GiB", "cpu", target=0.8),
+            ),
+            one_node=True,
+        )
+        for direction in ("up", "down")
+    },
 }
+_REST = Row("RSS at rest, per proxy", "MiB", target=0.6)
+_IDLE = Row("RSS per 1,000 idle connections, both", "MiB", target=1.0)
 
 
 @dataclass(slots=True)
@@ -118,15 +145,20 @@ class Table:
 
     def add(self, row: Row, chain_name: str, value: float) -> None:
         """Note one sample."""
-        self.rows[row[0]] = row
-        self.samples.setdefault(row[0], {}).setdefault(chain_name, []).append(value)
+        self.rows[row.name] = row
+        self.samples.setdefault(row.name, {}).setdefault(chain_name, []).append(value)
 
     def records(self) -> list[dict[str, Any]]:
         """Medians, paired ratios and their spread, one record per row."""
         records = []
-        for name, (_, unit, more, _) in self.rows.items():
+        for name, row in self.rows.items():
             by_chain = self.samples[name]
-            record: dict[str, Any] = {"case": name, "unit": unit, "more_is_better": more, "build": "pure"}
+            record: dict[str, Any] = {
+                "case": name.strip(),
+                "unit": row.unit,
+                "more_is_better": row.more,
+                "build": "pure",
+            }
             for chain_name, values in by_chain.items():
                 record[{"envoy": "rival"}.get(chain_name, chain_name)] = round(statistics.median(values), 3)
             if "ours" in by_chain and "envoy" in by_chain:
@@ -134,6 +166,9 @@ class Table:
                 if pairs:
                     record["ratio"] = round(statistics.median(pairs), 3)
                     record["spread"] = [round(min(pairs), 3), round(max(pairs), 3)]
+                    if row.target is not None:
+                        record["target"] = row.target
+                        record["met"] = row.met(record["ratio"])
             records.append(record)
         return records
 
@@ -149,18 +184,18 @@ def _memory(chains: list[Chain], table: Table, connections: int) -> None:
         if not made.proxies:
             continue
         at_start = sum(usage.rss for usage in made.usage())
-        table.add(("RSS at rest, both proxies", "MiB", False, ""), made.name, at_start / 2**20)
+        table.add(_REST, made.name, at_start / 2**20 / len(made.proxies))
         with made.idling(connections):
             loaded = sum(usage.rss for usage in made.usage())
-        row: Row = ("RSS per 1,000 idle connections, both", "MiB", False, "")
-        table.add(row, made.name, (loaded - at_start) / 2**20 * 1000 / connections)
+        table.add(_IDLE, made.name, (loaded - at_start) / 2**20 * 1000 / connections)
 
 
 def _print(records: list[dict[str, Any]], heading: str) -> None:
     print(f"\n{heading}\n")
     extra = [key for key in ("direct", "third") if any(key in record for record in records)]
     print(
-        f"{'case':38} {'unit':>6} {'ours':>10} {'envoy':>10} {'ours:envoy':>11}  spread"
+        f"{'case':38} {'unit':>6} {'ours':>10} {'envoy':>10} {'ours:envoy':>11}  {'spread':10} {'target':>7}"
+        + f" {'':6}"
         + "".join(f"{k:>10}" for k in extra)
     )
     for record in records:
@@ -169,9 +204,16 @@ def _print(records: list[dict[str, Any]], heading: str) -> None:
         ratio = f"{record['ratio']:.2f}" if "ratio" in record else "-"
         if "ratio" in record and (record["ratio"] >= 1) == record["more_is_better"]:
             ratio += " *"
+        target = verdict = ""
+        if "target" in record:
+            target = f"{'>=' if record['more_is_better'] else '<='}{record['target']:.2f}"
+            verdict = "met" if record["met"] else "missed"
         numbers = [f"{record[key]:>10,.1f}" if key in record else f"{'-':>10}" for key in ("ours", "rival")]
         rest = "".join(f"{record.get(key, 0):>10,.1f}" for key in extra)
-        print(f"{record['case']:38} {record['unit']:>6} {' '.join(numbers)} {ratio:>11}  {shown:10}{rest}")
+        print(
+            f"{record['case']:38} {record['unit']:>6} {' '.join(numbers)} {ratio:>11}  {shown:10} {target:>7} "
+            f"{verdict:6}{rest}".rstrip()
+        )
     print("\n* ours is the better one. Medians; ratio and spread of pairs from the same round.")
 
 
@@ -188,7 +230,8 @@ def main() -> int:
     rounds = args.rounds or (3 if args.quick else 7)
     seconds = args.seconds or (1.0 if args.quick else 2.0)
     become_root_of_own_namespaces()
-    runs = {n: r for n, r in RUNS.items() if not args.only or any(part in n for part in args.only)}
+    cases = {n: c for n, c in CASES.items() if not args.only or any(part in n for part in args.only)}
+    elsewhere = any(case.one_node for case in cases.values())
     table = Table()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -199,15 +242,22 @@ def main() -> int:
             stack.enter_context(chain("envoy", load, envoy, args.target)),
             stack.enter_context(chain("direct", load, None, args.target)),
         ]
+        # Envoy reaches a pod of its own node by the service's address only: by the pod's, its tunnel to itself
+        # keeps the client's address and never arrives.
+        local = [
+            stack.enter_context(chain(name, load, command, "service", one_node=True))
+            for name, command in (("ours", ours), ("envoy", envoy))
+            if elsewhere
+        ]
         if os.environ.get("RIVAL_CMD"):
             chains.append(stack.enter_context(chain("third", load, rival, args.target)))
         if not args.only or "memory" in args.only:
             _memory(chains, table, 200 if args.quick else 1000)
         for number in range(rounds):
-            order = list(runs)
+            order = list(cases)
             random.shuffle(order)
             for name in order:
-                _round(name, runs[name], chains, seconds, table)
+                _round(name, cases[name], local if cases[name].one_node else chains, seconds, table)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
     records = table.records()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -219,24 +269,23 @@ def main() -> int:
 
 def _round(
     name: str,
-    run: tuple[Callable[[Chain, float], dict[str, float]], list[Row]],
+    case: Case,
     chains: list[Chain],
     seconds: float,
     table: Table,
 ) -> None:
     """One case on every chain, in random order; again when the machine was stolen meanwhile."""
-    measure, rows = run
     found: dict[str, dict[str, float]] = {}
     for attempt in range(_RETRIES + 1):
         stolen, total = _steal()
-        found = {made.name: measure(made, seconds) for made in random.sample(chains, len(chains))}
+        found = {made.name: case.measure(made, seconds) for made in random.sample(chains, len(chains))}
         after = _steal()
         if (after[0] - stolen) / max(1, after[1] - total) < _STEAL_LIMIT:
             break
         print(f"{name}: the machine was stolen, attempt {attempt + 1}", file=sys.stderr)
-    for row in rows:
+    for row in case.rows:
         for chain_name, values in found.items():
-            table.add(row, chain_name, values[row[3]])
+            table.add(row, chain_name, values[row.key])
 
 
 if __name__ == "__main__":
