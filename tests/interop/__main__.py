@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from tests.interop.case import Case, Runner
@@ -35,6 +36,7 @@ def _run(runner: Runner, case: Case) -> str:
     try:
         return runner.run(case)
     except Exception as error:  # noqa: BLE001 - a row that cannot run is a failed row, the others still count
+        traceback.print_exc()
         return f"{type(error).__name__}: {error}"
 
 

@@ -96,10 +96,12 @@ class Apps:
     @staticmethod
     def _http(name: str, sock: socket.socket) -> None:
         with sock.makefile("rb") as reader:
-            while line := reader.readline():
+            while len((line := reader.readline()).split()) == 3:
                 while reader.readline().strip():
                     pass
-                body = json.dumps({"pod": name, "peer": sock.getpeername()[0], "path": line.split()[1].decode()})
+                body = json.dumps(
+                    {"pod": name, "peer": sock.getpeername()[0], "path": line.split()[1].decode("latin-1")}
+                )
                 head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
                 sock.sendall((head + body).encode())
 
@@ -245,6 +247,8 @@ def get(place: Place, address: str, port: int = HTTP, timeout_s: float = WAIT_S)
         sock = dial(place, address, port, timeout_s)
     except ConnectionRefusedError:
         return Reply("refused", "", "", 0)
+    except ConnectionResetError:
+        return Reply("reset", "", "", 0)  # before we looked
     except TimeoutError:
         return Reply("timeout", "", "", 0)
     with sock:

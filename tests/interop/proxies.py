@@ -13,6 +13,7 @@ from typing import Any
 from tproxy.aio.lab import Lab, Place
 
 WAIT_S = 15.0
+DRAIN_S = 5
 _POLL_S = 0.02
 _BIN = Path(sys.executable).parent
 ENVOY = _BIN / "envoy"
@@ -103,9 +104,10 @@ class Proxy:
         """Start it; returns at once."""
         if self.kind is Kind.ENVOY:
             words = [ENVOY, "-c", bootstrap, "--use-dynamic-base-id", "--concurrency", "1"]
-            words += ["--file-flush-interval-msec", "50", "--drain-time-s", "45", "-l", "info"]
+            words += ["--file-flush-interval-msec", "50", "--drain-time-s", str(DRAIN_S), "-l", "info"]
         else:
             words = [ZTUNNEL, "proxy", "--bootstrap", bootstrap, "--log-flush", "50ms", "--shutdown", "500ms"]
+            words += ["--drain", f"{DRAIN_S}s"]
             words += ["--envoy-compat"] if self.kind is Kind.COMPAT else []
         with self._out.open("ab") as out, self._err.open("ab") as err:
             self._process = self._lab_process([str(word) for word in words], out, err)

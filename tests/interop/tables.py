@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.interop import checklist, files, tunnels
+from tests.interop import checklist, control, files, tunnels
 from tests.interop.case import Case
 from tests.interop.site import Pairing
 
@@ -21,4 +21,5 @@ TABLES = (
     Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),
     Table("Tunnels", tunnels.CASES, tunnels.COLUMNS, tunnels.HEADINGS),
     Table("Files", files.CASES, files.COLUMNS, files.HEADINGS),
+    Table("Control plane", control.CASES, control.COLUMNS, control.HEADINGS),
 )
