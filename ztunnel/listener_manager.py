@@ -11,6 +11,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from hbone.aio.poller import Poller
 from tproxy.errors import TproxyError
 from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_filter, compile_route_table
+from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import unpack
 from xds.errors import ConfigError
 from xds.model.address import SocketAddress
@@ -91,6 +92,7 @@ class ListenerManager:
         self._draining: list[LiveListener] = []
         self._draining_chains = 0
         self._static: set[str] = set()
+        self._parts: dict[str, Parts] = {}
         self._subscriptions: dict[LiveListener, list[Subscription]] = {}
         self._warmed_one = asyncio.Event()
         self._listening = False
@@ -189,7 +191,7 @@ class ListenerManager:
         for resource in update.resources:
             seen.add(resource.name)
             try:
-                self._apply(resource.body, resource.version)
+                self._apply(resource)
                 self.failures.pop(resource.name, None)
             except (ConfigError, TproxyError, LookupError, OSError) as error:
                 reason = str(error)
@@ -214,19 +216,23 @@ class ListenerManager:
             raise ConfigError(str(error)) from None
         if not isinstance(message, listener_pb2.Listener):
             raise ConfigError(f"not a Listener: {body.type_url}")
-        return compile_listener(message, self._surroundings)
+        parts = Parts(self._parts.get(message.name))
+        model = compile_listener(message, self._surroundings, parts)
+        self._parts[model.name] = parts
+        return model
 
-    def _apply(self, body: AnyMessage, version: str) -> None:
-        model = self._compile(body)
-        name = model.name
-        if name in self._static:
+    def _apply(self, resource: Resource) -> None:
+        if resource.name in self._static:
             return
-        current = self._warming.get(name) or self._active.get(name)
-        if current is not None and current.body.value == body.value:
-            current.version = version
+        current = self._warming.get(resource.name) or self._active.get(resource.name)
+        if current is not None and current.body.value == resource.body.value:
+            current.version = resource.version
+            return
+        model = self._compile(resource.body)
+        if model.name in self._static:
             return
         self._refuse_duplicate_address(model)
-        self._warm(self._make(model, body, version))
+        self._warm(self._make(model, resource.body, resource.version))
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
         wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
@@ -432,6 +438,7 @@ class ListenerManager:
             self._discard(warming)
         listener = self._active.pop(name, None)
         self._index()
+        self._parts.pop(name, None)
         self.failures.pop(name, None)
         if listener is not None:
             self._removed.value += 1

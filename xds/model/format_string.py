@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from xds.errors import ConfigError
 
@@ -91,8 +92,9 @@ class FormatString:
         return "".join(map(str, self.parts)) if all(isinstance(p, str) for p in self.parts) else None
 
 
+@lru_cache(maxsize=1024)
 def parse_format(text: str) -> FormatString:
-    """Parse a format string.
+    """Parse a format string; equal texts give one object, since every filter chain of a mesh has the same few.
 
     Raises:
         ConfigError: unknown command, missing or unexpected argument, or a lone ``%``.

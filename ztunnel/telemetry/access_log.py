@@ -118,6 +118,8 @@ class AccessLogs:
     def __init__(self, stats: Stats, flush_interval_s: float = 10.0) -> None:
         self.flush_interval_s = flush_interval_s
         self._files: dict[str, LogFile] = {}
+        #: With the model, which keeps its ``id`` from being given away.
+        self._sinks: dict[tuple[str, int, bool], tuple[AccessLog, LogSink]] = {}
         self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         # Each of the two has one writer, so neither needs a lock; their difference is what waits.
         self._bytes_queued = 0
@@ -139,7 +141,13 @@ class AccessLogs:
         for entry in logs:
             if entry.path not in self._files:
                 self._files[entry.path] = LogFile(entry.path)
-            sinks.append(LogSink(log_renderer(entry), self._files[entry.path], self))
+            # Compilers give equal formats as one object, of which thousands of chains make one sink.
+            key = (entry.path, id(entry.format), entry.omit_empty)
+            known = self._sinks.get(key)
+            if known is None:
+                sink = LogSink(log_renderer(entry), self._files[entry.path], self)
+                known = self._sinks[key] = (entry, sink)
+            sinks.append(known[1])
         return tuple(sinks)
 
     def flush(self) -> None:

@@ -1,6 +1,7 @@
 """Access loggers to :mod:`xds.model.access_log`."""
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -69,6 +70,12 @@ def _substitution(path: str, message: core.SubstitutionFormatString, surrounding
 
 
 def _json(message: Struct) -> JsonFormat:
+    return _json_of(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=256)
+def _json_of(packed: bytes) -> JsonFormat:
+    message = Struct.FromString(packed)
     return JsonFormat({key: _json_value(value) for key, value in struct(message).items()})
 
 

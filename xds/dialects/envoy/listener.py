@@ -2,11 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.filters import compile_filter
 from xds.dialects.envoy.listener_filters import compile_entry
 from xds.dialects.envoy.matcher import compile_matcher
+from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import (
     Surroundings,
     at,
@@ -39,11 +43,22 @@ _STATES = {
     core.SocketOption.STATE_BOUND: "bound",
     core.SocketOption.STATE_LISTENING: "listening",
 }
+#: Fields that an update may change without a new listener.
+_IN_PLACE = ("filter_chains", "default_filter_chain", "filter_chain_matcher")
+#: Of every chain that a matcher chooses.
+_ANY = ChainMatch()
 _DIRECTIONS = {core.UNSPECIFIED: "unspecified", core.INBOUND: "inbound", core.OUTBOUND: "outbound"}
 
 
-def compile_listener(message: proto.Listener, surroundings: Surroundings) -> model.Listener:
+def compile_listener(
+    message: proto.Listener, surroundings: Surroundings, parts: Parts | None = None
+) -> model.Listener:
     """One listener with its chains.
+
+    Args:
+        message: the listener.
+        surroundings: see there.
+        parts: of the version before, made by ``Parts(earlier)``; then of this one.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
@@ -83,15 +98,18 @@ def compile_listener(message: proto.Listener, surroundings: Surroundings) -> mod
     required(message, "name")
     if not message.filter_chains and not message.HasField("default_filter_chain"):
         raise ConfigError(f"error adding listener '{message.name}': no filter chains specified", "filter_chains")
+    parts = parts if parts is not None else Parts()
     chains = []
     for index, chain in enumerate(message.filter_chains):
-        with at("filter_chains", index):
-            chains.append(_chain(chain, surroundings))
+        try:
+            chains.append(_chain_or_kept(chain, surroundings, parts))
+        except ConfigError as error:
+            raise error.under(f"filter_chains[{index}]") from error.__cause__
     default = None
     if message.HasField("default_filter_chain"):
         with at("default_filter_chain"):
-            default = _chain(message.default_filter_chain, surroundings)
-    matcher = _matcher(message, chains)
+            default = _chain_or_kept(message.default_filter_chain, surroundings, parts)
+    matcher = _matcher(message, chains, parts)
     filters = []
     for index, entry in enumerate(message.listener_filters):
         with at("listener_filters", index):
@@ -101,6 +119,7 @@ def compile_listener(message: proto.Listener, surroundings: Surroundings) -> mod
         with at("socket_options", index):
             options.append(_socket_option(option))
     internal = message.HasField("internal_listener")
+    parts.complete()
     return model.Listener(
         name=message.name,
         addresses=() if internal else _addresses(message),
@@ -129,10 +148,18 @@ def compile_listener(message: proto.Listener, surroundings: Surroundings) -> mod
 def _frame_digest(message: proto.Listener) -> str:
     """Digest of what cannot change in place: everything but chains and matcher."""
     frame = proto.Listener()
-    frame.CopyFrom(message)
-    for field in ("filter_chains", "default_filter_chain", "filter_chain_matcher"):
-        frame.ClearField(field)
-    return digest(frame)
+    for field, value in message.ListFields():
+        if field.name in _IN_PLACE:
+            continue  # never copied: they are all but the whole of a big listener
+        if field.is_repeated:
+            getattr(frame, field.name).MergeFrom(value)
+        elif field.message_type is not None:
+            getattr(frame, field.name).CopyFrom(value)
+        else:
+            setattr(frame, field.name, value)
+    fields = UnknownFieldSet(message)
+    unknown = [fields[index] for index in range(len(fields))]
+    return digest(frame) + "".join(f"+{each.field_number}:{each.data!r}" for each in unknown)
 
 
 def _addresses(message: proto.Listener) -> tuple[SocketAddress, ...]:
@@ -158,7 +185,7 @@ def _socket_option(option: core.SocketOption) -> model.SocketOption:
     return model.SocketOption(option.level, option.name, value, _STATES[option.state])
 
 
-def _matcher(message: proto.Listener, chains: Sequence[model.FilterChain]) -> Matcher | None:
+def _matcher(message: proto.Listener, chains: Sequence[model.FilterChain], parts: Parts) -> Matcher | None:
     if not message.HasField("filter_chain_matcher"):
         _refuse_overlap(message.name, chains)
         return None
@@ -175,7 +202,7 @@ def _matcher(message: proto.Listener, chains: Sequence[model.FilterChain]) -> Ma
             )
         names.add(chain.name)
     with at("filter_chain_matcher"):
-        return compile_matcher(message.filter_chain_matcher)
+        return compile_matcher(message.filter_chain_matcher, parts)
 
 
 def _refuse_overlap(listener: str, chains: Sequence[model.FilterChain]) -> None:
@@ -203,7 +230,23 @@ def _refuse_overlap(listener: str, chains: Sequence[model.FilterChain]) -> None:
             seen[key] = index
 
 
-def _chain(message: proto.FilterChain, surroundings: Surroundings) -> model.FilterChain:
+def _chain_or_kept(message: proto.FilterChain, surroundings: Surroundings, parts: Parts) -> model.FilterChain:
+    content = digest(message)
+    chain = parts.chain(content)
+    if chain is None:
+        files: list[str] = []
+
+        def read_file(path: str) -> bytes:
+            files.append(path)
+            return surroundings.read_file(path)
+
+        chain = _chain(message, replace(surroundings, read_file=read_file), content)
+        if not files:  # the same bytes may mean something else next time
+            parts.keep_chain(chain)
+    return chain
+
+
+def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str) -> model.FilterChain:
     only(
         message,
         "filter_chain_match",
@@ -235,8 +278,10 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings) -> model.Filt
         raise ConfigError(
             "a filter chain needs tcp_proxy or http_connection_manager as its last filter", "filters"
         )
-    with at("filter_chain_match"):
-        match_ = _match(message.filter_chain_match)
+    match_ = _ANY
+    if message.HasField("filter_chain_match"):
+        with at("filter_chain_match"):
+            match_ = _match(message.filter_chain_match)
     with at("transport_socket"):
         tls = _transport_socket(message, surroundings)
     return model.FilterChain(
@@ -246,7 +291,7 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings) -> model.Filt
         rbac=tuple(rbac),
         filter_state=tuple(state),
         terminal=terminal,
-        content=digest(message),
+        content=content,
         transport_connect_timeout_s=seconds(message, "transport_socket_connect_timeout", 0.0),
     )
 

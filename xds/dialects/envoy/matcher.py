@@ -2,6 +2,7 @@
 
 from google.protobuf.wrappers_pb2 import StringValue
 
+from xds.dialects.envoy.parts import Parts, key_of
 from xds.dialects.envoy.reading import at, constraint, network, only, string_match, unpack, unpack_as
 from xds.errors import ConfigError, Unsupported
 from xds.model import matcher as model
@@ -9,9 +10,16 @@ from xds.proto.envoy.extensions.matching.common_inputs.network.v3 import network
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as proto
 
+#: Entries of a map up to which its bytes are worth looking up (a service's ports); a guess.
+_FEW = 64
 
-def compile_matcher(message: proto.Matcher) -> model.Matcher:
+
+def compile_matcher(message: proto.Matcher, parts: Parts) -> model.Matcher:
     """A matcher whose actions are names of filter chains.
+
+    Args:
+        message: the matcher.
+        parts: what is in there is not compiled again, and what is compiled goes there.
 
     Raises:
         ConfigError: no lookup, an empty map, or an unknown input or action.
@@ -20,76 +28,94 @@ def compile_matcher(message: proto.Matcher) -> model.Matcher:
     lookup: model.Lookup
     if kind == "matcher_tree":
         with at("matcher_tree"):
-            lookup = _tree(message.matcher_tree)
+            lookup = _tree(message.matcher_tree, parts)
     elif kind == "matcher_list":
         with at("matcher_list"):
-            lookup = _list(message.matcher_list)
+            lookup = _list(message.matcher_list, parts)
     else:
         raise constraint(message, "matcher_type", "value is required")
     on_no_match = None
     if message.HasField("on_no_match"):
         with at("on_no_match"):
-            on_no_match = _on_match(message.on_no_match)
+            on_no_match = _on_match(message.on_no_match, parts)
     return model.Matcher(lookup, on_no_match)
 
 
-def _on_match(message: proto.Matcher.OnMatch) -> model.OnMatch:
+def _on_match(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
     kind = message.WhichOneof("on_match")
     if kind == "matcher":
+        # The levels above hold the whole tree: their bytes are never the same, and long.
+        if len(message.matcher.matcher_tree.exact_match_map.map) > _FEW:
+            with at("matcher"):
+                return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)
+    elif kind != "action":
+        raise constraint(message, "on_match", "value is required")
+    key = key_of(message.SerializeToString(deterministic=True))
+    found = parts.on_match(key)
+    if found is None:
+        found = _compiled(message, parts)
+        parts.keep_on_match(key, found)
+    return found
+
+
+def _compiled(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
+    if message.HasField("matcher"):
         with at("matcher"):
-            return model.OnMatch(compile_matcher(message.matcher), message.keep_matching)
-    if kind == "action":
-        with at("action", "typed_config"):
-            action = unpack_as(message.action.typed_config, StringValue, message.action.name)
-        return model.OnMatch(action.value, message.keep_matching)
-    raise constraint(message, "on_match", "value is required")
+            return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)
+    with at("action", "typed_config"):
+        action = unpack_as(message.action.typed_config, StringValue, message.action.name)
+    return model.OnMatch(action.value, message.keep_matching)
 
 
 def _tree(
-    message: proto.Matcher.MatcherTree,
+    message: proto.Matcher.MatcherTree, parts: Parts
 ) -> model.ExactMap | model.PrefixMap | model.IpTree | model.ServerNameTree:
     with at("input"):
         source = _input(message.input)
     kind = message.WhichOneof("tree_type")
     if kind == "exact_match_map":
         with at("exact_match_map"):
-            return model.ExactMap(source, _map(message.exact_match_map))
+            return model.ExactMap(source, _map(message.exact_match_map, parts))
     if kind == "prefix_match_map":
         with at("prefix_match_map"):
-            return model.PrefixMap(source, _map(message.prefix_match_map))
+            return model.PrefixMap(source, _map(message.prefix_match_map, parts))
     if kind == "custom_match":
         with at("custom_match", "typed_config"):
-            return _custom(source, message.custom_match)
+            return _custom(source, message.custom_match, parts)
     raise constraint(message, "tree_type", "value is required")
 
 
-def _map(message: proto.Matcher.MatcherTree.MatchMap) -> dict[str, model.OnMatch]:
+def _map(message: proto.Matcher.MatcherTree.MatchMap, parts: Parts) -> dict[str, model.OnMatch]:
     if not message.map:
         raise constraint(message, "map", "value must contain at least 1 pair(s)")
     entries = {}
     for key, value in message.map.items():
-        with at(f"map[{key!r}]"):
-            entries[key] = _on_match(value)
+        try:
+            entries[key] = _on_match(value, parts)
+        except ConfigError as error:
+            raise error.under(f"map[{key!r}]") from error.__cause__
     return entries
 
 
-def _custom(source: model.Input, config: xds_core.TypedExtensionConfig) -> model.IpTree | model.ServerNameTree:
+def _custom(
+    source: model.Input, config: xds_core.TypedExtensionConfig, parts: Parts
+) -> model.IpTree | model.ServerNameTree:
     message = unpack(config.typed_config, config.name)
     if isinstance(message, proto.IPMatcher):
-        return model.IpTree(source, _ranges(message))
+        return model.IpTree(source, _ranges(message, parts))
     if isinstance(message, proto.ServerNameMatcher):
-        return model.ServerNameTree(source, _domains(message))
+        return model.ServerNameTree(source, _domains(message, parts))
     raise Unsupported(f"no such custom matcher: {message.DESCRIPTOR.full_name}")
 
 
-def _ranges(message: proto.IPMatcher) -> tuple[model.IpRange, ...]:
+def _ranges(message: proto.IPMatcher, parts: Parts) -> tuple[model.IpRange, ...]:
     ranges = []
     for index, entry in enumerate(message.range_matchers):
         with at("range_matchers", index):
             if not entry.ranges:
                 raise constraint(entry, "ranges", "value must contain at least 1 item(s)")
             with at("on_match"):
-                on_match = _on_match(entry.on_match)
+                on_match = _on_match(entry.on_match, parts)
             for position, cidr in enumerate(entry.ranges):
                 with at("ranges", position):
                     ranges.append(model.IpRange(network(cidr), on_match, entry.exclusive))
@@ -98,12 +124,12 @@ def _ranges(message: proto.IPMatcher) -> tuple[model.IpRange, ...]:
     return tuple(sorted(ranges, key=lambda entry: -entry.network.prefixlen))
 
 
-def _domains(message: proto.ServerNameMatcher) -> dict[str, model.OnMatch]:
+def _domains(message: proto.ServerNameMatcher, parts: Parts) -> dict[str, model.OnMatch]:
     entries: dict[str, model.OnMatch] = {}
     for index, entry in enumerate(message.domain_matchers):
         with at("domain_matchers", index):
             with at("on_match"):
-                on_match = _on_match(entry.on_match)
+                on_match = _on_match(entry.on_match, parts)
             for domain in entry.domains:
                 if "*" in domain.removeprefix("*.") and domain != "*":
                     raise ConfigError(f"'{domain}' is not a name, '*' or '*.' and a name", "domains")
@@ -115,7 +141,7 @@ def _domains(message: proto.ServerNameMatcher) -> dict[str, model.OnMatch]:
     return entries
 
 
-def _list(message: proto.Matcher.MatcherList) -> model.MatcherList:
+def _list(message: proto.Matcher.MatcherList, parts: Parts) -> model.MatcherList:
     if not message.matchers:
         raise constraint(message, "matchers", "value must contain at least 1 item(s)")
     matchers = []
@@ -124,7 +150,7 @@ def _list(message: proto.Matcher.MatcherList) -> model.MatcherList:
             with at("predicate"):
                 predicate = _predicate(entry.predicate)
             with at("on_match"):
-                matchers.append((predicate, _on_match(entry.on_match)))
+                matchers.append((predicate, _on_match(entry.on_match, parts)))
     return model.MatcherList(tuple(matchers))
 
 

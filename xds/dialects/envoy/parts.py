@@ -1,0 +1,60 @@
+"""Parts of a listener by content, so that a new version compiles only what is new in it.
+
+The outbound listener of the ambient dialect holds a chain per service and an entry per service and per pod, and
+comes whole whenever one of them changes.
+"""
+
+import hashlib
+
+from xds.model.listener import FilterChain
+from xds.model.matcher import OnMatch
+
+
+class Parts:
+    """What one version of a listener is made of; pass those of the version before, and keep these for the next.
+
+    Values are immutable, so versions share them. A chain is given out once per version: chains are told apart by
+    identity.
+    """
+
+    def __init__(self, earlier: "Parts | None" = None) -> None:
+        self._chains: dict[str, FilterChain] = {}
+        self._on_matches: dict[bytes, OnMatch] = {}
+        self._earlier_chains = {} if earlier is None else earlier._chains
+        self._earlier_on_matches = {} if earlier is None else earlier._on_matches
+
+    def complete(self) -> None:
+        """Let go of the version before."""
+        self._earlier_chains = {}
+        self._earlier_on_matches = {}
+
+    def chain(self, content: str) -> FilterChain | None:
+        """The earlier version's chain with that digest, if this version has not used it already."""
+        if content in self._chains:
+            return None
+        found = self._earlier_chains.get(content)
+        if found is not None:
+            self._chains[content] = found
+        return found
+
+    def keep_chain(self, chain: FilterChain) -> None:
+        """Have a chain for the next version."""
+        self._chains[chain.content] = chain
+
+    def on_match(self, key: bytes) -> OnMatch | None:
+        """An entry of either version with that key."""
+        found = self._on_matches.get(key)
+        if found is None:
+            found = self._earlier_on_matches.get(key)
+            if found is not None:
+                self._on_matches[key] = found
+        return found
+
+    def keep_on_match(self, key: bytes, on_match: OnMatch) -> None:
+        """Have an entry for this version and the next."""
+        self._on_matches[key] = on_match
+
+
+def key_of(packed: bytes) -> bytes:
+    """A key for :meth:`Parts.on_match`, of bounded length; an action, of which pods share one, is its own."""
+    return packed if len(packed) <= 256 else hashlib.blake2b(packed, digest_size=32).digest()
