@@ -160,6 +160,12 @@ class Poller:
         for handler in again:
             self._call(handler.on_event, 0, handler)
         ready = self._epoll.poll(0, _BATCH)
+        spin = self._spin
+        if spin is not None:
+            if spin.on and not ready:
+                ready = spin.poll(self._epoll)
+            if ready:
+                spin.worked(len(ready))
         handlers = self._handlers
         for fd, mask in ready:
             handler_at = handlers.get(fd)
@@ -178,11 +184,7 @@ class Poller:
                 except Exception as error:  # noqa: BLE001
                     self._report(flushable, error)
         self._turning = False
-        if (
-            self._again
-            or len(ready) == _BATCH
-            or (self._spin is not None and self._spin.goes_on(len(ready), time.perf_counter()))
-        ):
+        if self._again or len(ready) == _BATCH or (spin is not None and spin.on):
             self._schedule()
 
     def _call(self, function: Callable[[int], None], mask: int, owner: Handler) -> None:
@@ -199,8 +201,9 @@ class Poller:
 
 
 _CROWD: Final = 3.0  # sockets ready per turn, on average; more are busy enough to be served in batches
-_LATE_S: Final = 200e-6  # between two polls of one spin: somebody else had the processor
-_HOLD_S: Final = 0.1  # at first; doubled each time up to
+_POLLS: Final = 8  # at a stretch, before the loop's other work gets its turn: some 5 microseconds
+_LATE_S: Final = 500e-6  # between two polls of a stretch: somebody else had the processor
+_HOLD_S: Final = 0.02  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
 _MOST_SKIPPED: Final = 256
 
@@ -213,45 +216,52 @@ class _Spin:
     without work, down to one activity in 256, so that a trickle of traffic costs no more than sleeping would.
     """
 
-    __slots__ = ("_crowd", "_failures", "_held_until_s", "_hold_s", "_last_s", "_limit_s", "_skip", "_until_s")
+    __slots__ = ("_crowd", "_failures", "_held_until_s", "_hold_s", "_limit_s", "_skip", "_until_s", "on")
 
     def __init__(self, settings: SpinSettings) -> None:
+        self.on = False
+        """Poll again instead of sleeping."""
         self._limit_s = settings.limit_s
-        self._until_s = 0.0  # 0: not spinning
-        self._last_s = 0.0
+        self._until_s = 0.0
         self._crowd = 0.0
         self._failures = 0
         self._skip = 0
         self._held_until_s = 0.0
         self._hold_s = _HOLD_S
 
-    def goes_on(self, ready: int, now_s: float) -> bool:
-        """Whether to poll again, after a turn that served ``ready`` sockets and ended at ``now_s``."""
-        if ready:
-            if self._until_s:
+    def poll(self, epoll: select.epoll) -> list[tuple[int, int]]:
+        """Ask a few times; what is ready, if anything."""
+        last_s = time.perf_counter()
+        for _ in range(_POLLS):
+            ready = epoll.poll(0, _BATCH)
+            if ready:
                 self._failures = 0
-            self._crowd += (ready - self._crowd) / 16
-            return self._begins(now_s)
-        if not self._until_s:
-            return False
-        if now_s - self._last_s > _LATE_S:
-            self._held_until_s = now_s + self._hold_s
-            self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
-            self._until_s = 0.0
-        elif now_s > self._until_s:
-            self._failures += 1
-            self._skip = min(_MOST_SKIPPED, 1 << self._failures) - 1
-            self._until_s = 0.0
-        self._last_s = now_s
-        return self._until_s > 0.0
+                return ready
+            now_s = time.perf_counter()
+            if now_s - last_s > _LATE_S:
+                self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
+                self._held_until_s = now_s + self._hold_s
+                self.on = False
+                break
+            if now_s > self._until_s:
+                self._failures += 1
+                self._skip = min(_MOST_SKIPPED, 1 << self._failures) - 1
+                self.on = False
+                break
+            last_s = now_s
+        return []
 
-    def _begins(self, now_s: float) -> bool:
-        self._until_s = 0.0
+    def worked(self, ready: int) -> None:
+        """A turn serves ``ready`` sockets: begin to spin after it, or go on."""
+        self._crowd += (ready - self._crowd) / 16
+        self.on = False
         if self._skip:
             self._skip -= 1
-        elif self._crowd < _CROWD and now_s >= self._held_until_s:
-            if now_s - self._held_until_s > 2 * self._hold_s:
-                self._hold_s = _HOLD_S
-            self._until_s = now_s + self._limit_s
-            self._last_s = now_s
-        return self._until_s > 0.0
+        elif self._crowd < _CROWD:
+            now_s = time.perf_counter()
+            idle_s = now_s - self._held_until_s
+            if idle_s >= 0.0:
+                if idle_s > 2 * self._hold_s:
+                    self._hold_s = _HOLD_S
+                self._until_s = now_s + self._limit_s
+                self.on = True
