@@ -31,7 +31,7 @@ def same(text: str) -> dict[Pairing, str]:
 
 def answered_by(site: Site, address: str, pod: str) -> Callable[[], bool]:
     """A condition: requests to an address are answered by that pod."""
-    return lambda: get(site.pod("productpage"), address).pod == pod
+    return lambda: get(site.pod("productpage"), address, timeout_s=1.0).pod == pod
 
 
 def edit_moves_traffic(site: Site) -> str:
