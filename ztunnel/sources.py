@@ -1,10 +1,27 @@
 """Where resources come from, as the configuration says: the aggregated stream, a file, a stream of its own."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
-from ztunnel.telemetry.stats import Scope
+from ztunnel.telemetry.stats import Declared, Gauge, Scope, TextReadout
+
+#: What Envoy counts of a subscription; ``version`` is a hash of the text.
+_COUNTED = (
+    *(
+        Declared(name, Gauge, attrgetter(f"stats.{name}"))
+        for name in (
+            "update_attempt",
+            "update_success",
+            "update_failure",
+            "update_rejected",
+            "init_fetch_timeout",
+            "version",
+        )
+    ),
+    Declared("version_text", TextReadout, attrgetter("stats.version_text")),
+)
 
 
 class Sources:
@@ -45,14 +62,4 @@ class Sources:
     @staticmethod
     def count(scope: Scope, subscription: Subscription) -> None:
         """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
-        stats = subscription.stats
-        for name in (
-            "update_attempt",
-            "update_success",
-            "update_failure",
-            "update_rejected",
-            "init_fetch_timeout",
-        ):
-            scope.gauge(name, lambda name=name: getattr(stats, name))  # type: ignore[misc]  # binds the loop's name
-        scope.gauge("version", lambda: stats.version)
-        scope.text("version_text", lambda: stats.version_text)
+        scope.declare(_COUNTED, subscription)

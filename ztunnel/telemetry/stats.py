@@ -1,17 +1,21 @@
 """Counters, gauges, histograms and text readouts, named as Envoy names them.
 
 A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and hands out the objects; on the data path
-there is only ``counter.value += 1``. Each object knows two names: the dotted one of ``/stats`` and, for
-Prometheus, a family with labels. Unlike Envoy's default tag extraction, which cuts SPIFFE cluster names at their
-first dot, a label holds the whole name.
+there is only ``counter.value += 1``. What exists thousands of times and is mostly never touched (the statistics of
+a cluster) is declared for its scope and made when touched; no page can tell the difference. Each object knows two
+names: the dotted one of ``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag
+extraction, which cuts SPIFFE cluster names at their first dot, a label holds the whole name.
 """
 
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar, cast
 
 Labels = tuple[tuple[str, str], ...]
+M = TypeVar("M", "Counter", "Gauge")
 
 #: Upper bounds of histogram buckets, as Envoy prints them (milliseconds).
 BUCKETS = (
@@ -117,12 +121,50 @@ class Histogram:
 Metric = Counter | Gauge | Histogram
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A metric that every scope of some kind has, made or not.
+
+    Attributes:
+        name: below the scope's prefix.
+        read: the value of a gauge or text, of the owner named with :meth:`Scope.declare`.
+    """
+
+    name: str
+    kind: type[Counter] | type[Gauge] | type[TextReadout]
+    read: Callable[[Any], Any] | None = None
+
+
+class OnTouch(Generic[M]):
+    """An attribute that makes its metric when first read; the owner has a ``scope`` and a ``__dict__``."""
+
+    def __init__(self, kind: type[M], name: str) -> None:
+        self.declared = Declared(name, kind)
+        self._attribute = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, owner: Any, kind: type) -> M:
+        scope: Scope = owner.scope
+        declared = self.declared
+        metric = scope.counter(declared.name) if declared.kind is Counter else scope.gauge(declared.name)
+        owner.__dict__[self._attribute] = metric  # found before this descriptor from now on
+        return cast(M, metric)
+
+
+def declared_in(owner: type) -> tuple[Declared, ...]:
+    """Every :class:`OnTouch` of a class, for :meth:`Scope.declare`."""
+    return tuple(each.declared for each in vars(owner).values() if isinstance(each, OnTouch))
+
+
 class Stats:
     """Every metric of the process, by dotted name."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
         self._texts: dict[str, TextReadout] = {}
+        self._declared: dict[tuple[str, int], tuple[Scope, tuple[Declared, ...], object]] = {}
 
     def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> "Scope":
         """A scope whose dotted names begin with ``prefix.``.
@@ -136,12 +178,22 @@ class Stats:
         return Scope(self, f"{clean}." if clean else "", family or clean.replace(".", "_"), labels)
 
     def __iter__(self) -> Iterator[Metric]:
-        return iter(list(self._metrics.values()))
+        yield from list(self._metrics.values())
+        for scope, declared, owner in list(self._declared.values()):
+            for each in declared:
+                if each.kind is not TextReadout and scope.prefix + each.name not in self._metrics:
+                    yield scope.untouched(each, owner)
 
     @property
     def texts(self) -> list[TextReadout]:
         """Text readouts, by name."""
-        return [self._texts[name] for name in sorted(self._texts)]
+        texts = dict(self._texts)
+        for scope, declared, owner in self._declared.values():
+            for each in declared:
+                if each.kind is TextReadout and each.read is not None:
+                    name = scope.prefix + each.name
+                    texts[name] = TextReadout(name, partial(each.read, owner))
+        return [texts[name] for name in sorted(texts)]
 
     def add(self, metric: Metric) -> Metric:
         """Register a metric; the one already there of the same name and kind wins."""
@@ -155,11 +207,20 @@ class Stats:
         """Register a text readout."""
         self._texts[text.name] = text
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Forget metrics and texts (of a cluster or listener that is gone)."""
+    def declare(self, scope: "Scope", declared: tuple[Declared, ...], owner: object) -> tuple[str, int]:
+        """Show what a scope has; returns the key for :meth:`remove`."""
+        key = (scope.prefix, id(declared))
+        self._declared[key] = (scope, declared, owner)
+        return key
+
+    def remove(self, names: Iterable[str | tuple[str, int]]) -> None:
+        """Forget metrics, texts and declarations (of a cluster or listener that is gone)."""
         for name in names:
-            self._metrics.pop(name, None)
-            self._texts.pop(name, None)
+            if isinstance(name, tuple):
+                self._declared.pop(name, None)
+            else:
+                self._metrics.pop(name, None)
+                self._texts.pop(name, None)
 
     def reset_counters(self) -> None:
         """``POST /reset_counters``."""
@@ -171,26 +232,32 @@ class Stats:
 class Scope:
     """Metrics with a common prefix and labels; knows which they are, so that :meth:`close` removes no others."""
 
-    __slots__ = ("_family", "_labels", "_names", "_prefix", "_stats")
+    __slots__ = ("_closed", "_family", "_labels", "_names", "_stats", "prefix")
 
     def __init__(
-        self, stats: Stats, prefix: str, family: str, labels: Labels, names: set[str] | None = None
+        self,
+        stats: Stats,
+        prefix: str,
+        family: str,
+        labels: Labels,
+        names: set[str | tuple[str, int]] | None = None,
     ) -> None:
         self._stats = stats
-        self._prefix = prefix
+        self.prefix = prefix
         self._family = family
         self._labels = labels
-        self._names: set[str] = set() if names is None else names
+        self._names: set[str | tuple[str, int]] = set() if names is None else names
+        self._closed = False
 
     def counter(self, name: str) -> Counter:
         """The counter ``<prefix>.<name>``."""
-        metric = self._add(Counter(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Counter(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Counter)
         return metric
 
     def gauge(self, name: str, read: Callable[[], float] | None = None) -> Gauge:
         """The gauge ``<prefix>.<name>``; ``read`` replaces an earlier one."""
-        metric = self._add(Gauge(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Gauge(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Gauge)
         if read is not None:
             metric.read = read
@@ -198,25 +265,40 @@ class Scope:
 
     def histogram(self, name: str) -> Histogram:
         """The histogram ``<prefix>.<name>``."""
-        metric = self._add(Histogram(self._prefix + name, self._family_of(name), self._labels))
+        metric = self._add(Histogram(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Histogram)
         return metric
 
     def text(self, name: str, read: Callable[[], str]) -> None:
         """A text readout ``<prefix>.<name>``."""
-        self._names.add(self._prefix + name)
-        self._stats.add_text(TextReadout(self._prefix + name, read))
+        self._names.add(self.prefix + name)
+        self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
         """A scope below this one, with the same labels; it closes with this one."""
         clean = sanitised(name)
-        return Scope(self._stats, f"{self._prefix}{clean}.", self._family_of(clean), self._labels, self._names)
+        return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self._names)
+
+    def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
+        """Have metrics that are made when touched; a later owner of the same scope replaces this one."""
+        self._names.add(self._stats.declare(self, declared, owner))
+
+    def untouched(self, declared: Declared, owner: object) -> Metric:
+        """A declared metric as a page shows it, kept by nobody."""
+        name, family = self.prefix + declared.name, self._family_of(declared.name)
+        if declared.kind is Counter:
+            return Counter(name, family, self._labels)
+        read = None if declared.read is None else partial(declared.read, owner)
+        return Gauge(name, family, self._labels, read=read)
 
     def close(self) -> None:
-        """Forget everything made through the scope."""
+        """Forget everything made through the scope; what is touched later is counted for nobody."""
         self._stats.remove(self._names)
+        self._closed = True
 
     def _add(self, metric: Metric) -> Metric:
+        if self._closed:
+            return metric
         self._names.add(metric.name)
         return self._stats.add(metric)
 
@@ -229,6 +311,7 @@ def sanitised(name: str) -> str:
     return name.replace("://", "_").replace(":", "_")
 
 
+@lru_cache(maxsize=4096)
 def prometheus_name(name: str) -> str:
     """A dotted name as a Prometheus metric name, without Envoy's prefix."""
     return re.sub(r"[^a-zA-Z0-9_:]", "_", name)

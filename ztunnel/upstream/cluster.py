@@ -32,7 +32,7 @@ from ztunnel.identity.secrets import SecretStore
 from ztunnel.sources import Sources
 from ztunnel.stream_info import StreamInfo
 from ztunnel.tasks import Tasks
-from ztunnel.telemetry.stats import Stats, cluster_scope
+from ztunnel.telemetry.stats import Counter, Declared, Gauge, OnTouch, Stats, cluster_scope, declared_in
 from ztunnel.upstream.balancer import Balancer, in_subset, source_hash
 from ztunnel.upstream.dns import ResolveFailed, Resolver
 from ztunnel.upstream.host import Host, HostSet
@@ -58,30 +58,37 @@ class Surround:
 
 
 class ClusterStats:
-    """Counters of one cluster, looked up once."""
+    """Counters of one cluster, each made when first touched: most clusters of a big mesh never carry anything."""
+
+    __slots__ = ("__dict__", "scope")
+
+    cx_total = OnTouch(Counter, "upstream_cx_total")
+    cx_active = OnTouch(Gauge, "upstream_cx_active")
+    cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
+    cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
+    cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
+    cx_none_healthy = OnTouch(Counter, "upstream_cx_none_healthy")
+    cx_rx_bytes = OnTouch(Counter, "upstream_cx_rx_bytes_total")
+    cx_tx_bytes = OnTouch(Counter, "upstream_cx_tx_bytes_total")
+    rq_total = OnTouch(Counter, "upstream_rq_total")
+    rq_active = OnTouch(Gauge, "upstream_rq_active")
+    rq_pending_overflow = OnTouch(Counter, "upstream_rq_pending_overflow")
+    rq_timeout = OnTouch(Counter, "upstream_rq_timeout")
+    retry_overflow = OnTouch(Counter, "upstream_rq_retry_overflow")
+    original_dst_host_invalid = OnTouch(Counter, "original_dst_host_invalid")
+    warming_state = OnTouch(Gauge, "warming_state")
+    secrets_not_ready = OnTouch(Counter, "client_ssl_socket_factory.upstream_context_secrets_not_ready")
+    sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
+    handshakes = OnTouch(Counter, "ssl.handshake")
+    ssl_errors = OnTouch(Counter, "ssl.connection_error")
+    drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
 
     def __init__(self, stats: Stats, model: Cluster) -> None:
-        scope = self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
-        self.cx_total = scope.counter("upstream_cx_total")
-        self.cx_active = scope.gauge("upstream_cx_active")
-        self.cx_connect_fail = scope.counter("upstream_cx_connect_fail")
-        self.cx_connect_timeout = scope.counter("upstream_cx_connect_timeout")
-        self.cx_overflow = scope.counter("upstream_cx_overflow")
-        self.cx_none_healthy = scope.counter("upstream_cx_none_healthy")
-        self.cx_rx_bytes = scope.counter("upstream_cx_rx_bytes_total")
-        self.cx_tx_bytes = scope.counter("upstream_cx_tx_bytes_total")
-        self.rq_total = scope.counter("upstream_rq_total")
-        self.rq_active = scope.gauge("upstream_rq_active")
-        self.rq_pending_overflow = scope.counter("upstream_rq_pending_overflow")
-        self.rq_timeout = scope.counter("upstream_rq_timeout")
-        self.retry_overflow = scope.counter("upstream_rq_retry_overflow")
-        self.original_dst_host_invalid = scope.counter("original_dst_host_invalid")
-        self.warming_state = scope.gauge("warming_state")
-        self.secrets_not_ready = scope.counter("client_ssl_socket_factory.upstream_context_secrets_not_ready")
-        self.sds_updates = scope.counter("client_ssl_socket_factory.ssl_context_update_by_sds")
-        self.handshakes = scope.counter("ssl.handshake")
-        self.ssl_errors = scope.counter("ssl.connection_error")
-        self.drop_overload = scope.counter("upstream_rq_drop_overload")
+        self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
+        self.scope.declare(_COUNTED, self)
+
+
+_COUNTED = declared_in(ClusterStats)
 
 
 class Breaker:
@@ -146,10 +153,7 @@ class LiveCluster:
                     self.stats.sds_updates,
                     warn_unverified=f"cluster {model.name}",
                 )
-        scope = self.stats.scope
-        scope.gauge("membership_total", lambda: float(len(self.all_hosts)))
-        scope.gauge("membership_healthy", lambda: float(self.hosts.healthy_count or len(self._original)))
-        scope.gauge("membership_degraded", lambda: float(self.hosts.degraded_count))
+        self.stats.scope.declare(_MEMBERSHIP, self)
 
     # Life
 
@@ -277,6 +281,11 @@ class LiveCluster:
                 if now - used >= interval and not host.active:
                     del self._original[key]
 
+    @property
+    def healthy_count(self) -> int:
+        """``membership_healthy``; hosts of ORIGINAL_DST count as healthy."""
+        return self.hosts.healthy_count or len(self._original)
+
     # Choice
 
     @property
@@ -391,6 +400,13 @@ class LiveCluster:
         """Tell outlier detection how an attempt on a host ended."""
         if self.outlier is not None:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
+
+
+_MEMBERSHIP = (
+    Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
+    Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
+    Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+)
 
 
 def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
