@@ -272,6 +272,8 @@ class PlainSocket(End):
         if relay is not None and peer is not None:
             relay.read_ended(self, error, clean=True)
             peer.write_eof()
+            if error is not None or self.broken is not None:
+                relay.write_ended(self)  # gone both ways: nothing more can reach it
 
     # As a sink
 
@@ -378,6 +380,8 @@ class PlainSocket(End):
         if self.relay is not None:
             self.relay.sink_broken(self, error)
         self._after_drain(dropped)
+        if self._ended and self.relay is not None:
+            self.relay.write_ended(self)
 
     def _shut(self) -> None:
         if self.broken is None and not self.closed:

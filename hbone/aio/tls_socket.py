@@ -213,6 +213,8 @@ class TlsSocket(End):
         else:
             relay.read_ended(self, error, clean=isinstance(error, OSError))
         peer.write_eof()
+        if self.broken is not None or not isinstance(error, LinkClosed):
+            relay.write_ended(self)  # gone both ways: nothing more can reach it
 
     def _send_tls(self) -> None:
         try:
@@ -297,6 +299,8 @@ class TlsSocket(End):
         self.link.discard()
         if self.relay is not None:
             self.relay.sink_broken(self, error)
+            if self._ended:
+                self.relay.write_ended(self)
 
     def _shut(self) -> None:
         """Runs again after a full network took the close_notify."""

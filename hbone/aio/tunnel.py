@@ -115,7 +115,9 @@ class Tunnel(End):
         # What the application still writes is swallowed until it ends (see End).
         peer = self.peer
         if peer is not None:
-            if self._eof:
+            # A client that gave up is told nothing more; a server's last words may still be on their way through
+            # our application's socket, which closing under its unread bytes would reset.
+            if self._eof or self.connection.role is Role.SERVER:
                 relay.write_ended(self)
             else:
                 peer.resume()

@@ -134,6 +134,27 @@ def test_reset_of_an_application_ends_the_other_side(kind: str) -> None:
     run(main)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_that_is_gone_stops_an_endless_writer(kind: str) -> None:
+    """Not only after the linger: a download nobody reads would go on at full speed until then."""
+
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, relays, _):
+                entries = [one._b for one in relays]
+                sending = asyncio.get_running_loop().create_task(b.send(bytes(1 << 30)))
+                await a.read(1 << 20)
+                a.reset()
+                for one, entry in zip(relays, entries, strict=True):
+                    await asyncio.wait_for(_ended(one), WAIT_S)
+                    assert entry is not None
+                    entry.close()  # as its owner does when the relay is over
+                with contextlib.suppress(OSError):
+                    await asyncio.wait_for(sending, WAIT_S)
+
+    run(main)
+
+
 async def _ended(one: object) -> object:
     return await one  # type: ignore[misc]
 

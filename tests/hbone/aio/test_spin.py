@@ -74,7 +74,7 @@ def test_many_busy_sockets_are_served_in_batches(machine: Machine) -> None:
 
 
 def test_a_processor_taken_away_ends_it_for_longer_each_time(machine: Machine) -> None:
-    holds = []
+    holds: list[float] = []
     for _ in range(4):
         machine.spin.worked(1)
         assert machine.spin.on
