@@ -17,8 +17,14 @@ from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateReje
 logger = logging.getLogger(__name__)
 
 
+#: Receivers called in one turn of the loop: a mesh brings tens of thousands of updates in one response.
+_AT_ONCE = 20
+
+
 class GrpcSubscription:
     """See :class:`xds.protocol.resource.Subscription`."""
+
+    __slots__ = ("_feed", "initial_fetch", "on_close", "receive", "stats")
 
     def __init__(
         self,
@@ -136,7 +142,11 @@ class Feed:
 
     async def _hand_out(self, update: Update) -> list[str]:
         failures = []
-        for subscription, part in self._interest.split(update):
+        for number, (subscription, part) in enumerate(self._interest.split(update), start=1):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if subscription not in self._interest:
+                continue  # closed meanwhile
             failure = await self._hand_over(subscription, part)
             if failure is not None:
                 failures.append(failure)

@@ -9,6 +9,8 @@ from xds.protocol.resource import SubscriptionStats
 class InitialFetch:
     """Runs from subscribing to the first update; tells at most once that there will be none to wait for."""
 
+    __slots__ = ("_on_timeout", "_stats", "_timer")
+
     def __init__(self, stats: SubscriptionStats, on_timeout: Callable[[], None] | None, timeout_s: float) -> None:
         self._stats = stats
         self._on_timeout = on_timeout

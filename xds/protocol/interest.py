@@ -51,6 +51,9 @@ class Interest(Generic[Key]):
     def __bool__(self) -> bool:
         return bool(self._wants)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._wants
+
     def subscribers(self) -> tuple[Key, ...]:
         """Return everybody, in order of arrival."""
         return tuple(self._wants)

@@ -84,7 +84,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
         for group in level.groups:
             yield from ((host, priority) for host in group.hosts)
     for host in cluster.all_hosts:
-        if cluster.hosts.get(host.endpoint.key) is None:
+        if cluster.hosts.get(host.endpoint.address) is None:
             yield host, 0
 
 

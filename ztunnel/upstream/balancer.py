@@ -27,22 +27,32 @@ class Picker(Protocol):
 class Balancer:
     """Chooses hosts of one cluster; :meth:`update` after every change of its host set."""
 
+    __slots__ = ("_hosts", "_loads", "_pickers", "_rng", "_settings")
+
     def __init__(self, settings: Balancing, hosts: HostSet, rng: random.Random) -> None:
         self._settings = settings
         self._hosts = hosts
         self._rng = rng
-        self._loads: list[LevelLoad] = []
+        self._loads: list[LevelLoad] | None = []
         self._pickers: dict[tuple[int, str, int], Picker] = {}
 
     def update(self) -> None:
         """Take note that hosts, weights or health changed."""
-        self._loads = spread(self._hosts.levels, self._hosts.overprovisioning, self._settings.panic_threshold)
+        self._loads = None
         self._pickers.clear()
+
+    @property
+    def _level_loads(self) -> list[LevelLoad]:
+        """Made for the first choice after an update: most clusters of a big mesh are updated more than used."""
+        if self._loads is None:
+            hosts = self._hosts
+            self._loads = spread(hosts.levels, hosts.overprovisioning, self._settings.panic_threshold)
+        return self._loads
 
     @property
     def panicking(self) -> bool:
         """Whether any level that takes load ignores health."""
-        return any(load.panic and load.healthy for load in self._loads)
+        return any(load.panic and load.healthy for load in self._level_loads)
 
     def choose(
         self,
@@ -73,8 +83,9 @@ class Balancer:
 
     def _choose_level(self, hash_key: int | None) -> tuple[int, str] | None:
         point = (hash_key if hash_key is not None else self._rng.getrandbits(32)) % 100
+        loads = self._loads if self._loads is not None else self._level_loads
         for kind in ("healthy", "degraded"):
-            for index, load in enumerate(self._loads):
+            for index, load in enumerate(loads):
                 share = load.healthy if kind == "healthy" else load.degraded
                 if point < share:
                     return index, "hosts" if load.panic else kind

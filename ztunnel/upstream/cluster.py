@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.any_pb2 import Any as AnyMessage
 
@@ -29,6 +30,7 @@ from xds.protocol.resource import Subscription, Update, UpdateRejected
 from ztunnel.clock import Clock
 from ztunnel.identity.contexts import LiveContext, hardened
 from ztunnel.identity.secrets import SecretStore
+from ztunnel.latch import Latch
 from ztunnel.sources import Sources
 from ztunnel.stream_info import StreamInfo
 from ztunnel.tasks import Tasks
@@ -76,7 +78,6 @@ class ClusterStats:
     rq_timeout = OnTouch(Counter, "upstream_rq_timeout")
     retry_overflow = OnTouch(Counter, "upstream_rq_retry_overflow")
     original_dst_host_invalid = OnTouch(Counter, "original_dst_host_invalid")
-    warming_state = OnTouch(Gauge, "warming_state")
     secrets_not_ready = OnTouch(Counter, "client_ssl_socket_factory.upstream_context_secrets_not_ready")
     sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
     handshakes = OnTouch(Counter, "ssl.handshake")
@@ -94,6 +95,8 @@ _COUNTED = declared_in(ClusterStats)
 class Breaker:
     """Counts what is in use against the limits of priority DEFAULT."""
 
+    __slots__ = ("connections", "limits", "pending", "requests", "retries")
+
     def __init__(self, model: Cluster) -> None:
         self.limits = model.breakers[0]
         self.connections = 0
@@ -107,8 +110,31 @@ class LiveCluster:
 
     Attributes:
         warm: set when it may serve: secrets and endpoints are here, or their time is up.
-        assignment: message of the last EDS update, for dumps.
     """
+
+    __slots__ = (
+        "_assigned",
+        "_balancer",
+        "_contexts",
+        "_dropping",
+        "_have_endpoints",
+        "_host_gone",
+        "_original",
+        "_subscription",
+        "_subsets",
+        "_surround",
+        "_tasks",
+        "added_via_api",
+        "body",
+        "breaker",
+        "hosts",
+        "last_updated",
+        "model",
+        "outlier",
+        "stats",
+        "version",
+        "warm",
+    )
 
     def __init__(
         self,
@@ -127,13 +153,15 @@ class LiveCluster:
         self.stats = ClusterStats(surround.stats, model)
         self.breaker = Breaker(model)
         self.hosts = HostSet()
-        self.warm = asyncio.Event()
+        self.warm = Latch()
         self._surround = surround
-        self._tasks = Tasks(f"cluster {model.name}")
+        self._tasks: Tasks | None = None
         self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
         self._subsets: dict[tuple[tuple[str, object], ...], Balancer] = {}
         self._original: dict[str, tuple[Host, float]] = {}
-        self._have_endpoints = asyncio.Event()
+        self._have_endpoints = Latch()
+        self._assigned: AnyMessage | None = None
+        self._dropping: tuple[tuple[str, float], ...] = ()
         self._subscription: Subscription | None = None
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
         self._host_gone: list[Callable[[Host], None]] = []
@@ -153,13 +181,12 @@ class LiveCluster:
                     self.stats.sds_updates,
                     warn_unverified=f"cluster {model.name}",
                 )
-        self.stats.scope.declare(_MEMBERSHIP, self)
+        self.stats.scope.declare(_STATE, self)
 
     # Life
 
     def start(self) -> None:
         """Begin to find endpoints and wait for secrets; :attr:`warm` tells when it is done."""
-        self.stats.warming_state.value = 1
         model = self.model
         match model.discovery:
             case Discovery.STATIC:
@@ -176,26 +203,34 @@ class LiveCluster:
                 )
                 self._surround.sources.count(self.stats.scope, self._subscription)
             case Discovery.STRICT_DNS | Discovery.LOGICAL_DNS:
-                self._tasks.start(self._resolve_for_ever(), "dns")
+                self._run(self._resolve_for_ever(), "dns")
             case Discovery.ORIGINAL_DST:
                 self._have_endpoints.set()
-                self._tasks.start(self._clean_up_for_ever(), "cleanup")
+                self._run(self._clean_up_for_ever(), "cleanup")
         if self.outlier is not None:
-            self._tasks.start(self._watch_outliers(), "outlier detection")
-        self._tasks.start(self._warm_up(), "warming")
+            self._run(self._watch_outliers(), "outlier detection")
+        if self._contexts:
+            self._run(self._warm_up(), "warming")
+        else:
+            self._have_endpoints.then(self.warm.set)
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        if self._tasks is None:
+            self._tasks = Tasks(f"cluster {self.model.name}")
+        self._tasks.start(work, name)
 
     async def _warm_up(self) -> None:
         for context in self._contexts.values():
             await context.settled()
         await self._have_endpoints.wait()
-        self.stats.warming_state.value = 0
         self.warm.set()
 
     async def close(self) -> None:
         """Stop finding endpoints and let go of secrets; connections are the owner's to drain."""
         if self._subscription is not None:
             self._subscription.close()
-        await self._tasks.close()
+        if self._tasks is not None:
+            await self._tasks.close()
         for context in self._contexts.values():
             context.close()
 
@@ -209,6 +244,8 @@ class LiveCluster:
         for resource in update.resources:
             if resource.name != self.model.eds_name:
                 continue
+            if self._assigned is not None and self._assigned.value == resource.body.value:
+                continue  # a state-of-the-world response repeats every assignment when one changes
             try:
                 message = registry.unpack(resource.body)
                 if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
@@ -216,6 +253,7 @@ class LiveCluster:
                 assignment = compile_assignment(message)
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
                 raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
+            self._assigned = resource.body
             self._assign(assignment)
         if self.model.eds_name in update.removed:
             self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
@@ -229,8 +267,6 @@ class LiveCluster:
                 gone(host)
         self._health_changed()
         self._have_endpoints.set()
-
-    _dropping: tuple[tuple[str, float], ...] = ()
 
     def _health_changed(self) -> None:
         self.hosts.refresh()
@@ -402,7 +438,8 @@ class LiveCluster:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
 
 
-_MEMBERSHIP = (
+_STATE = (
+    Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
     Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
     Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
@@ -453,7 +490,7 @@ def live_assignment(cluster: LiveCluster) -> LoadAssignment:
             groups.append(
                 LocalityGroup(locality=group.locality, priority=priority, weight=group.weight, endpoints=endpoints)
             )
-    original = [host for host in cluster.all_hosts if cluster.hosts.get(host.endpoint.key) is None]
+    original = [host for host in cluster.all_hosts if cluster.hosts.get(host.endpoint.address) is None]
     groups.extend(
         LocalityGroup(locality=Locality(), priority=0, weight=0, endpoints=(host.endpoint,)) for host in original
     )

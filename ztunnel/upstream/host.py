@@ -1,8 +1,9 @@
 """One upstream host, and a cluster's hosts by priority and locality."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from xds.model.address import EndpointAddress
 from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 
 
@@ -71,69 +72,76 @@ class PriorityLevel:
     """One priority: its localities, and the partition of its hosts by usability."""
 
     groups: list[HostGroup]
-    hosts: list[Host] = field(default_factory=list)
-    healthy: list[Host] = field(default_factory=list)
-    degraded: list[Host] = field(default_factory=list)
+    hosts: Sequence[Host] = ()
+    healthy: Sequence[Host] = ()
+    degraded: Sequence[Host] = ()
 
     def refresh(self) -> None:
         """Partition anew; after any change of health or ejection."""
-        self.hosts = [host for group in self.groups for host in group.hosts]
-        self.healthy = [host for host in self.hosts if host.healthy]
-        self.degraded = [host for host in self.hosts if host.degraded]
+        hosts = (
+            self.groups[0].hosts if len(self.groups) == 1 else [h for group in self.groups for h in group.hosts]
+        )
+        healthy = [host for host in hosts if host.healthy]
+        self.hosts = hosts
+        # In most levels of most clusters every host is healthy: one list for both.
+        self.healthy = hosts if len(healthy) == len(hosts) else healthy
+        self.degraded = [h for h in hosts if h.degraded] if len(healthy) < len(hosts) else ()
 
 
 class HostSet:
     """All hosts of a cluster."""
 
+    __slots__ = ("_by_address", "levels", "overprovisioning")
+
     def __init__(self) -> None:
         self.levels: list[PriorityLevel] = []
         self.overprovisioning = 1.4
-        self._by_key: dict[str, Host] = {}
+        self._by_address: dict[EndpointAddress, Host] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_address)
 
     @property
     def hosts(self) -> Sequence[Host]:
         """Every host, in configured order."""
-        return list(self._by_key.values())
+        return list(self._by_address.values())
 
-    def get(self, key: str) -> Host | None:
+    def get(self, address: EndpointAddress) -> Host | None:
         """The host at an address, if there is one."""
-        return self._by_key.get(key)
+        return self._by_address.get(address)
 
     def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
         """Make the hosts those of ``assignment``; returns the hosts that are gone.
 
         A host whose address stays keeps its object; its endpoint (health, weight, metadata) is replaced.
         """
-        old = self._by_key
-        self._by_key = {}
+        old = self._by_address
+        self._by_address = {}
         top = max((group.priority for group in assignment.groups), default=-1)
         levels = [PriorityLevel([]) for _ in range(top + 1)]
         for group in assignment.groups:
             hosts: list[Host] = []
             for endpoint in group.endpoints:
-                if endpoint.key in self._by_key:
+                if endpoint.address in self._by_address:
                     continue
-                host = old.get(endpoint.key)
+                host = old.get(endpoint.address)
                 if host is None:
                     host = Host(endpoint, added_at=now)
                 else:
                     host.endpoint = endpoint
-                self._by_key[endpoint.key] = host
+                self._by_address[endpoint.address] = host
                 hosts.append(host)
             levels[group.priority].groups.append(HostGroup(group.locality, group.weight, hosts))
         self.levels = levels
         self.overprovisioning = assignment.overprovisioning_factor / 100
         self.refresh()
-        return [host for key, host in old.items() if key not in self._by_key]
+        return [host for address, host in old.items() if address not in self._by_address]
 
     def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
         """A set of the same host objects, those that ``keep`` accepts only."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
-        part._by_key = {key: host for key, host in self._by_key.items() if keep(host)}
+        part._by_address = {address: host for address, host in self._by_address.items() if keep(host)}
         part.levels = [
             PriorityLevel(
                 [

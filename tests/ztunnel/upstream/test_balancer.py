@@ -144,13 +144,13 @@ def test_a_new_host_starts_slowly() -> None:
 
 def test_hosts_survive_updates_that_leave_their_address() -> None:
     hosts = hosts_of(group(endpoint(1), endpoint(2)))
-    kept = hosts.get("10.0.0.1:80")
+    kept = hosts.get(SocketAddress("10.0.0.1", 80))
     assert kept is not None
     kept.cx_total = 7
     gone = hosts.assign(
         LoadAssignment(cluster_name="c", groups=(group(endpoint(1, health=Health.UNHEALTHY)),)), 1.0
     )
-    assert hosts.get("10.0.0.1:80") is kept
+    assert hosts.get(SocketAddress("10.0.0.1", 80)) is kept
     assert (kept.cx_total, kept.flags) == (7, "/failed_eds_health")
     assert [str(host) for host in gone] == ["10.0.0.2:80"]
 
