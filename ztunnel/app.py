@@ -57,6 +57,13 @@ class State(StrEnum):
     DRAINING = "DRAINING"
 
 
+def _expect_growth() -> None:
+    """The start of a big mesh makes millions of objects that stay; looking through all of them each time a quarter
+    more had come took a third of it (``bench/scale.py``).
+    """
+    gc.set_threshold(100_000, 50, 1000)
+
+
 def _settle_heap() -> None:
     """What the start has made stays: let the collector pass it over, and look at young objects less often.
 
@@ -238,6 +245,7 @@ class Proxy:
         Raises:
             ConfigError, TproxyError: something static cannot be had.
         """
+        _expect_growth()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
@@ -249,8 +257,8 @@ class Proxy:
             stack.push_async_callback(self.clusters.close)
             stack.push_async_callback(self.listeners.close)
             stack.push_async_callback(self._tasks.close)
-            await stack.enter_async_context(self._files)
             await stack.enter_async_context(AdminServer(self))
+            await stack.enter_async_context(self._files)
             self._tasks.start(self._flush_logs(), "access log flush")
             for stream in self._streams.values():
                 await stack.enter_async_context(stream)

@@ -113,6 +113,7 @@ class LiveCluster:
     """
 
     __slots__ = (
+        "__weakref__",
         "_assigned",
         "_balancer",
         "_contexts",
@@ -229,6 +230,7 @@ class LiveCluster:
         """Stop finding endpoints and let go of secrets; connections are the owner's to drain."""
         if self._subscription is not None:
             self._subscription.close()
+            self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
         if self._tasks is not None:
             await self._tasks.close()
         for context in self._contexts.values():

@@ -1,7 +1,9 @@
 """What a change costs among many clusters, counted in work, not in time."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -184,5 +186,25 @@ def test_a_warm_cluster_holds_no_task_and_no_metric_nobody_touched() -> None:
         assert shown["cluster.c0.warming_state"].value == 0  # type: ignore[union-attr]  # a gauge
         assert "cluster.c59.upstream_cx_total" in shown
         await mesh.close()
+
+    asyncio.run(main())
+
+
+def test_a_removed_cluster_is_freed_without_the_collector() -> None:
+    """After the start the heap is frozen: a cycle in it would stay for ever."""
+
+    async def main() -> None:
+        mesh = Mesh()
+        await mesh.receive(cluster("c"), complete=True)
+        mesh.source.by_name.clear()
+        gone = weakref.ref(mesh.manager.get("c"))
+        gc.disable()
+        try:
+            await mesh.receive(complete=True)
+            await mesh.close()
+            mesh.retired.clear()
+            assert gone() is None
+        finally:
+            gc.enable()
 
     asyncio.run(main())

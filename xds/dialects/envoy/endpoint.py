@@ -116,6 +116,7 @@ def _endpoint(
             raise Unsupported("an endpoint without address is not supported", "address")
         with at("address"):
             address = endpoint_address(endpoint.address, names=names)
+    own = metadata(message.metadata)
     return model.Endpoint(
         address=address,
         hostname=endpoint.hostname,
@@ -123,5 +124,5 @@ def _endpoint(
         weight=weight,
         priority=priority,
         locality=locality,
-        metadata={**group_metadata, **metadata(message.metadata)},
+        metadata={**group_metadata, **own} if group_metadata else own,
     )

@@ -5,6 +5,8 @@ import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from sys import intern
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
@@ -37,6 +39,8 @@ from xds.proto.xds.type.v3 import type_pb2 as xds_type
 
 M = TypeVar("M", bound=Message)
 
+#: Structs up to this size may be shared; "tunnel: h2" has 20 bytes, what is an endpoint's own has more. A guess.
+_SHORT = 64
 _TYPED_STRUCTS = (xds_type.TypedStruct, udpa_type.TypedStruct)
 
 
@@ -221,7 +225,7 @@ def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
         internal = address.envoy_internal_address
         with at("envoy_internal_address"):
             required(internal, "server_listener_name")
-        return InternalAddress(internal.server_listener_name, internal.endpoint_id)
+        return InternalAddress(intern(internal.server_listener_name), internal.endpoint_id)
     if kind == "pipe":
         with at("pipe"):
             required(address.pipe, "path")
@@ -350,7 +354,14 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
 
 def struct(message: Struct) -> dict[str, Any]:
     """A protobuf struct as plain values; numbers stay floats."""
-    return {key: _value(value) for key, value in message.fields.items()}
+    fields = message.fields
+    # Keys are the same few words in every endpoint. (The map's own items() is a loop in Python.)
+    return {intern(key): _value(fields[key]) for key in fields}
+
+
+@lru_cache(maxsize=1024)
+def _shared_struct(packed: bytes) -> Mapping[str, Any]:
+    return struct(Struct.FromString(packed))
 
 
 def _value(value: Any) -> Any:
@@ -362,6 +373,12 @@ def _value(value: Any) -> Any:
     return None if kind in (None, "null_value") else getattr(value, kind)
 
 
-def metadata(message: core.Metadata) -> dict[str, dict[str, Any]]:
-    """``filter_metadata`` as plain values."""
-    return {namespace: struct(value) for namespace, value in message.filter_metadata.items()}
+def metadata(message: core.Metadata) -> Mapping[str, Mapping[str, Any]]:
+    """``filter_metadata`` as plain values; equal structs are one, such as every endpoint's wish for a tunnel."""
+    spaces = message.filter_metadata
+    return {intern(name): _namespace(spaces[name]) for name in spaces}
+
+
+def _namespace(value: Struct) -> Mapping[str, Any]:
+    packed = value.SerializeToString(deterministic=True)
+    return _shared_struct(packed) if len(packed) <= _SHORT else struct(value)
