@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 
 from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, settings_from
 
@@ -106,6 +106,7 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
     from ztunnel.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
     from ztunnel.validate import faults_of
 
+    status = 0
     try:
         if settings.bootstrap:
             bootstrap = load_bootstrap(settings.bootstrap)
@@ -118,13 +119,23 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
             for fault in faults:
                 print(fault)
             print(f"{len(faults)} faults" if faults else "configuration is valid", file=sys.stderr)
-            return 1 if faults else 0
+            status = 1 if faults else 0
+        else:
 
-        async def serve() -> None:
-            await Proxy(settings, bootstrap).run()
+            async def serve() -> None:
+                await Proxy(settings, bootstrap).run()
 
-        uvloop.run(serve())
-    except (ConfigError, TproxyError) as error:
-        print(f"ztunnel: {error}", file=sys.stderr)
-        return 1
-    return 0
+            uvloop.run(serve())
+    except* (ConfigError, TproxyError) as group:  # alone, or in the groups of the tasks it stopped
+        for error in _leaves(group):
+            print(f"ztunnel: {error}", file=sys.stderr)
+        status = 1
+    return status
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
