@@ -9,8 +9,9 @@ peer) and a sink (what the peer gives goes out to its network). Data moves by di
   ``peer.write(chunks, size)``, then ``peer.flush()`` before the chunks' buffer is used again; the peer copies
   only what its network does not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
 
-``write_eof`` passes a half-close on. A sink whose network is gone swallows what it is given until the relay
-is over, so that the other direction can still end in order.
+``write_eof`` passes a half-close on, ``write_reset`` an abortive close, which ends both directions. A sink
+whose network is gone swallows what it is given until the relay is over, so that the other direction can still
+end in order.
 """
 
 from __future__ import annotations
@@ -85,6 +86,14 @@ class End(ABC):
     @abstractmethod
     def write_eof(self) -> None:
         """No more will be written; the network learns it after what is pending."""
+
+    @abstractmethod
+    def write_reset(self) -> None:
+        """The source was cut short: what is pending goes out, then the network learns that this is no orderly end.
+
+        RFC 9113, 8.5: a reset of TCP becomes CONNECT_ERROR, and an error of the stream or of its connection a
+        reset of TCP. An end would make a truncated answer look complete.
+        """
 
     @abstractmethod
     def resume(self) -> None:

@@ -133,6 +133,10 @@ class Relay:
         if not self._left:
             self._finish()
 
+    def cut(self) -> None:
+        """An end has sent everything before a reset, or a reset itself: neither direction can go on."""
+        self._finish()
+
     def sink_broken(self, end: End, error: Exception) -> None:
         """``end`` swallows from now on; the relay lingers for the rest, not without limit."""
         if self._first is None:

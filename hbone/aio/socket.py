@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
 
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
@@ -11,6 +13,12 @@ from hbone.aio.splice import SPLICE_AFTER_BYTES, SplicePipe
 from hbone.errors import TunnelClosed, bare
 
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
+
+
+def abort_on_close(sock: socket.socket) -> None:
+    """Let ``close`` send RST instead of FIN (SO_LINGER of socket(7), zero seconds)."""
+    with contextlib.suppress(OSError):  # it is gone already
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 class PlainSocket(End):
@@ -21,6 +29,7 @@ class PlainSocket(End):
     """
 
     __slots__ = (
+        "_cut",
         "_ended",
         "_eof",
         "_gather",
@@ -52,6 +61,7 @@ class PlainSocket(End):
         self._paused = False
         self._ended = False
         self._eof = False
+        self._cut = False
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
@@ -194,11 +204,10 @@ class PlainSocket(End):
                 self._readable = False
                 return
             except OSError as error:
-                # A reset of the application travels as an end (as Rust ztunnel): HBONE has no better word.
                 self._end(bare(error))
                 return
             if not size:
-                self._end(None)
+                self._end(self.broken)
                 return
             self.read_bytes += size
             peer.commit(size)
@@ -235,7 +244,7 @@ class PlainSocket(End):
             self._end(bare(error))
             return
         if not size:
-            self._end(None)
+            self._end(self.broken)
             return
         self.read_bytes += size
         if self._empty_pipe(pipe, peer):
@@ -269,11 +278,19 @@ class PlainSocket(End):
         self._ended = True
         self._readable = False
         relay, peer = self.relay, self.peer
-        if relay is not None and peer is not None:
-            relay.read_ended(self, error, clean=True)
+        if relay is None or peer is None:
+            return
+        relay.read_ended(self, error, clean=True)
+        # EPIPE says that an end came before the reset (tcp(7)): everything was read. The kernel tells of a
+        # reset once, be it to a send or to a receive, so that the caller gives what a send was told.
+        if error is None or isinstance(error, BrokenPipeError):
             peer.write_eof()
-            if error is not None or self.broken is not None:
+            if error is not None:
                 relay.write_ended(self)  # gone both ways: nothing more can reach it
+            return
+        if self.broken is None:
+            self._break(error)
+        peer.write_reset()
 
     # As a sink
 
@@ -335,6 +352,13 @@ class PlainSocket(End):
         if not self._pending:
             self._shut()
 
+    def write_reset(self) -> None:
+        """See :class:`End`."""
+        self._cut = True
+        if not self.closed:
+            abort_on_close(self.sock)
+        self.write_eof()
+
     def _send(self, data: memoryview) -> None:
         if self._pending:
             self._pending += data
@@ -384,6 +408,10 @@ class PlainSocket(End):
             self.relay.write_ended(self)
 
     def _shut(self) -> None:
+        if self._cut:
+            if self.relay is not None:
+                self.relay.cut()
+            return
         if self.broken is None and not self.closed:
             try:
                 self.sock.shutdown(socket.SHUT_WR)
@@ -401,7 +429,7 @@ class PlainSocket(End):
         return self.sock
 
     def close(self, error: Exception | None = None) -> None:
-        """Close; the kernel sends RST when unread data is left."""
+        """Close; the kernel sends RST after :meth:`write_reset`, and when unread data is left."""
         if not self.closed:
             self.closed = True
             if self.relay is not None:

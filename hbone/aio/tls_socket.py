@@ -8,6 +8,7 @@ import socket
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.socket import abort_on_close
 from hbone.errors import ConnectionBroken, PeerSilent, TlsError, TunnelClosed, bare
 from hbone.tls import PeerFacts, TlsSession
 from hbone.tls_context import TlsContext
@@ -24,6 +25,7 @@ class TlsSocket(End):
     """
 
     __slots__ = (
+        "_cut",
         "_early",
         "_ended",
         "_eof",
@@ -58,6 +60,7 @@ class TlsSocket(End):
         self._early = b""
         self._ended = False
         self._eof = False
+        self._cut = False
         self._paused = False
         self._waiting = False
         self._output: memoryview | None = None
@@ -212,6 +215,10 @@ class TlsSocket(End):
                 relay.read_ended(self, ConnectionBroken("peer ended TLS without close_notify"), clean=False)
         else:
             relay.read_ended(self, error, clean=isinstance(error, OSError))
+            if self.broken is None:
+                self._break(error)
+            peer.write_reset()
+            return
         peer.write_eof()
         if self.broken is not None or not isinstance(error, LinkClosed):
             relay.write_ended(self)  # gone both ways: nothing more can reach it
@@ -276,6 +283,12 @@ class TlsSocket(End):
         if not self.link.blocked:
             self._shut()
 
+    def write_reset(self) -> None:
+        """See :class:`End`: no close_notify, which would call it complete."""
+        self._cut = self._notified = True
+        abort_on_close(self.link.sock)
+        self.write_eof()
+
     def _unblock(self) -> None:
         try:
             if not self.link.retry():
@@ -305,6 +318,10 @@ class TlsSocket(End):
     def _shut(self) -> None:
         """Runs again after a full network took the close_notify."""
         if self._shut_done:
+            return
+        if self._cut:
+            if self.relay is not None:
+                self.relay.cut()
             return
         if self.broken is None and not self.closed:
             assert self.link.tls is not None

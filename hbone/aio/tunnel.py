@@ -25,6 +25,7 @@ class Tunnel(End):
     """
 
     __slots__ = (
+        "_cut",
         "_early",
         "_early_bytes",
         "_eof",
@@ -58,6 +59,7 @@ class Tunnel(End):
         self._early_bytes = 0
         self._pending = bytearray()
         self._eof = False
+        self._cut = False
         self._local_ended = False
         self._remote_ended = False
         self._started = False
@@ -110,6 +112,9 @@ class Tunnel(End):
         relay.sink_broken(self, error)
         if dropped:
             peer.delivered(dropped)
+        if not ended and not clean:
+            peer.write_reset()
+            return
         if not ended:
             peer.write_eof()
         # What the application still writes is swallowed until it ends (see End).
@@ -145,7 +150,10 @@ class Tunnel(End):
             relay.sink_broken(self, self.error or TunnelClosed("stream was reset"))
         if self._remote_ended:
             relay.read_ended(self, self.error, clean=self.error is None)
-            peer.write_eof()
+            if self.error is None:
+                peer.write_eof()
+            else:
+                peer.write_reset()
 
     def resume(self) -> None:
         """Nothing: what arrives is pushed, and bounded by the window."""
@@ -207,6 +215,11 @@ class Tunnel(End):
         if not self._pending:
             self._end_stream()
 
+    def write_reset(self) -> None:
+        """See :class:`End`."""
+        self._cut = True
+        self.write_eof()
+
     def on_room(self) -> None:
         """The connection has room again, perhaps."""
         while self._pending:
@@ -236,10 +249,16 @@ class Tunnel(End):
     def _end_stream(self) -> None:
         if not self._local_ended:
             self._local_ended = True
-            if not self.reset_seen:
+            if self._cut and not self.reset_seen:
+                self.reset_seen = True
+                self.connection.reset(self, ErrorCode.CONNECT_ERROR)
+            elif not self.reset_seen:
                 self.connection.end_stream(self)
             if self.relay is not None:
-                self.relay.write_ended(self)
+                if self._cut:
+                    self.relay.cut()
+                else:
+                    self.relay.write_ended(self)
 
     def close(self, error: Exception | None = None) -> None:
         """Let go of the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel)."""
@@ -254,7 +273,8 @@ class Tunnel(End):
             finished = self._local_ended and self._remote_ended
             if not finished:
                 served = self.connection.role is Role.SERVER and self._local_ended
-                self.connection.reset(self, ErrorCode.NO_ERROR if served else ErrorCode.CANCEL)
+                code = ErrorCode.NO_ERROR if served else ErrorCode.CANCEL
+                self.connection.reset(self, ErrorCode.CONNECT_ERROR if self._cut else code)
         self.connection.forget(self)
         if self.on_close is not None:
             closed, self.on_close = self.on_close, None

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
 from hbone.aio.socket import PlainSocket
@@ -117,21 +118,68 @@ def test_half_close_passes_and_the_other_direction_goes_on(kind: str, first: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reset_of_an_application_ends_the_other_side(kind: str) -> None:
+@pytest.mark.parametrize("resetter", ["a", "b"])
+def test_reset_of_an_application_is_a_reset_on_the_other_side(kind: str, resetter: str) -> None:
+    """Not an end, which would make what was cut look complete (RFC 9113, 8.5)."""
+
     async def main() -> None:
         with polling() as poller:
             async with chain(poller, kind) as (a, b, relays, _):
-                await a.send(b"x")
-                assert await b.read(1) == b"x"
-                a.reset()
-                assert await b.read_all() == b""
-                with contextlib.suppress(OSError):  # the far side may reset once nobody listens
-                    await b.send(bytes(100))
-                    b.eof()
-                for one in relays:
-                    await asyncio.wait_for(_ended(one), WAIT_S)
+                one, other = (a, b) if resetter == "a" else (b, a)
+                await one.send(b"x")
+                assert await other.read(1) == b"x"
+                one.reset()
+                await _all_ended(relays)
+                with pytest.raises(ConnectionResetError):
+                    await other.read_all()
 
     run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_comes_after_what_was_received(kind: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, relays, _):
+                await b.send(blob(100_000, 5))
+                received = await a.read(1)
+                await asyncio.sleep(0.05)  # a reset may overtake what the application's own kernel holds
+                b.reset()
+                await _all_ended(relays)
+                assert received + await a.read(99_999) == blob(100_000, 5)
+                with pytest.raises(ConnectionResetError):
+                    await a.read(1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_before_a_reset_counts(kind: str) -> None:
+    """An application that said all it had to say, and only then is gone, has answered in full."""
+
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, _, _):
+                await b.send(b"all of it")
+                b.eof()
+                assert await a.read_all() == b"all of it"
+
+    run(main)
+
+
+async def _all_ended(relays: list[Relay]) -> None:
+    """Each entry is closed when its relay is over, as its owner does: that tells the network."""
+    entries = [(one._a, one._b) for one in relays]
+
+    async def follow(one: Relay, ends: tuple[End | None, End | None]) -> None:
+        await _ended(one)
+        for end in ends:
+            if end is not None:
+                end.close()
+
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        for one, ends in zip(relays, entries, strict=True):
+            tasks.create_task(follow(one, ends))
 
 
 @pytest.mark.parametrize("kind", KINDS)
