@@ -30,6 +30,7 @@ class Tunnel(End):
         "_early_bytes",
         "_eof",
         "_local_ended",
+        "_owed",
         "_pending",
         "_remote_ended",
         "_started",
@@ -57,6 +58,7 @@ class Tunnel(End):
         """Why, when that was no ordinary end."""
         self._early: list[bytes] = []
         self._early_bytes = 0
+        self._owed = 0  # bytes given to the peer whose credit the connection has not got back
         self._pending = bytearray()
         self._eof = False
         self._cut = False
@@ -71,6 +73,7 @@ class Tunnel(End):
         peer = self.peer
         if peer is not None and self._started:
             self.read_bytes += size
+            self._owed += size
             peer.write(chunks, size)
             self.connection.touch(self)
         elif self._early_bytes + size > self.connection.settings.early_bytes:
@@ -143,6 +146,7 @@ class Tunnel(End):
         if self._early:
             chunks, self._early = [memoryview(chunk) for chunk in self._early], []
             self.read_bytes += self._early_bytes
+            self._owed += self._early_bytes
             peer.write(chunks, self._early_bytes)
             self._early_bytes = 0
             peer.flush()
@@ -160,6 +164,7 @@ class Tunnel(End):
 
     def delivered(self, size: int) -> None:
         """See :class:`End`; returns the credit."""
+        self._owed -= size
         self.connection.acknowledge(self.stream_id, size)
 
     # As a sink
@@ -264,8 +269,11 @@ class Tunnel(End):
         """Let go of the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel)."""
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        if early:
-            self.connection.acknowledge(self.stream_id, early)
+        # What the peer still held when the relay ended is lost; its credit must not be, or a connection would stand
+        # still after so many tunnels cut off.
+        lost, self._owed = early + self._owed, 0
+        if lost:
+            self.connection.acknowledge(self.stream_id, lost)
         if not self.reset_seen:
             self.reset_seen = True
             if self.relay is not None:

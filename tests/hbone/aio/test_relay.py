@@ -16,7 +16,7 @@ from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import TunnelClosed
-from tests.hbone.aio.harness import LOOPS, WAIT_S, App, ends, polling, run, tcp_pair
+from tests.hbone.aio.harness import LOOPS, WAIT_S, App, Pair, connected, ends, polling, run, tcp_pair
 
 KINDS = ("plain", "tls", "tunnel", "cleartext")
 
@@ -199,6 +199,41 @@ def test_a_reader_that_is_gone_stops_an_endless_writer(kind: str) -> None:
                     entry.close()  # as its owner does when the relay is over
                 with contextlib.suppress(OSError):
                     await asyncio.wait_for(sending, WAIT_S)
+
+    run(main)
+
+
+def test_tunnels_cut_off_leave_their_connection_its_window() -> None:
+    """Each is aborted with bytes that its reader has not taken; together more than the connection's window."""
+
+    async def cut_off(poller: Poller, pair: Pair) -> None:
+        opened, accepted = await pair.tunnel()
+        near, inner_near = tcp_pair()
+        inner_far, far = tcp_pair()
+        reader, writer = App(near), App(far)
+        with opened, accepted, PlainSocket(inner_near, poller) as one, PlainSocket(inner_far, poller) as two:
+            relays = [relay(one, opened, ByteCounts()), relay(accepted, two, ByteCounts())]
+            sending = asyncio.get_running_loop().create_task(writer.send(bytes(8 << 20)))
+            while not one._pending:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # more arrives, as much as the stream's window lets
+            for running in relays:
+                running.abort("cut off")
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+        reader.close()
+        writer.close()
+
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                window = pair.client.settings.http2.connection_window_bytes
+                for _ in range(4):
+                    await cut_off(poller, pair)
+                await asyncio.sleep(0.05)  # what was on its way
+                engine = pair.client.engine
+                assert engine._receive_window + engine._unacknowledged == window
 
     run(main)
 
