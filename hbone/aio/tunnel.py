@@ -269,8 +269,8 @@ class Tunnel(End):
         """Let go of the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel)."""
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        # What the peer still held when the relay ended is lost; its credit must not be, or a connection would stand
-        # still after so many tunnels cut off.
+        # What the peer still held when the relay ended is lost; its credit must not be, or a connection would
+        # stand still after so many tunnels cut off.
         lost, self._owed = early + self._owed, 0
         if lost:
             self.connection.acknowledge(self.stream_id, lost)
