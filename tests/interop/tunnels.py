@@ -239,8 +239,10 @@ class Refusal:
     def __call__(self, site: Site) -> str:
         with stand_in(site, self._script, self._trust_domain):
             # By pod address: one hop, one log line, found by the client's port.
+            proxy = site.proxies["worker2"]
+            since = proxy.log_size  # an earlier client may have had the same port
             reply = get(site.pod("productpage"), site.ip("standin"))
-            line = site.proxies["worker2"].line(src=f":{reply.port}")
+            line = proxy.line(since, src=f":{reply.port}")
         failure = line["failure"].partition("|")[0]
         return f"{reply.status} {line['flags']} {failure.partition(':_')[0].removesuffix(':')}"
 
