@@ -87,14 +87,27 @@ class BlockDecoder(Generic[T]):
 class BlockEncoder:
     """Encodes our header blocks; holds no state that a peer could grow, and may serve many connections."""
 
-    __slots__ = ("_encoder", "_fields")
+    __slots__ = ("_blocks", "_encoder", "_fields")
 
     def __init__(self) -> None:
         self._encoder = Encoder()
         self._fields: dict[Header, bytes] = {}
+        self._blocks: dict[Headers, bytes] = {}
 
     def encode(self, headers: Iterable[Header]) -> bytes:
         """One header block; names in lower case."""
+        key = tuple(headers)
+        known = self._blocks.get(key)
+        if known is not None:
+            return known
+        encoded = self._encode(key)
+        if len(self._blocks) >= _MAX_ENTRIES:
+            self._blocks.clear()
+        if len(encoded) <= _MAX_CACHED_BYTES:
+            self._blocks[key] = encoded
+        return encoded
+
+    def _encode(self, headers: Headers) -> bytes:
         fields = self._fields
         block = []
         for header in headers:

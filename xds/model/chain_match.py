@@ -45,17 +45,18 @@ class ChainSelector:
     found by dictionary. What is left of a group is narrowed criterion by criterion.
     """
 
-    __slots__ = ("_by_port", "_matches")
+    __slots__ = ("_by_port", "_hosts", "_matches")
 
     def __init__(self, matches: Sequence[ChainMatch]) -> None:
         self._matches = tuple(matches)
         self._by_port: dict[int | None, _Group] = {}
         for index, match in enumerate(self._matches):
             self._by_port.setdefault(match.destination_port, _Group()).add(index, match)
+        self._hosts = frozenset(host for group in self._by_port.values() for host in group.hosts)
 
     def names(self, host: str) -> bool:
         """Whether any chain names this very address as its destination."""
-        return any(host in group.hosts for group in self._by_port.values())
+        return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
         """Index of the most specific match for a connection, ``None`` when there is none."""

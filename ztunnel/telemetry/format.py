@@ -32,7 +32,17 @@ def renderer(text: FormatString, *, missing: str = "-") -> Renderer:
     if literal is not None:
         return lambda _: literal
     commands = tuple([part for part in text.parts if not isinstance(part, str)])
+    if len(text.parts) == 1:
+        return _alone(value_reader(commands[0]), missing)
     return Line(text, _values(commands, missing))
+
+
+def _alone(read: Reader, missing: str) -> Renderer:
+    def render(info: StreamInfo) -> str:
+        value = read(info) or missing
+        return value if value.isprintable() else _UNSAFE.sub(_escaped, value)
+
+    return render
 
 
 class Line:
