@@ -35,6 +35,9 @@ from ztunnel.upstream.manager import Failure
 
 log = logging.getLogger(__name__)
 
+#: Listeners beyond these take 20 ms to compile, or more; a thread does it, so that the loop does not stand still.
+_BIG_BYTES = 1 << 20
+_MANY_CHAINS = 300
 TYPE_URL = registry.type_url(listener_pb2.Listener)
 ECDS_URL = registry.type_url(core_pb2.TypedExtensionConfig)
 RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
@@ -191,7 +194,7 @@ class ListenerManager:
         for resource in update.resources:
             seen.add(resource.name)
             try:
-                self._apply(resource)
+                await self._apply(resource)
                 self.failures.pop(resource.name, None)
             except (ConfigError, TproxyError, LookupError, OSError) as error:
                 reason = str(error)
@@ -221,14 +224,19 @@ class ListenerManager:
         self._parts[model.name] = parts
         return model
 
-    def _apply(self, resource: Resource) -> None:
+    async def _apply(self, resource: Resource) -> None:
         if resource.name in self._static:
             return
         current = self._warming.get(resource.name) or self._active.get(resource.name)
-        if current is not None and current.body.value == resource.body.value:
+        if current is not None and current.body == resource.body:  # not of .value, which copies
             current.version = resource.version
             return
-        model = self._compile(resource.body)
+        big = current is not None and len(current.chains) > _MANY_CHAINS
+        if big or len(resource.body.value) > _BIG_BYTES:
+            # The outbound listener of a big mesh takes a second; connections go on meanwhile.
+            model = await asyncio.to_thread(self._compile, resource.body)
+        else:
+            model = self._compile(resource.body)
         if model.name in self._static:
             return
         self._refuse_duplicate_address(model)

@@ -246,7 +246,7 @@ class LiveCluster:
         for resource in update.resources:
             if resource.name != self.model.eds_name:
                 continue
-            if self._assigned is not None and self._assigned.value == resource.body.value:
+            if self._assigned is not None and self._assigned == resource.body:
                 continue  # a state-of-the-world response repeats every assignment when one changes
             try:
                 message = registry.unpack(resource.body)

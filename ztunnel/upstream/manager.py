@@ -152,7 +152,7 @@ class ClusterManager:
     def _apply(self, resource: Resource) -> LiveCluster | None:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
-        if current is not None and current.added_via_api and current.body.value == body.value:
+        if current is not None and current.added_via_api and current.body == body:
             current.version = version  # a state-of-the-world response repeats every cluster when one changes
             return None
         model = self._compile(body)
