@@ -148,12 +148,16 @@ class Terminator:
         config = cluster.model.original_dst
         assert config is not None
         own = info.destination.host
-        header = next((v for n, v in info.request_headers if n == config.http_header_name), None)
-        named = _ip_port(header if header is not None else info.authority)
+        header = None
+        for name, value in info.request_headers:
+            if name == config.http_header_name:
+                header = value
+                break
+        authority = _ip_port(info.authority)
+        named = authority if header is None else _ip_port(header)
         if named is None:
             text = header if header is not None else info.authority
             raise RequestRefused(Answer(400, f"no valid authority pseudo header: {text}"))
-        authority = _ip_port(info.authority)
         for address in (named, authority):
             if address is not None and address.host != own:
                 raise RequestRefused(Answer(400, f"ip mismatch: {own} != {address.host}"))
