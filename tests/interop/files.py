@@ -142,9 +142,8 @@ def _cut(sock: socket.socket, expected_s: float) -> str:
         while sock.recv(1000):
             if time.monotonic() - begun > 9:
                 return "goes on"
-    # Ours looks at the counters once per limit: up to twice as long.
     lasted = time.monotonic() - begun
-    return "cut in time" if expected_s - 0.3 < lasted < 2 * expected_s + 0.5 else f"cut after {lasted:.1f} s"
+    return "cut in time" if expected_s - 0.3 < lasted < 1.125 * expected_s + 0.5 else f"cut after {lasted:.1f} s"
 
 
 def new_endpoints(site: Site) -> str:

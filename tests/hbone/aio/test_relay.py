@@ -336,6 +336,22 @@ def test_idle_relays_time_out_and_busy_ones_do_not() -> None:
     run(main)
 
 
+def test_the_idle_time_counts_from_the_last_byte() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with ends("plain", poller) as (one, far), ends("plain", poller) as (two, _):
+                loop = asyncio.get_running_loop()
+                running = relay(one, two, ByteCounts(), idle_timeout_s=1.0)
+                await asyncio.sleep(0.1)
+                far.write([memoryview(b"x")], 1)
+                far.flush()
+                last = loop.time()
+                assert (await running).timed_out
+                assert 1.0 <= loop.time() - last < 1.6
+
+    run(main)
+
+
 def test_abort_says_why_and_cancelling_aborts() -> None:
     async def main() -> None:
         with polling() as poller:
