@@ -23,8 +23,9 @@ class LiveRbac:
 
     def __init__(self, model: Rbac, stats: Stats) -> None:
         self.model = model
-        scope = stats.scope(f"{model.stat_prefix}rbac")
-        shadow = stats.scope(f"{model.stat_prefix}rbac.{model.shadow_prefix}".rstrip("."))
+        name = f"{model.stat_prefix.removesuffix('.')}.rbac"
+        scope = stats.scope(name)
+        shadow = stats.scope(f"{name}.{model.shadow_prefix}".rstrip("."))
         self._allowed = scope.counter("allowed")
         self._denied = scope.counter("denied")
         self._shadow_allowed = shadow.counter("shadow_allowed")

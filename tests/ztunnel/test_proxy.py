@@ -187,6 +187,28 @@ def test_any_other_change_makes_a_new_listener_and_drains_the_old(tmp_path: Path
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "scope"), [("tcp.", "tcp.rbac.istio_dry_run_deny_."), ("mesh", "mesh.rbac.istio_dry_run_deny_.")]
+)
+def test_shadow_rules_are_counted_and_not_enforced(tmp_path: Path, prefix: str, scope: str) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            judging = rbac(None, "DENY")
+            config = judging["typed_config"]
+            config["shadow_rules"] = config.pop("rules")
+            config |= {"stat_prefix": prefix, "shadow_rules_stat_prefix": "istio_dry_run_deny_"}
+            await rig.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert rig.count(scope + "shadow_denied") == 1
+            assert rig.count(scope + "shadow_allowed") == 0
+            config["shadow_rules"]["action"] = "ALLOW"
+            await rig.published(listener(chain(judging, tcp())), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert rig.count(scope + "shadow_allowed") == 1
+
+    run(tmp_path, body)
+
+
 def test_a_policy_that_no_longer_allows_cuts_live_connections(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with application() as port:
