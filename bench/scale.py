@@ -31,6 +31,7 @@ _SIZES = (10, 1000, 20_000)
 _VARIANTS = ("sotw", "delta")
 _REPEATS = 5
 _LIMIT_S = 600.0
+_CALM_S = 3.0  # after which a proxy gives free pages back
 _KEY = "node"
 
 
@@ -152,6 +153,7 @@ async def measure(services: int, endpoints: int, variant: str, repeats: int) -> 
                 for key in ("cpu", "wall", "stall"):
                     median = statistics.median(sample[key] for sample in samples)
                     record[f"{name}_{key}_ms"] = round(median * 1000, 2)
+            await asyncio.sleep(_CALM_S)
             record["rss_after"] = (await proxy.ask("stall"))["rss"]
         return record
 

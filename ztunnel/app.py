@@ -1,7 +1,6 @@
 """The proxy as a whole: builds and owns every object, starts them in Envoy's order, takes them down again."""
 
 import asyncio
-import gc
 import logging
 import os
 import random
@@ -19,7 +18,7 @@ from xds.dialects.envoy import Surroundings
 from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
 from xds.protocol.resource import ResourceSource, Update
-from ztunnel import listener_manager
+from ztunnel import heap, listener_manager
 from ztunnel.admin.server import AdminServer
 from ztunnel.bootstrap import BootstrapConfig, Discovery
 from ztunnel.clock import Clock, SystemClock
@@ -47,6 +46,9 @@ _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
 #: Ports of tunnels that come back to this proxy: to itself, and by the node's NAT rule for node-local ones.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
+#: Without updates for so long, free pages go back to the system; a guess.
+_CALM_S = 2.0
+
 
 class State(StrEnum):
     """How far the start has come; ``/ready`` says it."""
@@ -55,24 +57,6 @@ class State(StrEnum):
     INITIALIZING = "INITIALIZING"
     LIVE = "LIVE"
     DRAINING = "DRAINING"
-
-
-def _expect_growth() -> None:
-    """The start of a big mesh makes millions of objects that stay; looking through all of them each time a quarter
-    more had come took a third of it (``bench/scale.py``).
-    """
-    gc.set_threshold(100_000, 50, 1000)
-
-
-def _settle_heap() -> None:
-    """What the start has made stays: let the collector pass it over, and look at young objects less often.
-
-    Connections make no reference cycles (``tests/ztunnel/test_cycles.py``), so that the collector finds nothing
-    in its passes, which took 5 % of a connection's time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
 
 
 class Proxy:
@@ -93,6 +77,7 @@ class Proxy:
         self._state = State.PRE_INITIALIZING
         self._stop = asyncio.Event()
         self._tasks = Tasks("proxy")
+        self._give_back: asyncio.TimerHandle | None = None
         self._discovered: dict[str, asyncio.Event] = {"lds": asyncio.Event(), "cds": asyncio.Event()}
         self._build()
 
@@ -245,7 +230,7 @@ class Proxy:
         Raises:
             ConfigError, TproxyError: something static cannot be had.
         """
-        _expect_growth()
+        heap.expect_growth()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
@@ -294,7 +279,7 @@ class Proxy:
         await self._discovered["lds"].wait()
         await self.listeners.warmed()
         self.listeners.start()
-        _settle_heap()
+        heap.settle()
         self._state = State.LIVE
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
@@ -317,6 +302,7 @@ class Proxy:
                 await receive(update)
             finally:
                 done.set()
+                self._give_back_later()
 
         subscription = self.sources.of(discovery.source).subscribe(
             type_url,
@@ -326,6 +312,12 @@ class Proxy:
             on_initial_timeout=done.set,
         )
         self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
+
+    def _give_back_later(self) -> None:
+        """When updates have calmed down."""
+        if self._give_back is not None:
+            self._give_back.cancel()
+        self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
 
     async def _flush_logs(self) -> None:
         while True:
