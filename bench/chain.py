@@ -248,6 +248,7 @@ def chain(
 def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]]) -> None:
     (folder / "mesh.json").write_text(_mesh(made.lab))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment.pop("ZTUNNEL_BENCH_FLAGS", None)  # the proxy refuses variables of its prefix that it does not know
     log = (folder / "log").open("wb")
     plane = [
         *(str(_BIN / "ztunnel"), "control-plane", str(folder / "mesh.json")),
