@@ -67,9 +67,60 @@ _METHODS = {
 def name_of(body: AnyMessage) -> str:
     """Return the resource's own name, which every type of this API keeps in field 1.
 
+    Only the outermost fields are read, not the messages in them: a state-of-the-world response repeats
+    every resource of a mesh, and most turn out to be known. Who compiles a resource finds the rest of its faults.
+
     Raises:
         registry.UnknownType: its type is not known.
         registry.MalformedMessage: its bytes do not parse.
     """
-    message = registry.unpack(body)
-    return str(getattr(message, message.DESCRIPTOR.fields_by_number[1].name))
+    registry.message_for(body.type_url)
+    try:
+        return _first_field(body.value).decode()
+    except (IndexError, ValueError):
+        raise registry.MalformedMessage(body.type_url) from None
+
+
+def _first_field(data: bytes) -> bytes:
+    """Return field 1 of a message, a string; the last one counts.
+
+    Raises:
+        IndexError: cut short.
+        ValueError: not a message.
+    """
+    found = b""
+    position, end = 0, len(data)
+    while position < end:
+        tag, position = _varint(data, position)
+        match tag & 7:
+            case 0:
+                _, position = _varint(data, position)
+            case 1:
+                position += 8
+            case 2:
+                length, position = _varint(data, position)
+                if tag >> 3 == 1:
+                    found = data[position : position + length]
+                position += length
+            case 5:
+                position += 4
+            case _:
+                raise ValueError("groups are not part of proto3")
+    if position > end:
+        raise IndexError
+    return found
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = data[position]
+    position += 1
+    if value < 0x80:
+        return value, position
+    value &= 0x7F
+    for shift in range(7, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("a varint has at most ten bytes")
