@@ -229,7 +229,7 @@ class ListenerManager:
             return
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.body == resource.body:  # not of .value, which copies
-            current.version = resource.version
+            current.body, current.version = resource.body, resource.version  # the old one keeps its response alive
             return
         big = current is not None and len(current.chains) > _MANY_CHAINS
         if big or len(resource.body.value) > _BIG_BYTES:

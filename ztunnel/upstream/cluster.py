@@ -247,7 +247,10 @@ class LiveCluster:
             if resource.name != self.model.eds_name:
                 continue
             if self._assigned is not None and self._assigned == resource.body:
-                continue  # a state-of-the-world response repeats every assignment when one changes
+                # A state-of-the-world response repeats every assignment when one changes. Of equal bodies the new
+                # one is kept: a body keeps the whole response in memory which it came in.
+                self._assigned = resource.body
+                continue
             try:
                 message = registry.unpack(resource.body)
                 if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):

@@ -153,14 +153,16 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            current.version = version  # a state-of-the-world response repeats every cluster when one changes
+            # A state-of-the-world response repeats every cluster when one changes. Of equal bodies the new one is
+            # kept: a body keeps the whole response in memory which it came in.
+            current.body, current.version = body, version
             return None
         model = self._compile(body)
         if model.name in self._static:
             return None
         current = self._warming.get(model.name) or self._active.get(model.name)
         if current is not None and current.model.content == model.content:
-            current.version = version
+            current.body, current.version = body, version
             return None
         try:
             cluster = LiveCluster(model, body, self._surround, version=version)

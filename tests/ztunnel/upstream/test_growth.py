@@ -208,3 +208,22 @@ def test_a_removed_cluster_is_freed_without_the_collector() -> None:
             gc.enable()
 
     asyncio.run(main())
+
+
+def test_of_equal_bodies_the_newest_is_kept() -> None:
+    """A body from a response keeps all of that response in memory."""
+
+    async def main() -> None:
+        mesh = Mesh()
+        await mesh.receive(cluster("c"), complete=True)
+        again = cluster("c")
+        await mesh.manager.receive(Update(type_url=CDS, version="2", resources=(again,), complete=True))
+        found = mesh.manager.get("c")
+        assert found is not None
+        assert found.body is again.body
+        repeated = assignment("c", "10.0.0.1", "10.0.0.2")
+        await mesh.source.by_name["c"].receive(repeated)
+        assert found._assigned is repeated.resources[0].body
+        await mesh.close()
+
+    asyncio.run(main())
