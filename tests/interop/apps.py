@@ -34,7 +34,7 @@ GREETING = b"220 ready\r\n"
 _BLOCK = bytes(range(256)) * 1024
 _CHUNK = 1 << 18
 _ports = itertools.cycle(range(16384, 32768))
-"""Of clients, below the kernel's own choice: access logs are searched by them, so that none may come twice soon."""
+"""Of clients, below the kernel's own choice: access logs are searched by them, so none may come twice soon."""
 
 
 class Apps:
