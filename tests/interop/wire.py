@@ -380,7 +380,7 @@ def _failure(error: OSError) -> str:
             return f"alert {name}"
     if isinstance(error, TimeoutError):
         return "still open"
-    if isinstance(error, ssl.SSLEOFError):
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):  # the latter by Python 3.11.2
         return "closed"
     if isinstance(error, ssl.SSLError):
         return f"tls {error.reason}".lower()
