@@ -19,8 +19,19 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "deploy.demo", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=_hear_interrupts,
     )
+
+
+def _hear_interrupts() -> None:
+    # A shell makes what it runs in the background ignore them, and so would all that is started from there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def left_behind(pid: int, folder: Path) -> list[str]:
@@ -59,6 +70,11 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
         if line.startswith(moment):
             break
     demo.send_signal(number)
-    demo.communicate(timeout=LIMIT_S)
+    try:
+        demo.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        demo.terminate()  # or it would stay beside every later test
+        demo.communicate(timeout=LIMIT_S)
+        raise
     assert demo.returncode != 0 or moment == "Still running"
     assert left_behind(demo.pid, tmp_path) == []
