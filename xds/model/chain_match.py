@@ -6,7 +6,7 @@ source address, source port (Envoy's order).
 """
 
 import ipaddress
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -52,14 +52,19 @@ class ChainSelector:
         self._by_port: dict[int | None, _Group] = {}
         for index, match in enumerate(self._matches):
             self._by_port.setdefault(match.destination_port, _Group()).add(index, match)
-        self._hosts = frozenset(host for group in self._by_port.values() for host in group.hosts)
+        self._hosts = frozenset(
+            str(net.network_address)
+            for match in self._matches
+            for net in match.destination
+            if net.prefixlen == net.max_prefixlen
+        )
 
     def names(self, host: str) -> bool:
         """Whether any chain names this very address as its destination."""
         return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
-        """Index of the most specific match for a connection, ``None`` when there is none."""
+        """Index of the most specific match for a connection, the first of equals; ``None`` when there is none."""
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
         if group is None:
             return None
@@ -79,7 +84,7 @@ class ChainSelector:
             lambda match: _overlap(match.source_ports, (facts.source.port,)),
         ):
             left = self._narrow(left, rank)
-        return left[0] if left else None
+        return min(left, default=None)
 
     def _narrow(self, left: list[int], rank: Callable[[ChainMatch], int | None]) -> list[int]:
         """Keep the candidates of the best rank; ``None`` is no match at all."""
@@ -120,10 +125,6 @@ class _Group:
             if any(single):
                 self._mixed = True
                 self.sole.clear()
-
-    @property
-    def hosts(self) -> Mapping[str, list[int]]:
-        return self._by_host
 
     def candidates(self, host: str) -> list[int]:
         return self._by_host.get(host, []) + self._rest

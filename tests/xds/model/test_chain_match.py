@@ -3,7 +3,7 @@
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xds.model.address import SocketAddress
@@ -132,6 +132,20 @@ chain_matches = st.builds(
 )
 
 
+def test_an_address_beside_a_network_is_named() -> None:
+    selector = ChainSelector([ChainMatch(destination=(net("10.0.0.1/32"), net("10.1.0.0/24")))])
+    assert selector.names("10.0.0.1")
+    assert not selector.names("10.1.0.0")
+
+
+@example(
+    [
+        ChainMatch(destination=(net("10.0.0.1/32"), net("10.0.0.0/24"))),
+        ChainMatch(destination=(net("10.0.0.1/32"),)),
+    ],
+    "10.0.0.1",
+    80,
+)
 @given(
     st.lists(chain_matches, max_size=6, unique=True),
     st.sampled_from(["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.3.0.1", "fd00::1", "fd00::2"]),
