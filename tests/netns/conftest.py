@@ -1,4 +1,7 @@
-"""Skip loudly where namespaces cannot be made."""
+"""Skip loudly where namespaces cannot be made; let the programs under test be interrupted."""
+
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,3 +15,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("netns"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts() -> Iterator[None]:
+    """A shell makes what it runs in the background ignore them, which every program started from here inherits."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -25,13 +25,7 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=_hear_interrupts,
     )
-
-
-def _hear_interrupts() -> None:
-    # A shell makes what it runs in the background ignore them, and so would all that is started from there.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def left_behind(pid: int, folder: Path) -> list[str]:
