@@ -1,0 +1,48 @@
+"""Istio's authorization policies as sent, for dumps, and what they compile to, for the judge."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from xds.model.policy import Condition
+from xds.model.workload import PolicyKey
+
+
+class PolicyScope(StrEnum):
+    """Which workloads a policy is for."""
+
+    GLOBAL = "Global"
+    NAMESPACE = "Namespace"
+    WORKLOAD_SELECTOR = "WorkloadSelector"
+
+
+class Action(StrEnum):
+    """What a policy that matches says."""
+
+    ALLOW = "Allow"
+    DENY = "Deny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthorizationPolicy:
+    """One policy.
+
+    Attributes:
+        condition: the rules compiled; :class:`~xds.model.policy.Never` in an allow and
+            :class:`~xds.model.policy.Always` in a deny take the place of what could not be understood.
+        rules: the rules as ``/config_dump`` shows them, JSON-ready.
+        faults: what could not be understood, each with its place; empty when everything was.
+    """
+
+    name: str
+    namespace: str
+    scope: PolicyScope
+    action: Action
+    condition: Condition
+    dry_run: bool = False
+    rules: tuple[object, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> PolicyKey:
+        """``namespace/name``, the resource's name."""
+        return PolicyKey(f"{self.namespace}/{self.name}")

@@ -1,0 +1,112 @@
+"""Services, as Istio's control plane describes them (WDS): names and addresses for sets of workloads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from xds.model.address import IpNetwork
+from xds.model.workload import GatewayAddress, NetworkAddress, ServiceKey
+
+
+class Scope(StrEnum):
+    """What two workloads have in common, for locality-aware balancing."""
+
+    REGION = "Region"
+    ZONE = "Zone"
+    SUBZONE = "Subzone"
+    NODE = "Node"
+    CLUSTER = "Cluster"
+    NETWORK = "Network"
+
+
+class BalancerMode(StrEnum):
+    """Which endpoints a client may get."""
+
+    STANDARD = "Standard"
+    STRICT = "Strict"
+    FAILOVER = "Failover"
+    PASSTHROUGH = "Passthrough"
+
+
+class HealthPolicy(StrEnum):
+    """Whether unhealthy endpoints count."""
+
+    ONLY_HEALTHY = "OnlyHealthy"
+    ALLOW_ALL = "AllowAll"
+
+
+class IpFamilies(StrEnum):
+    """Which addresses of endpoints may be used; no value: whatever there is."""
+
+    IPV4 = "IPv4"
+    IPV6 = "IPv6"
+    DUAL = "Dual"
+
+
+class Visibility(StrEnum):
+    """Who may know of the service."""
+
+    PUBLIC = "Public"
+    NAMESPACE = "Namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBalancing:
+    """How an endpoint is chosen."""
+
+    preferences: tuple[Scope, ...] = ()
+    mode: BalancerMode = BalancerMode.STANDARD
+    health: HealthPolicy = HealthPolicy.ONLY_HEALTHY
+
+
+@dataclass(frozen=True, slots=True)
+class CidrAddress:
+    """A block of virtual addresses of one network."""
+
+    network: str
+    block: IpNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedWaypoint:
+    """One of several waypoints, chosen per connection."""
+
+    destination: GatewayAddress
+    weight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One service.
+
+    Attributes:
+        hostname: full name; may be a wildcard, ``*.example.net``.
+        vips: virtual addresses; ``cidr_vips`` blocks of them.
+        ports: service port to target port; 0: named, so only the endpoint knows.
+        subject_alt_names: SPIFFE identities its endpoints may show besides their own.
+        canonical: wins when several services share a name or an address.
+    """
+
+    name: str
+    namespace: str
+    hostname: str
+    vips: tuple[NetworkAddress, ...] = ()
+    cidr_vips: tuple[CidrAddress, ...] = ()
+    ports: Mapping[int, int] = field(default_factory=dict)
+    subject_alt_names: tuple[str, ...] = ()
+    waypoint: GatewayAddress | None = None
+    weighted_waypoints: tuple[WeightedWaypoint, ...] = ()
+    load_balancing: LoadBalancing | None = None
+    ip_families: IpFamilies | None = None
+    canonical: bool = False
+    visibility: Visibility = Visibility.PUBLIC
+
+    @property
+    def key(self) -> ServiceKey:
+        """``namespace/hostname``."""
+        return ServiceKey(f"{self.namespace}/{self.hostname}")
+
+    @property
+    def mode(self) -> BalancerMode:
+        """The balancer's mode."""
+        return self.load_balancing.mode if self.load_balancing is not None else BalancerMode.STANDARD

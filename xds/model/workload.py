@@ -1,0 +1,137 @@
+"""Workloads, as Istio's control plane describes them (WDS): who runs where, and how to reach it.
+
+Addresses are canonical texts (:func:`xds.model.address.canonical`); a service is named ``namespace/hostname``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from xds.model.identity import SpiffeId
+
+WorkloadUid = NewType("WorkloadUid", str)
+#: ``namespace/hostname``.
+ServiceKey = NewType("ServiceKey", str)
+#: ``namespace/name`` of a policy.
+PolicyKey = NewType("PolicyKey", str)
+
+
+class Protocol(StrEnum):
+    """How a workload is reached."""
+
+    TCP = "TCP"
+    HBONE = "HBONE"
+
+
+class NetworkMode(StrEnum):
+    """Whether the workload has addresses of its own."""
+
+    STANDARD = "Standard"
+    HOST_NETWORK = "HostNetwork"
+
+
+class Health(StrEnum):
+    """Of an endpoint, as the control plane knows it."""
+
+    HEALTHY = "Healthy"
+    UNHEALTHY = "Unhealthy"
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkAddress:
+    """An address of one network; the same text may be something else in another network."""
+
+    network: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.network}/{self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespacedHostname:
+    """A service (or a workload's host name) of one namespace."""
+
+    namespace: str
+    hostname: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.hostname}"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAddress:
+    """Where a waypoint or a network gateway is."""
+
+    destination: NetworkAddress | NamespacedHostname
+    hbone_mtls_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """Empty strings where unknown."""
+
+    region: str = ""
+    zone: str = ""
+    subzone: str = ""
+
+
+class AppProtocol(StrEnum):
+    """What an application tunnel speaks."""
+
+    NONE = "NONE"
+    PROXY = "PROXY"
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationTunnel:
+    """The application takes tunnels' contents itself: on ``port`` (0: the one asked for), perhaps behind a PROXY header."""
+
+    protocol: AppProtocol
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One workload.
+
+    Attributes:
+        uid: primary key, such as ``cluster//Pod/ns/name``.
+        hostname: resolved by DNS when there are no addresses.
+        services: ports of each service it is an endpoint of, service port to target port.
+        authorization_policies: selector-scoped policies that apply to it.
+        workload_type: ``deployment``, ``cronjob``, ``pod`` or ``job``.
+        capacity: weight among the endpoints of a service.
+    """
+
+    uid: WorkloadUid
+    namespace: str
+    name: str = ""
+    addresses: tuple[str, ...] = ()
+    hostname: str = ""
+    network: str = ""
+    protocol: Protocol = Protocol.TCP
+    network_mode: NetworkMode = NetworkMode.STANDARD
+    trust_domain: str = "cluster.local"
+    service_account: str = "default"
+    waypoint: GatewayAddress | None = None
+    network_gateway: GatewayAddress | None = None
+    node: str = ""
+    canonical_name: str = ""
+    canonical_revision: str = ""
+    workload_type: str = "deployment"
+    workload_name: str = ""
+    native_tunnel: bool = False
+    application_tunnel: ApplicationTunnel | None = None
+    services: Mapping[ServiceKey, Mapping[int, int]] = field(default_factory=dict)
+    authorization_policies: tuple[PolicyKey, ...] = ()
+    status: Health = Health.HEALTHY
+    cluster_id: str = "Kubernetes"
+    locality: Locality = Locality()
+    capacity: int = 1
+
+    @property
+    def identity(self) -> SpiffeId:
+        """What its certificate says."""
+        return SpiffeId(self.trust_domain, self.namespace, self.service_account)

@@ -1,0 +1,1 @@
+"""Today's Istio: workloads instead of listeners, pods announced over ZDS, certificates by impersonation."""

@@ -1,0 +1,1 @@
+"""Pods of this node, as istio-cni (or ``ztunnel agent``) announces them over ZDS."""
