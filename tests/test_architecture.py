@@ -34,6 +34,8 @@ PURE_APPLICATION = (
     "ztunnel/stream_info.py",
     "ztunnel/outcome.py",
     "ztunnel/identity/verify.py",
+    "ztunnel/identity/csr.py",
+    "ztunnel/identity/schedule.py",
     "ztunnel/upstream/host.py",
     "ztunnel/upstream/priorities.py",
     "ztunnel/upstream/outlier.py",

@@ -4,49 +4,22 @@
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from enum import IntEnum
 from typing import Protocol
-
-from cryptography import x509
 
 from hbone.tls_context import TlsContext
 from xds.model.identity import SpiffeId
+from ztunnel.identity.csr import IdentityError, IssuedCertificate
+from ztunnel.identity.schedule import Priority
 
-
-class Priority(IntEnum):
-    """Who waits; smaller goes first."""
-
-    REAL_TIME = 0
-    WARMUP = 1
-    BACKGROUND = 2
-
-
-class IdentityError(Exception):
-    """No certificate can be had; the text is what access logs print after ``identity error:``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IssuedCertificate:
-    """What a CA answered, checked: leaf first, roots apart. ``key_pem`` never leaves memory."""
-
-    identity: SpiffeId
-    chain: tuple[x509.Certificate, ...]
-    roots: tuple[x509.Certificate, ...]
-    chain_pem: bytes
-    roots_pem: bytes
-    key_pem: bytes
-
-    @property
-    def not_before(self) -> datetime:
-        """Of the leaf."""
-        return self.chain[0].not_valid_before_utc
-
-    @property
-    def not_after(self) -> datetime:
-        """Of the leaf."""
-        return self.chain[0].not_valid_after_utc
+__all__ = [
+    "CertificateAuthority",
+    "CertificateManager",
+    "IdentityError",
+    "IssuedCertificate",
+    "Priority",
+    "WorkloadCertificate",
+]
 
 
 class CertificateAuthority(Protocol):

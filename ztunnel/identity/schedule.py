@@ -1,0 +1,177 @@
+"""When which identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
+
+Theory of operation. An identity is wanted, and from then on there is always exactly one of: a fetch under way, or
+a time at which the next one is due. A fetch that succeeds makes the next one due at half life (up to a tenth
+earlier, so that a node's identities do not come in step); one that fails makes it due after a backoff, or when
+the certificate at hand expires if that is sooner. Of what is due, what somebody waits for goes first, then what
+has been due longest; at most ``concurrency`` fetches run.
+
+A certificate stays in use until it expires, whatever happens to its renewal. An identity without one answers with
+the last error at once, and heals by the retries.
+
+The clock may be set. Set forward, renewals come early, but never in a loop: none is due sooner than a quarter of
+the lifetime, or a minute, after the fetch before. Set back, retries are due at once instead of after the jump.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Final
+
+from xds.model.identity import SpiffeId
+
+_FIRST_BACKOFF_S: Final = 1.0
+_LONGEST_BACKOFF_S: Final = 150.0
+_BACKOFF_SPREAD: Final = 0.2
+_REFRESH_SPREAD: Final = 0.1
+_SOONEST_REFRESH_S: Final = 60.0
+_LEAST_WAIT_S: Final = 1.0
+_AT_ONCE: Final = 0.0  # whatever becomes of the clock
+
+
+class Priority(IntEnum):
+    """Who waits; smaller goes first."""
+
+    REAL_TIME = 0
+    WARMUP = 1
+    BACKGROUND = 2
+
+
+class Phase(Enum):
+    """What a request for an identity gets."""
+
+    INITIALIZING = "Initializing"
+    """Nothing yet: it waits."""
+    AVAILABLE = "Available"
+    UNAVAILABLE = "Unavailable"
+    """The last error, at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One attempt; ``number`` tells it from an earlier one for the same identity that was forgotten."""
+
+    identity: SpiffeId
+    number: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    priority: Priority
+    due_s: float
+    fetch: Fetch | None = None
+    expires_s: float | None = None
+    error: str | None = None
+    failures: int = 0
+
+
+class Schedule:
+    """See the module. Costs are proportional to the number of identities, which is that of a node's pods."""
+
+    def __init__(self, *, concurrency: int = 8) -> None:
+        self._concurrency = concurrency
+        self._entries: dict[SpiffeId, _Entry] = {}
+        self._fetches = 0
+
+    def __iter__(self) -> Iterator[SpiffeId]:
+        return iter(self._entries)
+
+    def __contains__(self, identity: SpiffeId) -> bool:
+        return identity in self._entries
+
+    def want(self, identity: SpiffeId, priority: Priority) -> None:
+        """Keep a certificate for an identity from now on; again with a better priority: sooner."""
+        entry = self._entries.get(identity)
+        if entry is None:
+            self._entries[identity] = _Entry(priority, _AT_ONCE)
+        else:
+            entry.priority = min(entry.priority, priority)
+
+    def forget(self, identity: SpiffeId) -> None:
+        """Let go of an identity. The outcome of its fetch, if one is under way, will be ignored."""
+        self._entries.pop(identity, None)
+
+    def start(self, now_s: float) -> list[Fetch]:
+        """The fetches to begin now, most urgent first; each must end in :meth:`succeeded` or :meth:`failed`."""
+        running = 0
+        due: list[tuple[Priority, float, SpiffeId]] = []
+        for identity, entry in self._entries.items():
+            if entry.fetch is not None:
+                running += 1
+                continue
+            if entry.failures and entry.due_s > now_s + _LONGEST_BACKOFF_S:
+                entry.due_s = now_s  # the clock was set back
+            if entry.due_s <= now_s:
+                due.append((entry.priority, entry.due_s, identity))
+        due.sort(key=lambda item: item[:2])
+        begun = []
+        for _, _, identity in due[: max(0, self._concurrency - running)]:
+            self._fetches += 1
+            fetch = self._entries[identity].fetch = Fetch(identity, self._fetches)
+            begun.append(fetch)
+        return begun
+
+    def succeeded(
+        self, fetch: Fetch, not_before_s: float, not_after_s: float, now_s: float, jitter: float
+    ) -> bool:
+        """A fetch brought a certificate; False: nobody wants it any more.
+
+        Args:
+            fetch: from :meth:`start`.
+            not_before_s: its validity begins.
+            not_after_s: its validity ends, after ``now_s``.
+            now_s: the time.
+            jitter: in [0, 1).
+        """
+        entry = self._ended(fetch)
+        if entry is None:
+            return False
+        half_s = max(0.0, not_after_s - not_before_s) / 2
+        entry.expires_s, entry.error, entry.failures = not_after_s, None, 0
+        refresh_s = not_before_s + half_s * (1 - _REFRESH_SPREAD * jitter)
+        sensible_s = max(refresh_s, now_s + min(_SOONEST_REFRESH_S, half_s / 2))
+        entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
+        return True
+
+    def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
+        """A fetch brought none; False: nobody wants it any more. Arguments as in :meth:`succeeded`."""
+        entry = self._ended(fetch)
+        if entry is None:
+            return False
+        exponent = min(entry.failures, 16)  # beyond the longest backoff; keeps the number small
+        spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
+        backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
+        entry.error, entry.failures = error, entry.failures + 1
+        entry.due_s = now_s + backoff_s
+        if entry.expires_s is not None and entry.expires_s > now_s:
+            entry.due_s = min(entry.due_s, entry.expires_s)
+        return True
+
+    def _ended(self, fetch: Fetch) -> _Entry | None:
+        entry = self._entries.get(fetch.identity)
+        if entry is None or entry.fetch != fetch:
+            return None
+        entry.fetch = None
+        entry.priority = Priority.BACKGROUND
+        return entry
+
+    def next_due_s(self, now_s: float) -> float | None:
+        """When to call :meth:`start` again unless something happens before; None: when a fetch has ended."""
+        waiting = [entry.due_s for entry in self._entries.values() if entry.fetch is None]
+        if not waiting or len(self._entries) - len(waiting) >= self._concurrency:
+            return None
+        return max(now_s, min(waiting))
+
+    def phase(self, identity: SpiffeId, now_s: float) -> Phase | None:
+        """What a request gets; None: the identity is not wanted."""
+        entry = self._entries.get(identity)
+        if entry is None:
+            return None
+        if entry.expires_s is not None and entry.expires_s > now_s:
+            return Phase.AVAILABLE
+        return Phase.INITIALIZING if entry.error is None else Phase.UNAVAILABLE
+
+    def error(self, identity: SpiffeId) -> str | None:
+        """The text of the last attempt, if it failed."""
+        entry = self._entries.get(identity)
+        return entry.error if entry is not None else None
