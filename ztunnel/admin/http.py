@@ -48,6 +48,7 @@ class PageServer:
         address: where; port 0 lets the kernel choose.
         pages: answers a request. Called in the event loop; must not take long, but for the pieces of the body.
         max_connections: more than this, and the one idle for longest is closed, else the new one.
+        product: value of the ``server`` header.
 
     Attributes:
         address: with the real port, once entered.
@@ -58,9 +59,17 @@ class PageServer:
     """
 
     def __init__(
-        self, name: str, address: SocketAddress, pages: Pages, clock: Clock, *, max_connections: int = 64
+        self,
+        name: str,
+        address: SocketAddress,
+        pages: Pages,
+        clock: Clock,
+        *,
+        max_connections: int = 64,
+        product: str = "envoy",
     ) -> None:
         self.name = name
+        self.product = product
         self.address = address
         self._pages = pages
         self._clock = clock
@@ -216,7 +225,7 @@ class _Connection:
             ("x-content-type-options", "nosniff"),
             *page.headers,
             ("date", self._server.date()),
-            ("server", "envoy"),
+            ("server", self._server.product),
         ]
         if self._finishing:
             headers.append(("connection", "close"))
@@ -233,7 +242,8 @@ class _Connection:
         size = 0
         for piece in pieces:
             made = await asyncio.to_thread(piece.make) if isinstance(piece, Deferred) else piece
-            data = made.encode(errors="backslashreplace")  # a lone surrogate must not end the page
+            # A lone surrogate must not end the page.
+            data = made.encode(errors="backslashreplace") if isinstance(made, str) else made
             waiting.append(data)
             size += len(data)
             if size >= _WRITE_BYTES or loop.time() >= slice_ends:
@@ -297,5 +307,9 @@ def _page_request(head: h11.Request, body: bytes) -> PageRequest:
         # As Envoy: the forms of the home page send parameters in the body.
         parameters = Query(parameters.pairs + Query.parse(body.decode(errors="replace")).pairs)
     return PageRequest(
-        method=head.method.decode("latin-1"), path=path, query=parameters, accept=fields.get("accept", "")
+        method=head.method.decode("latin-1"),
+        path=path,
+        query=parameters,
+        accept=fields.get("accept", ""),
+        accept_encoding=fields.get("accept-encoding", ""),
     )

@@ -24,7 +24,7 @@ class Deferred:
     make: Callable[[], str]
 
 
-Piece = str | Deferred
+Piece = str | bytes | Deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class PageRequest:
     path: str
     query: Query = Query()
     accept: str = ""
+    accept_encoding: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

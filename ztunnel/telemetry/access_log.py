@@ -139,16 +139,25 @@ class AccessLogs:
         """
         sinks = []
         for entry in logs:
-            if entry.path not in self._files:
-                self._files[entry.path] = LogFile(entry.path)
+            file = self.file(entry.path)
             # Compilers give equal formats as one object, of which thousands of chains make one sink.
             key = (entry.path, id(entry.format), entry.omit_empty)
             known = self._sinks.get(key)
             if known is None:
-                sink = LogSink(log_renderer(entry), self._files[entry.path], self)
+                sink = LogSink(log_renderer(entry), file, self)
                 known = self._sinks[key] = (entry, sink)
             sinks.append(known[1])
         return tuple(sinks)
+
+    def file(self, path: str) -> LogFile:
+        """A file for lines rendered by somebody else.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if path not in self._files:
+            self._files[path] = LogFile(path)
+        return self._files[path]
 
     def flush(self) -> None:
         """Hand every kept line to the writer; call every :attr:`flush_interval_s`."""

@@ -1,0 +1,551 @@
+"""What today's Rust ztunnel publishes on port 15020, under the same names and labels.
+
+A connection finds its :class:`TrafficSeries` once, when it is opened; from then on counting is adding integers,
+and bytes are not counted at all before somebody asks: a page adds what running relays have moved so far.
+
+Two things are bounded that upstream's are not. Series of workloads that no longer exist go away when nothing has
+used them for :data:`EXPIRY_S`; and beyond a budget of series new ones are counted with unknown workloads, so that
+a scan of the mesh cannot take the node's memory.
+"""
+
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
+
+from hbone.aio.relay import ByteCounts
+from hbone.headers import Baggage
+from xds.model.mesh import Changes
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.admin.page import Page
+from ztunnel.telemetry.prometheus import number
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+EXPIRY_S = 900.0
+OPENMETRICS = "application/openmetrics-text;charset=utf-8;version=1.0.0"
+PLAIN = "text/plain; charset=utf-8"
+#: A slice takes well under a millisecond.
+_SAMPLES_PER_PIECE = 200
+DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
+
+_SIDE = (
+    "workload",
+    "canonical_service",
+    "canonical_revision",
+    "workload_namespace",
+    "principal",
+    "app",
+    "version",
+    "cluster",
+)
+TRAFFIC_LABELS = (
+    "reporter",
+    *(f"source_{name}" for name in _SIDE),
+    "destination_service",
+    "destination_service_namespace",
+    "destination_service_name",
+    *(f"destination_{name}" for name in _SIDE),
+    "request_protocol",
+    "response_flags",
+    "connection_security_policy",
+    "source_region",
+    "source_zone",
+    "destination_region",
+    "destination_zone",
+)
+_FLAGS = TRAFFIC_LABELS.index("response_flags")
+
+
+class Side(NamedTuple):
+    """One side of a connection, as labels say it; empty is unknown."""
+
+    workload: str = ""
+    canonical_service: str = ""
+    canonical_revision: str = ""
+    namespace: str = ""
+    principal: str = ""
+    app: str = ""
+    version: str = ""
+    cluster: str = ""
+    region: str = ""
+    zone: str = ""
+    known: bool = False
+
+    @classmethod
+    def of(cls, workload: Workload, principal: str = "") -> "Side":
+        """From the control plane's description."""
+        place = workload.locality
+        return cls(
+            workload.workload_name,
+            workload.canonical_name,
+            workload.canonical_revision,
+            workload.namespace,
+            principal,
+            workload.canonical_name,
+            workload.canonical_revision,
+            workload.cluster_id,
+            place.region,
+            place.zone,
+            known=True,
+        )
+
+    @classmethod
+    def of_baggage(cls, baggage: Baggage, principal: str = "") -> "Side":
+        """From what the peer says of itself."""
+        return cls(
+            baggage.workload_name,
+            baggage.service_name,
+            baggage.revision,
+            baggage.namespace,
+            principal,
+            baggage.workload_name,
+            baggage.revision,
+            baggage.cluster_id,
+            baggage.region,
+            baggage.zone,
+            known=baggage != Baggage(),
+        )
+
+
+def traffic_labels(
+    reporter: str, source: Side, destination: Side, service: Service | None, *, secured: bool
+) -> tuple[str, ...]:
+    """Values of :data:`TRAFFIC_LABELS`; the last four are left out while nobody is known."""
+    named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
+    labels = (
+        reporter,
+        *(value or UNKNOWN for value in source[:8]),
+        *named,
+        *(value or UNKNOWN for value in destination[:8]),
+        "tcp",
+        "-",
+        "mutual_tls" if secured else UNKNOWN,
+    )
+    if not (source.known or destination.known):
+        return labels
+    return (
+        *labels,
+        *(value or UNKNOWN for value in (source.region, source.zone, destination.region, destination.zone)),
+    )
+
+
+class TrafficSeries:
+    """Counters of one label set.
+
+    Attributes:
+        closed: connections by response flags.
+        running: byte counts of relays under way; ``received`` and ``sent`` are those of finished ones, client to
+            server and back, whoever reports.
+        workloads: uids that used it.
+    """
+
+    __slots__ = ("closed", "labels", "opened", "received", "running", "sent", "used_s", "workloads")
+
+    def __init__(self, labels: tuple[str, ...]) -> None:
+        self.labels = labels
+        self.opened = 0
+        self.closed: dict[str, int] = {}
+        self.received = 0
+        self.sent = 0
+        self.running: set[ByteCounts] = set()
+        self.used_s = 0.0
+        self.workloads: set[str] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing counts here now."""
+        return self.opened == sum(self.closed.values())
+
+    def finished(self, flags: str, counts: ByteCounts | None) -> None:
+        """A connection ended."""
+        self.closed[flags] = self.closed.get(flags, 0) + 1
+        if counts is not None:
+            self.running.discard(counts)
+            self.received += counts.sent
+            self.sent += counts.received
+
+
+class Metrics:
+    """All of them.
+
+    Args:
+        version: of Istio, for ``istio_build``.
+        series_budget: most traffic series.
+    """
+
+    def __init__(self, version: str, series_budget: int) -> None:
+        self._version = version
+        self._budget = series_budget
+        self._traffic: dict[tuple[str, ...], TrafficSeries] = {}
+        self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
+        self._gone: set[TrafficSeries] = set()
+        self.over_budget = 0
+        self.sockets_open = {"source": 0, "destination": 0}
+        self.crl_rejections = {"source": 0, "destination": 0}
+        self.crl_untracked = {"source": 0, "destination": 0}
+        self.on_demand_dns: dict[tuple[str, ...], int] = {}
+        self.xds_terminations: dict[str, int] = {}
+        self.xds_messages: dict[str, int] = {}
+        self.xds_bytes: dict[str, int] = {}
+        self.dns_requests: dict[tuple[str, ...], int] = {}
+        self.dns_forwarded: dict[tuple[str, ...], int] = {}
+        self.dns_failures: dict[tuple[str, ...], int] = {}
+        self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
+        self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
+        self.connect_retries = 0
+        self.gauges: dict[str, Gauge] = {}
+        self._process = ProcessCollector(registry=None)
+
+    # Traffic
+
+    def opened(
+        self, labels: tuple[str, ...], workloads: Iterable[str], counts: ByteCounts, now_s: float
+    ) -> TrafficSeries:
+        """Count a connection; its relay moves ``counts``."""
+        series = self._traffic.get(labels)
+        if series is None:
+            series = self._new(labels)
+        series.opened += 1
+        series.used_s = now_s
+        series.running.add(counts)
+        for uid in workloads:
+            if uid not in series.workloads:
+                series.workloads.add(uid)
+                self._by_workload[uid].add(series)
+                self._gone.discard(series)
+        return series
+
+    def _new(self, labels: tuple[str, ...]) -> TrafficSeries:
+        if len(self._traffic) >= self._budget:
+            if not self.over_budget:
+                log.warning(
+                    "%d metric series are in use; further ones are counted with unknown workloads "
+                    "(ZTUNNEL_METRIC_SERIES)",
+                    self._budget,
+                )
+            self.over_budget += 1
+            labels = tuple(
+                value
+                if name in ("reporter", "request_protocol", "response_flags", "connection_security_policy")
+                else UNKNOWN
+                for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
+            )
+            known = self._traffic.get(labels)
+            if known is not None:
+                return known
+        series = self._traffic[labels] = TrafficSeries(labels)
+        return series
+
+    def moved(
+        self, old: TrafficSeries, labels: tuple[str, ...], counts: ByteCounts, now_s: float
+    ) -> TrafficSeries:
+        """The connection turned out to be another's: double HBONE learns its peer late."""
+        old.opened -= 1
+        old.running.discard(counts)
+        return self.opened(labels, old.workloads, counts, now_s)
+
+    def changed(self, changes: Changes, exists: Iterable[str]) -> None:
+        """Workloads came or went; ``exists``: those of ``changes`` that are still there."""
+        for uid in changes.workloads.difference(exists):
+            for series in self._by_workload.pop(uid, ()):
+                series.workloads.discard(uid)
+                if not series.workloads:
+                    self._gone.add(series)
+
+    def expire(self, now_s: float) -> int:
+        """Drop series that nothing has used for long and whose workloads are gone; how many."""
+        old = [series for series in self._gone if series.idle and now_s - series.used_s > EXPIRY_S]
+        for series in old:
+            self._gone.discard(series)
+            self._traffic.pop(series.labels, None)
+        return len(old)
+
+    @property
+    def series(self) -> int:
+        """Traffic series there are."""
+        return len(self._traffic)
+
+    # Pages
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family that has samples."""
+        yield _family(
+            "istio_build",
+            "gauge",
+            "Istio component build info",
+            [(("ztunnel", self._version), 1.0)],
+            ("component", "tag"),
+        )
+        yield from filter(lambda family: bool(family.samples), self._traffic_families())
+        yield from filter(lambda family: bool(family.samples), self._other_families())
+        yield from self._process.collect()
+
+    def _traffic_families(self) -> Iterator[Metric]:
+        opened: list[Sample] = []
+        closed: list[Sample] = []
+        failed: list[Sample] = []
+        received: list[Sample] = []
+        sent: list[Sample] = []
+        for labels, series in self._traffic.items():
+            opened.append((labels, series.opened))
+            received.append((labels, series.received + sum(counts.sent for counts in series.running)))
+            sent.append((labels, series.sent + sum(counts.received for counts in series.running)))
+            for flags, count in series.closed.items():
+                final = (*labels[:_FLAGS], flags, *labels[_FLAGS + 1 :])
+                closed.append((final, count))
+                if flags != "-":
+                    failed.append((final, count))
+        connections = "The total number of TCP connections "
+        yield _family("istio_tcp_connections_opened", "counter", connections + "opened", opened, TRAFFIC_LABELS)
+        yield _family("istio_tcp_connections_closed", "counter", connections + "closed", closed, TRAFFIC_LABELS)
+        yield _family(
+            "istio_tcp_connections_failed",
+            "counter",
+            connections + "that failed (unstable)",
+            failed,
+            TRAFFIC_LABELS,
+        )
+        size = "The size of total bytes {} in case of a TCP connection"
+        yield _family(
+            "istio_tcp_received_bytes",
+            "counter",
+            size.format("received during request"),
+            received,
+            TRAFFIC_LABELS,
+            "bytes",
+        )
+        yield _family(
+            "istio_tcp_sent_bytes", "counter", size.format("sent during response"), sent, TRAFFIC_LABELS, "bytes"
+        )
+
+    def _other_families(self) -> Iterator[Metric]:
+        reporter = ("reporter",)
+        yield _family(
+            "istio_tcp_sockets_open",
+            "gauge",
+            "The current number of open TCP sockets (unstable)",
+            _by_one(self.sockets_open),
+            reporter,
+        )
+        yield _family(
+            "istio_on_demand_dns",
+            "counter",
+            "The total number of on-demand DNS requests made (unstable)",
+            list(self.on_demand_dns.items()),
+            (*(f"source_{name}" for name in _SIDE), "hostname"),
+        )
+        crl = "The total number of connections {} (unstable)"
+        yield _family(
+            "istio_crl_policy_rejections",
+            "counter",
+            crl.format("rejected by revocation lists"),
+            _nonzero(self.crl_rejections),
+            reporter,
+        )
+        yield _family(
+            "istio_crl_untracked_connections",
+            "counter",
+            crl.format("that revocation cannot end"),
+            _nonzero(self.crl_untracked),
+            reporter,
+        )
+        yield _family(
+            "istio_xds_connection_terminations",
+            "counter",
+            "The total number of completed connections to the control plane (unstable)",
+            _by_one(self.xds_terminations),
+            ("reason",),
+        )
+        yield _family(
+            "istio_xds_message",
+            "counter",
+            "The total number of messages received (unstable)",
+            _by_one(self.xds_messages),
+            ("url",),
+        )
+        yield _family(
+            "istio_xds_message_bytes",
+            "counter",
+            "The total number of bytes received (unstable)",
+            _by_one(self.xds_bytes),
+            ("url",),
+            "bytes",
+        )
+        yield from self._dns_families()
+        yield _family(
+            "ztunnel_authorization_dry_run",
+            "counter",
+            "Connections that dry-run policies would have decided about (unstable)",
+            list(self.authorization_dry_run.items()),
+            ("policy", "action", "result"),
+        )
+        yield _family(
+            "ztunnel_connect_retries",
+            "counter",
+            "Further endpoints tried after one failed (unstable)",
+            [((), self.connect_retries)],
+            (),
+        )
+        yield _family(
+            "ztunnel_metric_series", "gauge", "Traffic label sets in use (unstable)", [((), self.series)], ()
+        )
+        yield _family(
+            "ztunnel_metric_series_over_budget",
+            "counter",
+            "Label sets counted as unknown (unstable)",
+            [((), self.over_budget)],
+            (),
+        )
+        for name, gauge in self.gauges.items():
+            yield _family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
+
+    def _dns_families(self) -> Iterator[Metric]:
+        labels = (
+            "request_query_type",
+            "request_protocol",
+            "source_canonical_service",
+            "source_canonical_revision",
+        )
+        upstream = "The total number of DNS requests forwarded to upstream (unstable)"
+        yield _family(
+            "istio_dns_requests",
+            "counter",
+            "The total number of DNS requests (unstable)",
+            list(self.dns_requests.items()),
+            labels,
+        )
+        yield _family("istio_dns_upstream_requests", "counter", upstream, list(self.dns_forwarded.items()), labels)
+        yield _family(
+            "istio_dns_upstream_failures",
+            "counter",
+            "The total number of DNS requests that upstream failed (unstable)",
+            list(self.dns_failures.items()),
+            labels,
+        )
+        name = "istio_dns_upstream_request_duration_seconds"
+        metric = Metric(
+            name, "The time Istio takes to get DNS response from upstream (unstable).", "histogram", "seconds"
+        )
+        for values, durations in self.dns_durations.items():
+            shared = dict(zip(labels, values, strict=True))
+            for bound, count in durations.cumulative():
+                metric.add_sample(f"{name}_bucket", shared | {"le": bound}, count)
+            metric.add_sample(f"{name}_sum", shared, durations.total_s)
+            metric.add_sample(f"{name}_count", shared, durations.count)
+        yield metric
+
+
+class Gauge(NamedTuple):
+    """A number read when somebody asks; ``kind`` is ``gauge`` or ``counter``."""
+
+    kind: str
+    help: str
+    read: Callable[[], float]
+
+
+class DnsDurations:
+    """A histogram of :data:`DNS_BUCKETS`."""
+
+    __slots__ = ("_counts", "count", "total_s")
+
+    def __init__(self) -> None:
+        self._counts = [0] * len(DNS_BUCKETS)
+        self.count = 0
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one answer."""
+        self.count += 1
+        self.total_s += seconds
+        for index, bound in enumerate(DNS_BUCKETS):
+            if seconds <= bound:
+                self._counts[index] += 1
+                break
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """(upper bound, answers up to it)."""
+        seen = 0
+        for bound, count in zip(DNS_BUCKETS, self._counts, strict=True):
+            seen += count
+            yield str(bound), seen
+        yield "+Inf", self.count
+
+
+Sample = tuple[tuple[str, ...], float]
+
+
+def _by_one(values: dict[str, int]) -> list[Sample]:
+    return [((label,), value) for label, value in values.items()]
+
+
+def _nonzero(values: dict[str, int]) -> list[Sample]:
+    return [((label,), value) for label, value in values.items() if value]
+
+
+def _family(
+    name: str, kind: str, text: str, samples: Iterable[Sample], labels: tuple[str, ...], unit: str = ""
+) -> Metric:
+    """A family of the client library; names of counters without ``_total``."""
+    metric = Metric(name, text + ".", kind, unit)
+    sample_name = f"{name}_total" if kind == "counter" else name
+    for values, value in samples:
+        metric.add_sample(sample_name, dict(zip(labels, values, strict=False)), value)
+    return metric
+
+
+def _lines(metrics: Iterable[Metric]) -> Iterator[str]:
+    """OpenMetrics text in pieces of bounded size, so that a page of many thousand series never holds the loop."""
+    for metric in metrics:
+        yield f"# HELP {metric.name} {_escaped(metric.documentation)}\n# TYPE {metric.name} {metric.type}\n"
+        if metric.unit:
+            yield f"# UNIT {metric.name} {metric.unit}\n"
+        for start in range(0, len(metric.samples), _SAMPLES_PER_PIECE):
+            yield "".join(
+                f"{sample.name}{_labels(sample.labels)} {number(sample.value)}\n"
+                for sample in metric.samples[start : start + _SAMPLES_PER_PIECE]
+            )
+    yield "# EOF\n"
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def page(metrics: Metrics, accept: str, accept_encoding: str) -> Page:
+    """Always OpenMetrics text, whatever it is called, compressed if the scraper likes that."""
+    wants = any(item.split(";")[0].strip() == "application/openmetrics-text" for item in accept.split(","))
+    content_type = OPENMETRICS if wants else PLAIN
+    lines = _lines(metrics.collect())
+    headers = [("vary", "accept-encoding")]
+    for coding, bits in (("gzip", 31), ("deflate", 15)):
+        if accepts(accept_encoding, coding):
+            headers.append(("content-encoding", coding))
+            return Page(content_type=content_type, headers=tuple(headers), body=_compressed(lines, bits))
+    return Page(content_type=content_type, headers=tuple(headers), body=lines)
+
+
+def accepts(accept_encoding: str, coding: str) -> bool:
+    """Whether a content coding is acceptable (RFC 9110, 12.5.3); only what is named counts."""
+    for item in accept_encoding.split(","):
+        name, _, weight = item.replace(" ", "").partition(";q=")
+        if name.lower() == coding:
+            return not weight or weight.strip("0.") != ""
+    return False
+
+
+def _compressed(pieces: Iterable[str], window_bits: int) -> Iterator[bytes]:
+    compressor = zlib.compressobj(1, zlib.DEFLATED, window_bits)
+    for piece in pieces:
+        yield compressor.compress(piece.encode())
+    yield compressor.flush()
