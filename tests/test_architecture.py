@@ -44,6 +44,7 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/generate.py",
     "ztunnel/control_plane/rbac.py",
     "ztunnel/intercept_description.py",
+    "ztunnel/inpod/zds.py",
 )
 
 #: Pure but for one import, each with its reason.
