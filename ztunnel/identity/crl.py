@@ -1,0 +1,185 @@
+"""Certificates that were revoked: a file of revocation lists, read again whenever it changes.
+
+Handshakes are checked by OpenSSL, which gets :attr:`RevocationLists.pem`; connections that live when a list comes
+are checked by :meth:`RevocationLists.is_revoked`, by the same rules: the whole chain, unknown status allowed, and
+lists that have run out still count.
+
+A file that turns bad leaves the last good lists in force. One that is missing or bad from the start revokes
+nothing until it is right; it is looked at for as long as the process lives, and an ERROR says that nothing is
+checked. (Rust ztunnel switches revocation off for good then.) A file with other PEM blocks but no list is bad:
+somebody put the wrong file there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from ztunnel.identity.watched_file import FileState, file_state
+from ztunnel.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_BEGIN, _END = b"-----BEGIN X509 CRL-----", b"-----END X509 CRL-----"
+_LOOK_EVERY_S = 1.0
+
+
+class CrlError(Exception):
+    """A file that is no revocation list."""
+
+
+@dataclass(slots=True)
+class _List:
+    """One list; the serial numbers are read when first asked for, and a signature is checked once per key."""
+
+    crl: x509.CertificateRevocationList
+    _serials: frozenset[int] | None = None
+    _signers: dict[bytes, bool] = field(default_factory=dict)
+
+    def names(self, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+        """Whether the issuer, in this list, revoked the certificate."""
+        if self._serials is None:
+            self._serials = frozenset(
+                entry.serial_number for entry in self.crl if _reason(entry) is not x509.ReasonFlags.remove_from_crl
+            )
+        return certificate.serial_number in self._serials and self._is_signed_by(issuer)
+
+    def _is_signed_by(self, issuer: x509.Certificate) -> bool:
+        # Two authorities may share a name; the key tells whose list this is.
+        spki = issuer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        if spki not in self._signers:
+            try:
+                self._signers[spki] = self.crl.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]
+            except (TypeError, ValueError):  # a kind of key that signs no lists
+                self._signers[spki] = False
+        return self._signers[spki]
+
+
+def _reason(entry: x509.RevokedCertificate) -> x509.ReasonFlags | None:
+    try:
+        return entry.extensions.get_extension_for_class(x509.CRLReason).value.reason
+    except (x509.ExtensionNotFound, ValueError):
+        return None
+
+
+class RevocationLists:
+    """Some lists, never changed.
+
+    Attributes:
+        pem: all of them, for new TLS contexts; None: none, so that nothing needs checking.
+    """
+
+    def __init__(self, crls: Sequence[x509.CertificateRevocationList] = ()) -> None:
+        self._by_issuer: dict[bytes, list[_List]] = {}
+        for crl in crls:
+            self._by_issuer.setdefault(crl.issuer.public_bytes(), []).append(_List(crl))
+        self.pem: bytes | None = b"".join(crl.public_bytes(Encoding.PEM) for crl in crls) or None
+
+    def __len__(self) -> int:
+        return sum(len(lists) for lists in self._by_issuer.values())
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Read PEM blocks (others among them are ignored) or one DER list; of nothing, no lists.
+
+        Raises:
+            CrlError: anything else.
+        """
+        if not data.strip():
+            return cls()
+        try:
+            if b"-----BEGIN " not in data:
+                return cls([x509.load_der_x509_crl(data)])
+            blocks = [_BEGIN + part.split(_END)[0] + _END + b"\n" for part in data.split(_BEGIN)[1:]]
+            crls = [x509.load_pem_x509_crl(block) for block in blocks]
+        except ValueError as error:
+            raise CrlError(f"not a certificate revocation list: {error}") from error
+        if not crls:
+            raise CrlError("PEM, but without a certificate revocation list (X509 CRL)")
+        return cls(crls)
+
+    def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
+        """Whether some certificate of a verified chain, leaf first and root last, is revoked."""
+        if not self._by_issuer:
+            return False
+        for index, certificate in enumerate(chain):
+            issuer = chain[min(index + 1, len(chain) - 1)]
+            lists = self._by_issuer.get(certificate.issuer.public_bytes(), ())
+            if any(listed.names(certificate, issuer) for listed in lists):
+                return True
+        return False
+
+
+class RevocationFile:
+    """Keeps :attr:`current` up with a file; ``async with`` owns the task that looks.
+
+    The file is looked at by its status, once a second, and read when that has been the same twice: no half-written
+    file is read, and links swapped above it (how Kubernetes mounts volumes), missing directories and network file
+    systems need no special care. inotify would need all three.
+
+    Attributes:
+        current: the lists in force.
+    """
+
+    def __init__(self, path: Path, *, look_every_s: float = _LOOK_EVERY_S) -> None:
+        self.current = RevocationLists()
+        self._path = path
+        self._look_every_s = look_every_s
+        self._watchers: list[Callable[[], None]] = []
+        self._tasks = Tasks("revocation lists")
+        self._seen: FileState | None = None
+        self._read: FileState | None = None
+        self._loaded = False
+
+    async def __aenter__(self) -> Self:
+        self._seen = file_state(self._path)
+        self._load()
+        self._tasks.start(self._look(), "look")
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        await self._tasks.close()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` after each successful reading but the first."""
+        self._watchers.append(changed)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            state, before = file_state(self._path), self._seen
+            self._seen = state
+            if state == before and state != self._read and self._load():
+                for changed in list(self._watchers):
+                    changed()
+
+    def _load(self) -> bool:
+        self._read = self._seen
+        try:
+            lists = RevocationLists.parse(self._path.read_bytes())
+        except (OSError, CrlError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            if self._loaded:
+                log.error(
+                    "revocation list unusable, the last good one stays in force path=%s error=%s",
+                    self._path,
+                    reason,
+                )
+            elif isinstance(error, FileNotFoundError):
+                log.warning("no revocation list yet, nothing is revoked until there is path=%s", self._path)
+            else:
+                log.error(
+                    "revocation list unusable, REVOKED PEERS ARE ACCEPTED until it is right path=%s error=%s",
+                    self._path,
+                    reason,
+                )
+            return False
+        self._loaded = True
+        self.current = lists
+        log.info("revocation lists loaded path=%s lists=%d", self._path, len(lists))
+        return True
