@@ -35,6 +35,7 @@ PURE_APPLICATION = (
     "ztunnel/outcome.py",
     "ztunnel/identity/verify.py",
     "ztunnel/identity/csr.py",
+    "ztunnel/identity/peer.py",
     "ztunnel/identity/schedule.py",
     "ztunnel/upstream/host.py",
     "ztunnel/upstream/priorities.py",
@@ -45,6 +46,7 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/rbac.py",
     "ztunnel/intercept_description.py",
     "ztunnel/inpod/zds.py",
+    "ztunnel/inpod/reconcile.py",
 )
 
 #: Pure but for one import, each with its reason.

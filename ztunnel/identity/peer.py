@@ -1,0 +1,56 @@
+"""Who a peer must be beyond having a trusted chain, as hooks for the handshake. Pure.
+
+Names that are no workload identity count for nothing, on either side; a leaf with several is any of them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from cryptography import x509
+
+from hbone.tls import uri_sans
+from hbone.tls_context import Verify
+from xds.model.identity import SpiffeId
+
+_REFUSED = "identity verification error: peer did not present the expected"
+
+
+def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
+    """The workload identities among a leaf's URI names; the first is who the peer is for policies and logs."""
+    found = []
+    for name in names:
+        if not (name.isascii() and name.isprintable()):
+            continue  # a NUL or a line's end is there to deceive whoever reads the name next
+        try:
+            found.append(SpiffeId.parse(name))
+        except ValueError:
+            continue
+    return tuple(found)
+
+
+def of_trust_domain(trust_domain: str) -> Verify:
+    """For servers: the peer has an identity of exactly this trust domain."""
+
+    def verify(chain: Sequence[x509.Certificate]) -> str | None:
+        shown = identities_of(uri_sans(chain[0]))
+        if any(identity.trust_domain == trust_domain for identity in shown):
+            return None
+        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(shown)}"
+
+    return verify
+
+
+def one_of(identities: Sequence[str]) -> Verify:
+    """For clients: the peer is one of these; of none of them nobody is right."""
+    expected = frozenset(identities)
+
+    def verify(chain: Sequence[x509.Certificate]) -> str | None:
+        shown = identities_of(uri_sans(chain[0]))
+        if any(str(identity) in expected for identity in shown):
+            return None
+        return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(shown)}"
+
+    return verify
+
+
+def _listed(identities: Iterable[SpiffeId]) -> str:
+    return ",".join(str(identity) for identity in identities) or "none"
