@@ -4,14 +4,16 @@ P-256 throughout. The root lives in a directory of its own, the key readable by 
 memory only.
 """
 
+import ipaddress
 import os
 import stat
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -73,7 +75,8 @@ class CertificateAuthority:
         return cls(key, root)
 
     @classmethod
-    def _create(cls, key_file: Path, root_file: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
+    def in_memory(cls, trust_domain: str, now: datetime) -> "CertificateAuthority":
+        """An authority that ends with the process."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, trust_domain)])
         subject_key = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -90,39 +93,81 @@ class CertificateAuthority:
             .add_extension(subject_key, critical=False)
             .sign(key, hashes.SHA256())
         )
-        key_file.parent.mkdir(parents=True, exist_ok=True)
-        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pem)
-        root_file.write_bytes(root.public_bytes(Encoding.PEM))
         return cls(key, root)
 
+    @classmethod
+    def _create(cls, key_file: Path, root_file: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
+        authority = cls.in_memory(trust_domain, now)
+        key_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_key_pem(authority._key))
+        root_file.write_bytes(authority.root_pem)
+        return authority
+
     def issue(self, identity: SpiffeId, now: datetime, lifetime: timedelta) -> Certificate:
-        """A leaf for an identity: empty subject, one critical URI name, usable at both ends of TLS."""
+        """A key and a leaf for an identity."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(str(identity))])
+        return self._with_key(key, self.certify(key.public_key(), identity, now, lifetime))
+
+    def issue_for_hosts(self, hosts: Iterable[str], now: datetime, lifetime: timedelta) -> Certificate:
+        """A key and a leaf for a server that is reached by these names and addresses."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        return self._with_key(
+            key, self._leaf(key.public_key(), [_host_name(host) for host in hosts], now, lifetime)
+        )
+
+    def certify(
+        self,
+        key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
+        identity: SpiffeId,
+        now: datetime,
+        lifetime: timedelta,
+    ) -> x509.Certificate:
+        """A leaf for somebody's key: empty subject, one critical URI name, usable at both ends of TLS."""
+        return self._leaf(key, [x509.UniformResourceIdentifier(str(identity))], now, lifetime)
+
+    def _with_key(self, key: ec.EllipticCurvePrivateKey, leaf: x509.Certificate) -> Certificate:
+        return Certificate(
+            chain_pem=leaf.public_bytes(Encoding.PEM) + self.root_pem,
+            key_pem=_key_pem(key),
+        )
+
+    def _leaf(
+        self,
+        key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
+        names: Iterable[x509.GeneralName],
+        now: datetime,
+        lifetime: timedelta,
+    ) -> x509.Certificate:
         usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         issuer = self._root.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-        leaf = (
+        return (
             x509.CertificateBuilder()
             .subject_name(x509.Name([]))
             .issuer_name(self._root.subject)
-            .public_key(key.public_key())
+            .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _SKEW)
             .not_valid_after(now + lifetime)
-            .add_extension(name, critical=True)
+            .add_extension(x509.SubjectAlternativeName(names), critical=True)
             .add_extension(_usage(ca=False), critical=True)
             .add_extension(usages, critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        return Certificate(
-            chain_pem=leaf.public_bytes(Encoding.PEM) + self.root_pem,
-            key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        )
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _usage(*, ca: bool) -> x509.KeyUsage:

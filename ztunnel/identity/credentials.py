@@ -1,0 +1,191 @@
+"""What this node shows to the control plane, and how it knows the control plane: addresses, tokens, roots.
+
+Everything that is a file is read again for each use: tokens and roots are rotated under a running process. A file
+that is missing is an error at that moment, with its path, and the next use tries again.
+"""
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+from urllib.parse import urlsplit
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+_DEFAULT_TOKEN: Final = Path("./var/run/secrets/tokens/istio-token")
+_SYSTEM_BUNDLES: Final = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/cert.pem",
+)
+_MANY_BYTES: Final = 1 << 20  # of a token or a bundle of roots; more is the wrong file
+
+
+class CredentialsError(Exception):
+    """A token or root cannot be had; the text says which and why, and never quotes a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address of the control plane.
+
+    Attributes:
+        target: for gRPC: ``host:port`` or ``unix:/path``.
+        tls: False on Unix sockets and loopback addresses only.
+    """
+
+    target: str
+    tls: bool
+
+    @classmethod
+    def parse(cls, address: str) -> "Endpoint":
+        """Read ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
+
+        Raises:
+            ValueError: anything else; plain text to another host would show the token to the network.
+        """
+        if address.startswith("unix:"):
+            if len(address) == len("unix:"):
+                raise ValueError(f"{address}: a Unix socket needs a path")
+            return cls(address, tls=False)
+        parts = urlsplit(address if "://" in address else f"https://{address}")
+        if parts.scheme not in ("https", "http"):
+            raise ValueError(f"{address}: must be https://host:port or unix:/path")
+        host, port = parts.hostname, parts.port  # may raise ValueError for a port out of range
+        if not host or parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise ValueError(f"{address}: must be https://host:port, and nothing else")
+        if parts.scheme == "http" and not _is_loopback(host):
+            raise ValueError(f"{address}: http:// would show the token to the network; use https://")
+        shown = f"[{host}]" if ":" in host else host
+        return cls(f"{shown}:{port or (443 if parts.scheme == 'https' else 80)}", tls=parts.scheme == "https")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that need not be there.
+
+    What begins like a path is one, also while nothing is there: a mount that comes late must not make its path
+    the token.
+    """
+
+    value: str | None = None
+    default: Path = _DEFAULT_TOKEN
+
+    def __repr__(self) -> str:
+        return f"Token({'default' if self.value is None else self.value if self._is_path() else 'literal'})"
+
+    def _is_path(self) -> bool:
+        value = self.value or ""
+        return value.startswith(("/", "./", "../")) or (len(value) < 4096 and Path(value).exists())
+
+    def read(self) -> str | None:
+        """The token now, without the end of its line; None: there is none to show.
+
+        Raises:
+            CredentialsError: a file that is missing, unreadable or empty, or no token.
+        """
+        if self.value is None:
+            if not self.default.exists():
+                return None
+            return _token(_content(self.default, "token"), f"token file {self.default}")
+        if self._is_path():
+            return _token(_content(Path(self.value), "token"), f"token file {self.value}")
+        return _token(self.value.encode(), "AUTH_TOKEN")
+
+
+def _token(data: bytes, place: str) -> str:
+    token = data.strip()
+    if not token:
+        raise CredentialsError(f"{place} is empty")
+    if not token.isascii() or any(byte <= 32 or byte == 127 for byte in token):
+        raise CredentialsError(f"{place} holds no bearer token: blanks or control characters inside")
+    return token.decode()
+
+
+def _content(path: Path, what: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MANY_BYTES + 1)
+    except OSError as error:
+        raise CredentialsError(f"cannot read {what} file {path}: {error.strerror}") from error
+    if len(data) > _MANY_BYTES:
+        raise CredentialsError(f"{what} file {path} is larger than {_MANY_BYTES} bytes: the wrong file?")
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What goes with every request.
+
+    Attributes:
+        token: whom this node acts for; without one, no ``clusterid`` is sent either, as Rust ztunnel does.
+        cluster_id: istiod looks for the node of an impersonated pod in this cluster only.
+        headers: more, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
+    """
+
+    token: Token
+    cluster_id: str = "Kubernetes"
+    headers: Metadata = ()
+
+    def metadata(self) -> Metadata:
+        """The metadata of one call.
+
+        Raises:
+            CredentialsError: the token cannot be had now.
+        """
+        token = self.token.read()
+        if token is None:
+            return self.headers
+        return (("authorization", f"Bearer {token}"), ("clusterid", self.cluster_id), *self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """What the control plane's certificate must lead to (``XDS_ROOT_CA``, ``CA_ROOT_CA``).
+
+    Attributes:
+        value: a path, ``SYSTEM`` for the host's store, or the certificates themselves in PEM.
+    """
+
+    value: str
+
+    @property
+    def kind(self) -> str:
+        """``File``, ``Default`` or ``Static``, as dumps show it."""
+        if self.value == "SYSTEM":
+            return "Default"
+        return "Static" if "-----BEGIN" in self.value else "File"
+
+    def read(self) -> bytes:
+        """The roots now, in PEM.
+
+        Raises:
+            CredentialsError: none: an empty store would refuse every server without saying why.
+        """
+        match self.kind:
+            case "Static":
+                data, place = self.value.encode(), "the inline root certificates"
+            case "File":
+                data, place = _content(Path(self.value), "root certificate"), f"root certificate file {self.value}"
+            case _:
+                bundle = _system_bundle()
+                data, place = _content(bundle, "root certificate"), f"the host's certificate store {bundle}"
+        if b"-----BEGIN CERTIFICATE-----" not in data:
+            raise CredentialsError(f"no certificate in {place}")
+        return data
+
+
+def _system_bundle() -> Path:
+    paths = [ssl.get_default_verify_paths().cafile, *_SYSTEM_BUNDLES]
+    for path in paths:
+        if path is not None and Path(path).exists():
+            return Path(path)
+    raise CredentialsError(f"this host has no certificate store (looked for {', '.join(_SYSTEM_BUNDLES)})")
