@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,28 @@ class PeerCertificate:
     def names(self) -> tuple[str, ...]:
         """The names an identity is looked up in: URI SANs, then DNS SANs, else the subject."""
         return (self.uri_sans + self.dns_sans) or (self.subject,)
+
+    @property
+    def identity(self) -> SpiffeId | None:
+        """The mesh identity: the first URI SAN that is one."""
+        return _identified(self.uri_sans)[0]
+
+    @property
+    def principal(self) -> str:
+        """The identity as Istio's policies spell it, ``td/ns/N/sa/S``; empty without one."""
+        return _identified(self.uri_sans)[1]
+
+
+# Policies ask for it several times per connection, and the same few peers come again and again.
+@lru_cache(maxsize=16384)
+def _identified(uri_sans: tuple[str, ...]) -> tuple[SpiffeId | None, str]:
+    for text in uri_sans:
+        try:
+            identity = SpiffeId.parse(text)
+        except ValueError:
+            continue
+        return identity, text.removeprefix("spiffe://")
+    return None, ""
 
 
 @dataclass(slots=True, kw_only=True)

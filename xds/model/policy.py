@@ -7,7 +7,7 @@ A policy that holds something no reader understands never gets here: its dialect
 resource must live on, replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model.address import IpNetwork
@@ -57,6 +57,31 @@ class Authenticated:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerPrincipal:
+    """The peer has a mesh identity; with ``match``, its ``td/ns/N/sa/S`` (no ``spiffe://``) matches."""
+
+    match: StringMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNamespace:
+    """The namespace of the peer's mesh identity matches; without an identity it is the empty string.
+
+    Without ``match``: the peer has an identity, and so a namespace.
+    """
+
+    match: StringMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServiceAccount:
+    """The peer's mesh identity is of this namespace and service account, whatever its trust domain."""
+
+    namespace: str
+    service_account: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceIp:
     """The peer's address is in ``network``; ``direct`` looks past a PROXY header at the socket's peer."""
 
@@ -102,6 +127,9 @@ Condition = (
     | AnyOf
     | Not
     | Authenticated
+    | PeerPrincipal
+    | PeerNamespace
+    | PeerServiceAccount
     | SourceIp
     | DestinationIp
     | DestinationPort
@@ -120,19 +148,29 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When ``condition`` holds, ``verdict``. ``name`` is what logs and denials print."""
+    """When ``condition`` holds, ``verdict``. ``name`` is what logs and denials print.
+
+    Attributes:
+        prepared: what the judge made of the condition, kept here so that it lives as long as the policy does.
+    """
 
     name: str
     verdict: Verdict
     condition: Condition
+    prepared: object = field(default=None, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Policies in order, first hit decides; a tier that does not decide ends in ``default``."""
+    """Policies in order, first hit decides; a tier that does not decide ends in ``default``.
+
+    Attributes:
+        prepared: see :class:`Policy`.
+    """
 
     policies: tuple[Policy, ...]
     default: Verdict = Verdict.PASS
+    prepared: object = field(default=None, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,11 @@ class AppProtocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApplicationTunnel:
-    """The application takes tunnels' contents itself: on ``port`` (0: the one asked for), perhaps behind a PROXY header."""
+    """The application takes tunnels' contents itself, perhaps behind a PROXY header.
+
+    Attributes:
+        port: where it listens for them; 0: the one asked for.
+    """
 
     protocol: AppProtocol
     port: int = 0
