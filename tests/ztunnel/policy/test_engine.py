@@ -10,7 +10,7 @@ from xds.model import policy as p
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.strings import StringMatch
-from ztunnel.policy.engine import Decision, holds, judge, judge_all, reads_port
+from ztunnel.policy.engine import Decision, compiled, holds, judge, judge_all, reads_port
 
 FRONT = "spiffe://cluster.local/ns/shop/sa/front"
 
@@ -27,6 +27,22 @@ def facts(peer: PeerCertificate | None = None, **more: object) -> ConnectionFact
 
 MESH = facts(PeerCertificate(uri_sans=(FRONT,), dns_sans=("front",), subject="CN=front"))
 PLAIN = facts()
+
+
+def peer(*uri_sans: str) -> PeerCertificate:
+    return PeerCertificate(uri_sans=uri_sans)
+
+
+STRANGER = facts(peer("https://example.net/front"))
+SECOND = facts(peer("https://example.net/front", FRONT, "spiffe://cluster.local/ns/shop/sa/back"))
+
+
+def principal(value: str, kind: str = "exact") -> p.PeerPrincipal:
+    return p.PeerPrincipal(StringMatch(kind, value))
+
+
+def namespace(value: str, kind: str = "exact") -> p.PeerNamespace:
+    return p.PeerNamespace(StringMatch(kind, value))
 
 
 def name(value: str, kind: str = "exact") -> p.Authenticated:
@@ -58,6 +74,30 @@ def net(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         (name("front"), MESH, True),  # a DNS name counts too
         (name("CN=front"), MESH, False),  # the subject only when there is no other name
         (name("CN=front"), facts(PeerCertificate(subject="CN=front")), True),
+        (principal("cluster.local/ns/shop/sa/front"), MESH, True),
+        (principal(FRONT), MESH, False),  # principals have no scheme
+        (principal("cluster.local/ns/shop/", "prefix"), MESH, True),
+        (principal("/sa/front", "suffix"), MESH, True),
+        (principal("", "suffix"), MESH, True),
+        (principal("", "suffix"), PLAIN, False),  # no identity, no principal
+        (p.PeerPrincipal(), MESH, True),
+        (p.PeerPrincipal(), PLAIN, False),
+        (p.PeerPrincipal(), STRANGER, False),
+        (principal("cluster.local/ns/shop/sa/front"), SECOND, True),  # the first URI SAN that is an identity
+        (namespace("shop"), MESH, True),
+        (namespace("other"), MESH, False),
+        (namespace("sh", "prefix"), MESH, True),
+        (namespace(""), PLAIN, True),  # no identity: the empty namespace
+        (namespace(""), STRANGER, True),
+        (namespace("", "prefix"), PLAIN, True),
+        (namespace(""), MESH, False),
+        (p.PeerNamespace(), MESH, True),
+        (p.PeerNamespace(), PLAIN, False),
+        (p.PeerServiceAccount("shop", "front"), MESH, True),
+        (p.PeerServiceAccount("shop", "front"), facts(peer("spiffe://other/ns/shop/sa/front")), True),
+        (p.PeerServiceAccount("shop", "back"), MESH, False),
+        (p.PeerServiceAccount("front", "shop"), MESH, False),
+        (p.PeerServiceAccount("shop", "front"), PLAIN, False),
         (p.SourceIp(net("10.0.0.0/24")), PLAIN, True),
         (p.SourceIp(net("10.0.0.0/24"), direct=True), PLAIN, False),
         (p.SourceIp(net("fd00::/8")), PLAIN, False),
@@ -72,6 +112,8 @@ def net(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 )
 def test_conditions(condition: p.Condition, connection: ConnectionFacts, verdict: bool) -> None:
     assert holds(condition, connection) is verdict
+    assert compiled(condition)(connection) is verdict
+    assert judge(allow(p.Never(), condition), connection).allowed is verdict
 
 
 def allow(*conditions: p.Condition) -> p.PolicyList:
@@ -124,8 +166,30 @@ def test_a_tier_that_passes_hands_on_and_a_default_does_not() -> None:
     assert judge(closed, PLAIN) == Decision(False, "")
 
 
+LEAVES: list[p.Condition] = [
+    p.Always(),
+    p.Never(),
+    p.Authenticated(),
+    name(FRONT),
+    name("front", "contains"),
+    p.PeerPrincipal(),
+    principal("cluster.local/ns/shop/sa/front"),
+    principal("front", "suffix"),
+    namespace("shop"),
+    namespace(""),
+    p.PeerServiceAccount("shop", "front"),
+    p.SourceIp(net("10.0.0.1")),
+    p.SourceIp(net("10.0.0.0/30")),
+    p.SourceIp(net("192.0.2.1"), direct=True),
+    p.DestinationIp(net("10.0.0.2")),
+    p.DestinationIp(net("fd00::2")),
+    p.DestinationPort(15008, 15009),
+    p.DestinationPort(1, 2),
+    p.DestinationPort(1, 20000),
+    p.ServerName(StringMatch("exact", "")),
+]
 conditions = st.recursive(
-    st.sampled_from([p.Always(), p.Never(), p.Authenticated(), p.DestinationPort(1, 2)]),
+    st.sampled_from(LEAVES),
     lambda inner: st.one_of(
         inner.map(p.Not),
         st.lists(inner, max_size=3).map(lambda each: p.AllOf(tuple(each))),
@@ -135,7 +199,51 @@ conditions = st.recursive(
 )
 
 
-@given(conditions, st.sampled_from([MESH, PLAIN]))
+CONNECTIONS = [
+    MESH,
+    PLAIN,
+    STRANGER,
+    SECOND,
+    facts(source=SocketAddress("10.0.0.3", 1), destination=SocketAddress("fd00::2", 1)),
+]
+
+
+@given(conditions, st.sampled_from(CONNECTIONS))
+def test_a_compiled_condition_says_what_the_reference_says(
+    condition: p.Condition, connection: ConnectionFacts
+) -> None:
+    assert compiled(condition)(connection) is holds(condition, connection)
+
+
+verdicts = st.sampled_from(p.Verdict)
+policies = st.builds(p.Policy, st.sampled_from("abcd"), verdicts, conditions)
+tiers = st.builds(p.Tier, st.lists(policies, max_size=6).map(tuple), verdicts)
+
+
+def reference(rules: p.PolicyList, connection: ConnectionFacts) -> Decision:
+    for tier in rules.tiers:
+        verdict, decided = tier.default, ""
+        for policy in tier.policies:
+            if holds(policy.condition, connection):
+                verdict, decided = policy.verdict, policy.name
+                break
+        if verdict is not p.Verdict.PASS:
+            return Decision(verdict is p.Verdict.ALLOW, decided)
+    return Decision(rules.end is p.Verdict.ALLOW)
+
+
+@given(
+    st.builds(p.PolicyList, st.lists(tiers, max_size=3).map(tuple), verdicts),
+    st.lists(st.sampled_from(CONNECTIONS), min_size=1, max_size=5),
+)
+def test_the_index_decides_as_trying_every_policy_in_order_does(
+    rules: p.PolicyList, connections: list[ConnectionFacts]
+) -> None:
+    for connection in connections:  # several, since the first makes what the others use
+        assert judge(rules, connection) == reference(rules, connection)
+
+
+@given(conditions, st.sampled_from(CONNECTIONS))
 def test_de_morgan(condition: p.Condition, connection: ConnectionFacts) -> None:
     assert holds(p.Not(condition), connection) is not holds(condition, connection)
     both = holds(p.Not(p.AllOf((condition, p.Authenticated()))), connection)
