@@ -46,6 +46,7 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/rbac.py",
     "ztunnel/intercept_description.py",
     "ztunnel/inpod/zds.py",
+    "ztunnel/inpod/backoff.py",
     "ztunnel/inpod/reconcile.py",
 )
 

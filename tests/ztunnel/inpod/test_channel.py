@@ -10,21 +10,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tests.ztunnel.inpod.agents import open_descriptors
 from ztunnel.inpod.channel import Channel, Listener, connect
 from ztunnel.inpod.zds import Unreadable
 
 Run = Callable[..., None]
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-
-
-def open_descriptors() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            pass  # the one of this listing
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,144 @@
+"""The pod manager with real listeners in real namespaces: nothing is left over, and a full node is up at once."""
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from tests.ztunnel.inpod.agents import INFO, Agent, open_descriptors
+from tproxy.aio.netns import Netns
+from tproxy.aio.sockets import listen
+from ztunnel.inpod.manager import PACKET_MARK, PodManager, check_privileges
+from ztunnel.inpod.pods import PodInfo, PodState, PodUid
+from ztunnel.inpod.zds import DeletePod, SnapshotSent
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+PORTS = (15008, 15006, 15001)
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Listening:
+    """The listeners of one pod."""
+
+    def __init__(self, netns: Netns) -> None:
+        with ExitStack() as stack:
+            self.sockets = [
+                stack.enter_context(listen("::", port, mark=PACKET_MARK, reuse_port=True, netns=netns))
+                for port in PORTS
+            ]
+            stack.pop_all()
+
+    async def stop(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        pass
+
+
+async def start(uid: PodUid, info: PodInfo, netns: Netns) -> Listening:
+    return Listening(netns)
+
+
+@pytest.fixture
+def spaces() -> Iterator[list[Netns]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Netns.create()) for _ in range(4)]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def ports_bound(netns: Netns) -> set[int]:
+    """Local ports of what listens (state 0A) in a namespace."""
+    with netns.entered():
+        lines = Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]
+    return {int(fields[1].rpartition(":")[2], 16) for fields in map(str.split, lines) if fields[3] == "0A"}
+
+
+def test_this_process_may_do_what_pods_need() -> None:
+    check_privileges()
+
+
+def test_ten_thousand_pods_come_and_go_and_leave_nothing(spaces: list[Netns]) -> None:
+    async def main() -> None:
+        async with Agent() as agent, PodManager(agent.path, start) as manager:
+            await agent.accept()
+            assert await agent.ask(SnapshotSent()) == ""
+
+            async def come_and_go(first: int, last: int) -> None:
+                for number in range(first, last):
+                    uid = f"uid-{number}"
+                    assert await agent.add(uid, spaces[number % len(spaces)]) == ""
+                    assert await agent.ask(DeletePod(PodUid(uid))) == ""
+
+            await come_and_go(0, 1_000)  # caches and the allocator have what they want to keep
+            gc.collect()
+            descriptors, tasks, memory = open_descriptors(), len(asyncio.all_tasks()), resident_bytes()
+            await come_and_go(1_000, 10_000)
+            while manager.proxies_stopped < 10_000:
+                await asyncio.sleep(0)
+            gc.collect()
+            assert open_descriptors() == descriptors
+            assert len(asyncio.all_tasks()) == tasks
+            assert resident_bytes() - memory < 4 << 20
+            assert manager.proxies_started == manager.proxies_stopped == 10_000
+            assert manager.states() == {}
+            assert [ports_bound(space) for space in spaces] == [set()] * len(spaces)
+
+    uvloop.run(main())
+
+
+def test_a_node_of_250_pods_is_served_within_five_seconds() -> None:
+    async def main() -> None:
+        with ExitStack() as stack:
+            spaces = [stack.enter_context(Netns.create()) for _ in range(250)]
+            async with Agent() as agent, PodManager(agent.path, start) as manager:
+                began = time.monotonic()
+                await agent.accept()
+                for number, space in enumerate(spaces):
+                    assert await agent.add(f"uid-{number}", space) == ""
+                assert await agent.ask(SnapshotSent()) == ""
+                took_s = time.monotonic() - began
+                assert manager.ready
+                assert {status.state for status in manager.states().values()} == {PodState.UP}
+                assert all(ports_bound(space) == set(PORTS) for space in spaces)
+                assert took_s < 5
+
+    uvloop.run(main())
+
+
+def test_the_same_pod_in_another_namespace_moves(spaces: list[Netns]) -> None:
+    async def main() -> None:
+        async with Agent() as agent, PodManager(agent.path, start) as manager:
+            await agent.snapshot("uid-a", netns=spaces[0])
+            assert await agent.add("uid-a", spaces[0]) == ""
+            assert manager.proxies_started == 1
+            assert await agent.add("uid-a", spaces[1]) == ""
+            while manager.proxies_stopped < 1:
+                await asyncio.sleep(0)
+            assert [ports_bound(space) for space in spaces[:2]] == [set(), set(PORTS)]
+            assert manager.states()["uid-a"].info == INFO
+
+    uvloop.run(main())
+
+
+def test_a_port_that_the_pod_uses_itself_keeps_only_that_pod_pending(spaces: list[Netns]) -> None:
+    async def main() -> None:
+        with listen("::", 15008, netns=spaces[0]):
+            async with Agent() as agent, PodManager(agent.path, start) as manager:
+                await agent.accept()
+                assert "[::]:15008" in await agent.add("uid-a", spaces[0])
+                assert await agent.add("uid-b", spaces[1]) == ""
+                states = {uid: status.state for uid, status in manager.states().items()}
+                assert states == {"uid-a": PodState.PENDING, "uid-b": PodState.UP}
+                assert ports_bound(spaces[0]) == {15008}
+
+    uvloop.run(main())
