@@ -20,6 +20,7 @@ IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 TCP = 6
 UDP = 17
+FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
 ALL_BITS = 0xFFFFFFFF
 
 
@@ -234,6 +235,11 @@ def host_u32(value: int) -> bytes:
     return value.to_bytes(4, _ORDER)
 
 
+def host_u16(value: int) -> bytes:
+    """A conntrack zone as the kernel keeps it in a register."""
+    return value.to_bytes(2, _ORDER)
+
+
 def interface_bytes(name: str) -> bytes:
     """An interface name as the kernel keeps it in a register."""
     return name.encode().ljust(16, b"\0")
@@ -290,6 +296,11 @@ def copy_ct_mark_to_mark() -> Phrase:
     return (Ct(CtKey.MARK, dreg=1), Meta(MetaKey.MARK, sreg=1))
 
 
+def set_ct_zone(zone: int) -> Phrase:
+    """``ct zone set``; only before connections are tracked, in raw chains."""
+    return (Immediate(host_u16(zone)), Ct(CtKey.ZONE, sreg=1))
+
+
 def family_is(family: Family) -> Phrase:
     """``meta nfproto ipv4|ipv6``; every address phrase of an inet table must stand behind it."""
     return (Meta(MetaKey.NFPROTO, dreg=1), Compare(bytes((family,))))
@@ -306,6 +317,16 @@ def destination_port(protocol: int, port: int, *, negate: bool = False) -> Phras
         *protocol_is(protocol),
         Payload(Base.TRANSPORT, 2, 2),
         Compare(port.to_bytes(2, "big"), _test(negate)),
+    )
+
+
+def opens_connection() -> Phrase:
+    """``tcp flags & (fin|syn|rst|ack) == syn``: the first packet of a connection and no other."""
+    return (
+        *protocol_is(TCP),
+        Payload(Base.TRANSPORT, 13, 1),
+        Bitwise(bytes((FIN | SYN | RST | ACK,)), bytes(1), length=1),
+        Compare(bytes((SYN,))),
     )
 
 

@@ -11,7 +11,11 @@ from ipaddress import ip_address
 from typing import Literal, assert_never
 
 from tproxy.expressions import (
+    ACK,
     ALL_BITS,
+    FIN,
+    RST,
+    SYN,
     Base,
     Bitwise,
     Compare,
@@ -35,6 +39,7 @@ from tproxy.expressions import (
     Tproxy,
     Verdict,
     VerdictCode,
+    host_u16,
     host_u32,
 )
 from tproxy.operations import (
@@ -66,7 +71,7 @@ from tproxy.operations import (
 )
 from tproxy.resources import Chain, HookPoint, IpRule, Namespace, Route, Set, SetKey, State, SysctlKey, Table
 
-_Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag"]
+_Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag", "flags"]
 _FAMILIES = {Family.INET: "inet", Family.IPV4: "ip", Family.IPV6: "ip6"}
 _PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp", 58: "ipv6-icmp"}
 _META: dict[int, tuple[str, _Kind]] = {
@@ -85,6 +90,7 @@ _ADDRESSES = {
     (24, 16): "ip6 daddr",
 }
 _PORTS = {0: "sport", 2: "dport"}
+_TCP_FLAGS = {"fin": FIN, "syn": SYN, "rst": RST, "ack": ACK}
 _PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
 # nft takes these names on one hook each.
 _NAT_PRIORITIES = {(HookPoint.PREROUTING, -100): "dstnat", (HookPoint.POSTROUTING, 100): "srcnat"}
@@ -133,6 +139,8 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
             case Payload(Base.TRANSPORT, offset, 2, register) if protocol is not None:
                 registers[register] = _Value(f"{protocol} {_PORTS[offset]}", "port")
+            case Payload(Base.TRANSPORT, 13, 1, register) if protocol == "tcp":
+                registers[register] = _Value("tcp flags", "flags")
             case Fib(3, 2, register):
                 registers[register] = _Value("fib daddr type", "type")
             case SocketLookup(0, register):
@@ -142,6 +150,8 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
             case Bitwise(mask, xor, 4, source, target):
                 value = registers[source]
                 registers[target] = replace(value, mask=_number(mask), xor=_number(xor))
+            case Bitwise(mask, b"\0", 1, source, target):
+                registers[target] = replace(registers[source], mask=mask[0])
             case Compare(data, op, register):
                 value = registers[register]
                 yield _comparison(value, data, op)
@@ -184,9 +194,14 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
 
 def _number(data: bytes) -> int:
     # Reading host order by means of its writer keeps the byte order in one place.
+    write = host_u16 if len(data) == 2 else host_u32
     return next(
-        value for value in (int.from_bytes(data, "little"), int.from_bytes(data, "big")) if host_u32(value) == data
+        value for value in (int.from_bytes(data, "little"), int.from_bytes(data, "big")) if write(value) == data
     )
+
+
+def _flags(bits: int) -> str:
+    return " | ".join(name for name, bit in _TCP_FLAGS.items() if bits & bit) or "0"
 
 
 def _comparison(value: _Value, data: bytes, op: int) -> str:
@@ -212,6 +227,8 @@ def _comparison(value: _Value, data: bytes, op: int) -> str:
             return f"{value.text} {sign}{'local' if _number(data) == 2 else str(_number(data))}"
         case "flag":
             return f"{value.text} {sign}{data[0]}"
+        case "flags":
+            return f"{value.text} & ({_flags(value.mask)}) {'!=' if negated else '=='} {_flags(data[0])}"
 
 
 def _assigned(value: _Value) -> str:

@@ -35,6 +35,8 @@ def test_node_in_host_namespace_reads_as_reviewed() -> None:
         (e.source_port(UDP, 53), "udp sport 53"),
         (e.redirect_to(15006), "redirect to :15006"),
         (e.tproxy_to(Family.IPV6, 15001), "tproxy ip6 to :15001"),
+        (e.opens_connection(), "tcp flags & (fin | syn | rst | ack) == syn"),
+        (e.set_ct_zone(1), "ct zone set 0x1"),
         (e.destination_in(Family.IPV6, "mesh_pods6"), "ip6 daddr @mesh_pods6"),
         (e.output_interface("lo", negate=True), 'oifname != "lo"'),
         ((e.Lookup("x", flags=1),), "[ Lookup(set_name='x', sreg=1, flags=1) ]"),

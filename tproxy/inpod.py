@@ -1,0 +1,247 @@
+"""What one pod needs so that its TCP and DNS pass through the proxy whose sockets are in the pod's own namespace.
+
+The proxy listens inside the pod; nftables in the pod redirects what the application sends to 15001 and what it is
+sent to 15006; tunnels come to 15008 and are left alone. Whatever carries the proxy's mark 0x539 is the proxy's own
+and never redirected.
+
+The proxy delivers with the client's source address. Such a packet loops through ``lo`` and enters PREROUTING with
+the proxy's mark, which is remembered on the connection; the application's reply gets 0x111 from there, and 0x111
+is routed to ``lo``, where the proxy's socket is, instead of out to the client.
+
+DNS over UDP that the proxy forwards is tracked in a zone of its own: the application's redirected query and the
+proxy's forwarded one may have equal tuples.
+
+A pod leaves in two steps. A deleted table takes its translations along and every redirected connection freezes;
+so ``draining`` first takes the redirects away and leaves the base chains, which keep translating what is open, and
+the marks, on which open connections to the application depend.
+
+Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that the change
+from one set to another is one transaction.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_network
+
+from tproxy.expressions import (
+    TCP,
+    UDP,
+    Family,
+    Phrase,
+    accept,
+    copy_ct_mark_to_mark,
+    ct_mark_is,
+    destination_is,
+    destination_port,
+    family_is,
+    family_of,
+    input_interface,
+    mark_is,
+    opens_connection,
+    output_interface,
+    protocol_is,
+    redirect_to,
+    return_,
+    set_ct_mark,
+    set_ct_zone,
+    source_is,
+    source_port,
+)
+from tproxy.resources import (
+    DSTNAT,
+    MANGLE,
+    RAW,
+    Chain,
+    ChainKind,
+    Hook,
+    HookPoint,
+    IpAddress,
+    IpRule,
+    Namespace,
+    NamespaceName,
+    Ownership,
+    Route,
+    Rule,
+    State,
+    Table,
+    Version,
+)
+
+POD = NamespaceName("pod")
+TABLE = "ztunnel_pod"
+OWNERSHIP = Ownership(tables=frozenset({TABLE}), memory_table="ztunnel_pod_sysctls")
+
+OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT, DNS_PORT = 15001, 15006, 15008, 15053
+PROXY_MARK, RETURN_MARK, MASK = 0x539, 0x111, 0xFFF
+RETURN_TABLE, RETURN_PRIORITY = 100, 32764
+PROBE_SOURCES: tuple[IpAddress, ...] = (
+    IPv4Address("169.254.7.127"),
+    IPv6Address("fd16:9254:7127:1337:ffff:ffff:ffff:ffff"),
+)
+
+_DNS = 53
+_DNS_ZONE = 1
+_LOOPBACK: dict[Version, IpAddress] = {4: IPv4Address("127.0.0.1"), 6: IPv6Address("::1")}
+_EVERYTHING = {4: ip_network("0.0.0.0/0"), 6: ip_network("::/0")}
+_FAMILIES: dict[Version, Family] = {4: Family.IPV4, 6: Family.IPV6}
+_NOT_THE_PROXY = mark_is(PROXY_MARK, MASK, negate=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """What is captured in one pod.
+
+    Attributes:
+        versions: without 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1: nothing can be redirected there.
+        dns: port 53, UDP and TCP.
+        inbound: plaintext to the pod; without it tunnels still arrive ("ingress mode").
+        virtual_interfaces: what comes from them, of a virtual machine say, counts as sent by the pod.
+        new_connections_only: connections that are open at enrolment bypass the proxy until they end; otherwise
+            they break, for connection tracking takes their next packet for the first one.
+        probe_sources: the node's addresses for kubelet probes, one per version; what has them is not captured.
+        draining: on the way out, see the module.
+    """
+
+    versions: tuple[Version, ...] = (4, 6)
+    dns: bool = True
+    inbound: bool = True
+    virtual_interfaces: tuple[str, ...] = ()
+    new_connections_only: bool = False
+    probe_sources: tuple[IpAddress, ...] = PROBE_SOURCES
+    draining: bool = False
+
+
+def pod(wanted: Capture) -> State:
+    """All resources of one pod, in the namespace ``POD``."""
+    rules = {
+        IpRule(version=version, priority=RETURN_PRIORITY, mark=RETURN_MARK, mask=MASK, table=RETURN_TABLE)
+        for version in wanted.versions
+    }
+    routes = {
+        Route(table=RETURN_TABLE, destination=_EVERYTHING[version], device="lo", local=True)
+        for version in wanted.versions
+    }
+    return State(
+        {POD: Namespace(tables=(_table(wanted),), rules=frozenset(rules), routes=frozenset(routes))},
+    )
+
+
+def _table(wanted: Capture) -> Table:
+    from_proxy = Rule(
+        (*mark_is(PROXY_MARK, MASK), *set_ct_mark(RETURN_MARK, MASK)), "from the proxy to the application"
+    )
+    reply = Rule((*ct_mark_is(RETURN_MARK, MASK), *copy_ct_mark_to_mark()), "its reply")
+    chains = [
+        _base("mangle_prerouting", [from_proxy], "filter", HookPoint.PREROUTING, MANGLE),
+        # Type route: a filter chain would set the mark too late for the packet to be routed by it.
+        _base("mangle_output", [reply], "route", HookPoint.OUTPUT, MANGLE),
+        _base("nat_prerouting", _received(wanted), "nat", HookPoint.PREROUTING, DSTNAT),
+        _base("nat_output", _sent(wanted), "nat", HookPoint.OUTPUT, DSTNAT),
+    ]
+    if wanted.dns and not wanted.draining:
+        zone = set_ct_zone(_DNS_ZONE)
+        query = Rule(
+            (*destination_port(UDP, _DNS), *mark_is(PROXY_MARK, MASK), *zone), "query that the proxy forwards"
+        )
+        answer = Rule((*source_port(UDP, _DNS), *_NOT_THE_PROXY, *zone), "its answer")
+        chains += [
+            _base("raw_prerouting", [answer], "filter", HookPoint.PREROUTING, RAW),
+            _base("raw_output", [query], "filter", HookPoint.OUTPUT, RAW),
+        ]
+    return Table(TABLE, Family.INET, chains=tuple(chains))
+
+
+def _base(name: str, rules: Iterable[Rule], kind: ChainKind, point: HookPoint, priority: int) -> Chain:
+    return Chain(name, tuple(rules), Hook(kind=kind, point=point, priority=priority))
+
+
+def _received(wanted: Capture) -> list[Rule]:
+    if wanted.draining:
+        return []
+    first = _first(wanted)
+    rules = []
+    for device in wanted.virtual_interfaces:
+        behind = input_interface(device)
+        rules += [
+            Rule((*behind, *protocol_is(TCP), *first, *redirect_to(OUTBOUND_PORT)), "sent from behind the pod"),
+            Rule((*behind, *return_()), "nothing else from there"),
+        ]
+    if wanted.inbound:
+        rules += [Rule((*source_is(probe), *protocol_is(TCP), *accept()), "probe") for probe in _probes(wanted)]
+        rules += [
+            Rule(
+                (
+                    *destination_is(_LOOPBACK[version], negate=True),
+                    *destination_port(TCP, TUNNEL_PORT, negate=True),
+                    *_NOT_THE_PROXY,
+                    *first,
+                    *redirect_to(INBOUND_PLAINTEXT_PORT),
+                ),
+                "plaintext to the pod",
+            )
+            for version in wanted.versions
+        ]
+    return rules
+
+
+def _sent(wanted: Capture) -> list[Rule]:
+    if wanted.draining:
+        return []
+    first = _first(wanted)
+    # To the pod's own loopback nothing is redirected, whatever else a rule is about.
+    elsewhere = {version: destination_is(_LOOPBACK[version], negate=True) for version in wanted.versions}
+    rules = [
+        Rule((*destination_is(probe), *protocol_is(TCP), *accept()), "reply to a probe")
+        for probe in _probes(wanted)
+    ]
+    if wanted.dns:
+        rules += [
+            Rule(
+                (
+                    *family_is(_FAMILIES[version]),
+                    *output_interface("lo", negate=True),
+                    *_NOT_THE_PROXY,
+                    *destination_port(UDP, _DNS),
+                    *redirect_to(DNS_PORT),
+                ),
+                "DNS",
+            )
+            for version in wanted.versions
+        ]
+        rules += [
+            Rule(
+                (
+                    *elsewhere[version],
+                    *destination_port(TCP, _DNS),
+                    *_NOT_THE_PROXY,
+                    *first,
+                    *redirect_to(DNS_PORT),
+                ),
+                "DNS over TCP",
+            )
+            for version in wanted.versions
+        ]
+    rules.append(
+        Rule((*protocol_is(TCP), *mark_is(RETURN_MARK, MASK), *accept()), "reply to a spoofed connection")
+    )
+    rules += [
+        Rule((*output_interface("lo"), *elsewhere[version], *accept()), "to the pod's own addresses")
+        for version in wanted.versions
+    ]
+    rules += [
+        Rule(
+            (*elsewhere[version], *protocol_is(TCP), *_NOT_THE_PROXY, *first, *redirect_to(OUTBOUND_PORT)),
+            "sent by the pod",
+        )
+        for version in wanted.versions
+    ]
+    return rules
+
+
+def _first(wanted: Capture) -> Phrase:
+    return opens_connection() if wanted.new_connections_only else ()
+
+
+def _probes(wanted: Capture) -> list[IpAddress]:
+    families = {_FAMILIES[version] for version in wanted.versions}
+    return [probe for probe in wanted.probe_sources if family_of(probe) in families]
