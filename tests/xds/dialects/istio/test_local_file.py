@@ -1,0 +1,245 @@
+"""The local file: the whole example by value, and every fault with its place."""
+
+import ipaddress
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.dialects.istio.local_file import LocalMesh, parse_local_file
+from xds.errors import ConfigError
+from xds.model.authorization import Action, PolicyScope
+from xds.model.policy import (
+    AllOf,
+    AnyOf,
+    DestinationPort,
+    Not,
+    PeerPrincipal,
+    PeerServiceAccount,
+    SourceIp,
+)
+from xds.model.service import (
+    BalancerMode,
+    CidrAddress,
+    HealthPolicy,
+    IpFamilies,
+    LoadBalancing,
+    Scope,
+    WeightedWaypoint,
+)
+from xds.model.strings import StringMatch
+from xds.model.workload import (
+    ApplicationTunnel,
+    AppProtocol,
+    GatewayAddress,
+    Locality,
+    NamespacedHostname,
+    NetworkAddress,
+    Protocol,
+)
+
+EXAMPLE = Path(__file__).parents[3] / "data/local_mesh.yaml"
+
+
+def refused(text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_local_file(text)
+    return str(error.value)
+
+
+def test_the_example_as_workloads() -> None:
+    cart, waypoint, remote, external = parse_local_file(EXAMPLE.read_text()).workloads
+    assert cart.addresses == ("10.20.0.11", "fd00::11")
+    assert (cart.protocol, cart.service_account, cart.cluster_id) == (Protocol.HBONE, "cart", "kube-a")
+    assert cart.locality == Locality("eu", "eu-1", "")
+    assert cart.waypoint == GatewayAddress(NamespacedHostname("shop", "wp.shop.svc.cluster.local"), 15008)
+    assert cart.services == {"shop/cart.shop.svc.cluster.local": {80: 8080}}
+    assert cart.authorization_policies == ("shop/only-front",)
+    assert waypoint.application_tunnel == ApplicationTunnel(AppProtocol.PROXY, 15088)
+    assert remote.network_gateway == GatewayAddress(NetworkAddress("net-b", "192.0.2.10"), 15009)
+    assert (remote.trust_domain, remote.service_account) == ("cluster.local", "default")  # as on the wire
+    assert (external.hostname, external.addresses) == ("api.example.net", ())
+
+
+def test_the_example_as_policies() -> None:
+    front, strict = parse_local_file(EXAMPLE.read_text()).policies
+    assert (front.scope, front.action, front.dry_run) == (PolicyScope.WORKLOAD_SELECTOR, Action.ALLOW, False)
+    assert front.condition == AllOf(
+        (
+            AnyOf(
+                (
+                    AllOf(
+                        (
+                            AnyOf(
+                                (
+                                    PeerPrincipal(StringMatch("exact", "cluster.local/ns/shop/sa/front")),
+                                    PeerPrincipal(StringMatch("suffix", "/sa/ops")),
+                                )
+                            ),
+                            Not(SourceIp(ipaddress.ip_network("10.99.0.0/16"))),
+                        )
+                    ),
+                    PeerServiceAccount("shop", "batch"),
+                )
+            ),
+            DestinationPort(8080, 8081),
+        )
+    )
+    assert strict.condition == Not(PeerPrincipal())
+    assert strict.dry_run
+
+
+def test_the_example_as_services() -> None:
+    cart, waypoint, external = parse_local_file(EXAMPLE.read_text()).services
+    assert cart.vips == (NetworkAddress("", "10.30.0.1"), NetworkAddress("net-b", "10.30.0.1"))
+    assert (cart.ports, cart.canonical, cart.ip_families) == ({80: 8080}, True, IpFamilies.IPV4)
+    assert cart.load_balancing == LoadBalancing(
+        (Scope.NETWORK, Scope.REGION, Scope.ZONE), BalancerMode.FAILOVER, HealthPolicy.ONLY_HEALTHY
+    )
+    assert waypoint.ports == {15008: 15008}
+    assert external.cidr_vips == (CidrAddress("", ipaddress.ip_network("198.51.100.0/24")),)
+    assert external.weighted_waypoints == (
+        WeightedWaypoint(GatewayAddress(NetworkAddress("", "10.30.0.2"), 15008), 90),
+    )
+
+
+def test_an_empty_file_is_an_empty_mesh() -> None:
+    assert parse_local_file("") == LocalMesh()
+    assert parse_local_file("{}") == LocalMesh()
+    assert parse_local_file("workloads:\npolicies:\n") == LocalMesh()
+
+
+WORKLOAD = "workloads: [{uid: u, namespace: n, workloadIps: [], services: {}, %s}]"
+SERVICE = "services: [{name: s, namespace: n, hostname: h, vips: [], ports: {}, %s}]"
+POLICY = "policies: [{name: p, namespace: n, scope: Global, action: Deny, dryRun: false, rules: %s}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("[]", "the file must be a mapping with workloads, policies and services"),
+        ("stray: 1", "stray: unknown key"),
+        ("workloads: {}", "workloads: must be a list"),
+        ("workloads: [7]", "workloads[0]: must be a mapping"),
+        (WORKLOAD % "stray: 1", "workloads[0].stray: unknown key"),
+        (WORKLOAD % "protocol: SSL", "workloads[0].protocol: 'SSL' is none of TCP, HBONE"),
+        (WORKLOAD % "networkMode: [1]", "workloads[0].networkMode: [1] is none of Standard, HostNetwork"),
+        (WORKLOAD % "status: healthy", "workloads[0].status: 'healthy' is none of Healthy, Unhealthy"),
+        (WORKLOAD % "node: 7", "workloads[0].node: 7 is no string"),
+        (WORKLOAD % "capacity: -1", "workloads[0].capacity: -1 is no number from 0 to 4294967295"),
+        (WORKLOAD % "capacity: true", "workloads[0].capacity: True is no number from 0 to 4294967295"),
+        (WORKLOAD % "nativeTunnel: 1", "workloads[0].nativeTunnel: 1 is neither true nor false"),
+        (WORKLOAD % "workloadType: x", "workloads[0].workloadType: 'x' is none of deployment, cronjob, pod, job"),
+        (WORKLOAD % "locality: {region: r, zone: z}", "workloads[0].locality.subzone: is required"),
+        (
+            WORKLOAD % "waypoint: {destination: x, hboneMtlsPort: 1}",
+            "workloads[0].waypoint.destination: 'x' is neither network/address nor namespace/hostname",
+        ),
+        (
+            WORKLOAD % "applicationTunnel: {protocol: PROXY, port: 70000}",
+            "applicationTunnel.port: 70000 is no port",
+        ),
+        (SERVICE % "visibility: None", "services[0].visibility: 'None' is none of Public, Namespace"),
+        (SERVICE % "cidrVips: [{cidr: x}]", "services[0].cidrVips[0].cidr: 'x' is no block of addresses"),
+        (
+            SERVICE % "weightedWaypoints: [{weight: 1}]",
+            "services[0].weightedWaypoints[0].destination: is required",
+        ),
+        (SERVICE % "loadBalancer: {mode: x}", "services[0].loadBalancer.mode: 'x' is none of Standard"),
+        (
+            SERVICE % "loadBalancer: {routingPreferences: [Zone, x]}",
+            "services[0].loadBalancer.routingPreferences[1]: 'x' is none of Region",
+        ),
+        (
+            SERVICE % "endpoints: {u: {workloadUid: u, port: {}}}",
+            "services[0].endpoints.u: no such workload in this file",
+        ),
+        ("services: [{name: s, namespace: n, hostname: h, ports: {}}]", "services[0].vips: is required"),
+        (
+            "services: [{name: s, namespace: n, hostname: h, vips: [10.0.0.1], ports: {a: 1}}]",
+            "services[0].vips[0]: '10.0.0.1' is not network/address; services[0].ports: 'a' is no port",
+        ),
+        (
+            "services: [{name: s, namespace: n, hostname: a/b, vips: [], ports: {}}]",
+            "services[0]: failed to parse namespaced hostname: n/a/b",
+        ),
+        (
+            "workloads: [{}]",
+            "workloads[0].namespace: is required; workloads[0].workloadIps: is required; "
+            "workloads[0].services: is required; workloads[0].uid: is required",
+        ),
+        (
+            "workloads: [{uid: u, namespace: n, workloadIps: [x], services: {s: {}}}]",
+            "workloads[0].workloadIps[0]: 'x' is no IP address; "
+            "workloads[0].services.s: failed to parse namespaced hostname: s",
+        ),
+        (
+            "policies: [{name: p, namespace: n, scope: Global, action: Log, dryRun: no, rules: []}]",
+            "[0].action: 'Log'",
+        ),
+        (POLICY % "[[[{stray: []}]]]", "policies[0].rules[0][0][0].stray: unknown key"),
+        (POLICY % "[[{}]]", "policies[0].rules[0][0]: must be a list"),
+        (
+            POLICY % '[[[{principals: ["x"]}]]]',
+            "principals[0]: a string match is !Exact, !Prefix, !Suffix or !Presence",
+        ),
+        (POLICY % '[[[{principals: [!Regex "x"]}]]]', "could not determine a constructor for the tag '!Regex'"),
+        (POLICY % '[[[{principals: [!Exact ["x"]]}]]]', "!Exact needs a string"),
+        (POLICY % '[[[{notPrincipals: [!Exact "spiffe://x"]}]]]', "notPrincipals[0]: never matches: principals"),
+        (POLICY % "[[[{sourceIps: [10.0.0.0/33]}]]]", "sourceIps[0]: '10.0.0.0/33' is no block of addresses"),
+        (POLICY % "[[[{destinationPorts: [65536]}]]]", "destinationPorts[0]: 65536 is no port"),
+        (POLICY % "[[[{serviceAccounts: [{namespace: n}]}]]]", "serviceAccounts[0].serviceAccount: is required"),
+        ("workloads: []\nworkloads: []", "'workloads' is there twice"),
+        ("a: [", "not valid YAML"),
+        ("a: 2026-99-99", "not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_faults_have_their_place(text: str, faults: str) -> None:
+    assert faults in refused(text)
+
+
+def test_all_faults_are_told_together() -> None:
+    text = "services: [{name: s, namespace: n, hostname: h, vips: [], ports: {}, a: 1}]\nb: 2\nworkloads: 3"
+    assert refused(text) == "workloads: must be a list; services[0].a: unknown key; b: unknown key"
+
+
+def test_names_are_unique() -> None:
+    twice = "{uid: u, namespace: n, workloadIps: [], services: {}}"
+    assert refused(f"workloads: [{twice}, {twice}]") == "workloads[1]: u is workloads[0] already"
+
+
+def test_a_service_may_name_its_endpoints() -> None:
+    text = (
+        (WORKLOAD % "").replace(", }", "}") + "\n" + SERVICE % "endpoints: {u: {workloadUid: u, port: {80: 8080}}}"
+    )
+    (workload,) = parse_local_file(text).workloads
+    assert workload.services == {"n/h": {80: 8080}}
+    assert "status: Unhealthy but the workload is Healthy" in refused(
+        text.replace("port: {80: 8080}", "port: {}, status: Unhealthy")
+    )
+
+
+def test_json_is_yaml() -> None:
+    rules = [[[{"principals": [{"Exact": "a"}, {"Presence": []}], "destinationPorts": [80]}]]]
+    policy = {
+        "name": "p",
+        "namespace": "n",
+        "scope": "Namespace",
+        "action": "Allow",
+        "dryRun": False,
+        "rules": rules,
+    }
+    workload = {"uid": "u", "namespace": "n", "workloadIps": [], "services": {"n/h": {"80": 8080}}}
+    mesh = parse_local_file(json.dumps({"policies": [policy], "workloads": [workload]}))
+    assert mesh.workloads[0].services == {"n/h": {80: 8080}}
+    assert json.loads(json.dumps(mesh.policies[0].rules)) == rules
+
+
+@given(st.text(alphabet="{}[]:,!&*-\n ab\"'1.", max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        parse_local_file(text)
+    except ConfigError:
+        pass

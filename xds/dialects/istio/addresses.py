@@ -1,0 +1,247 @@
+"""``istio.workload.Address``: a workload or a service, or why it is refused.
+
+Enum numbers this proxy does not know refuse the resource, since half a description may send traffic in plain text
+that was to be encrypted; fields it does not know are passed over, as istiod expects of older proxies. Refusals of
+one resource say nothing of another.
+"""
+
+from collections.abc import Iterable, Mapping
+from sys import intern
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from xds.dialects.istio.reading import (
+    host_of,
+    network_of,
+    port,
+    shared_gateway,
+    shared_locality,
+    shared_policies,
+    shared_ports,
+    shared_services,
+)
+from xds.errors import ConfigError
+from xds.model.service import (
+    BalancerMode,
+    CidrAddress,
+    HealthPolicy,
+    IpFamilies,
+    LoadBalancing,
+    Scope,
+    Service,
+    Visibility,
+    WeightedWaypoint,
+)
+from xds.model.workload import (
+    ApplicationTunnel,
+    AppProtocol,
+    GatewayAddress,
+    Health,
+    Locality,
+    NamespacedHostname,
+    NetworkAddress,
+    NetworkMode,
+    Protocol,
+    ServiceKey,
+    Workload,
+    WorkloadUid,
+)
+from xds.proto.istio.workload import workload_pb2 as wds
+
+Number = TypeVar("Number", bound=int)
+Named = TypeVar("Named")
+
+_PROTOCOLS = {wds.NONE: Protocol.TCP, wds.HBONE: Protocol.HBONE}
+_NETWORK_MODES = {wds.STANDARD: NetworkMode.STANDARD, wds.HOST_NETWORK: NetworkMode.HOST_NETWORK}
+_HEALTH = {wds.HEALTHY: Health.HEALTHY, wds.UNHEALTHY: Health.UNHEALTHY}
+_WORKLOAD_TYPES = {wds.DEPLOYMENT: "deployment", wds.CRONJOB: "cronjob", wds.POD: "pod", wds.JOB: "job"}
+_APP_PROTOCOLS = {
+    wds.ApplicationTunnel.NONE: AppProtocol.NONE,
+    wds.ApplicationTunnel.PROXY: AppProtocol.PROXY,
+}
+_SCOPES = {
+    wds.LoadBalancing.REGION: Scope.REGION,
+    wds.LoadBalancing.ZONE: Scope.ZONE,
+    wds.LoadBalancing.SUBZONE: Scope.SUBZONE,
+    wds.LoadBalancing.NODE: Scope.NODE,
+    wds.LoadBalancing.CLUSTER: Scope.CLUSTER,
+    wds.LoadBalancing.NETWORK: Scope.NETWORK,
+}
+_MODES = {
+    wds.LoadBalancing.UNSPECIFIED_MODE: BalancerMode.STANDARD,
+    wds.LoadBalancing.STRICT: BalancerMode.STRICT,
+    wds.LoadBalancing.FAILOVER: BalancerMode.FAILOVER,
+    wds.LoadBalancing.PASSTHROUGH: BalancerMode.PASSTHROUGH,
+}
+_HEALTH_POLICIES = {
+    wds.LoadBalancing.ONLY_HEALTHY: HealthPolicy.ONLY_HEALTHY,
+    wds.LoadBalancing.ALLOW_ALL: HealthPolicy.ALLOW_ALL,
+}
+_IP_FAMILIES = {
+    wds.AUTOMATIC: None,
+    wds.IPV4_ONLY: IpFamilies.IPV4,
+    wds.IPV6_ONLY: IpFamilies.IPV6,
+    wds.DUAL: IpFamilies.DUAL,
+}
+_NOWHERE = Locality()
+_NO_SERVICES: Mapping[ServiceKey, Mapping[int, int]] = {}
+
+
+def compile_address(data: bytes) -> Workload | Service:
+    """Compile one packed ``Address``.
+
+    Raises:
+        ConfigError: with the reason that the NACK prints.
+    """
+    try:
+        message = wds.Address.FromString(data)
+    except DecodeError as error:
+        raise ConfigError(f"decode: failed to decode Protobuf message: {error}") from None
+    match message.WhichOneof("type"):
+        case "workload":
+            return compile_workload(message.workload)
+        case "service":
+            return compile_service(message.service)
+        case _:
+            raise ConfigError("unknown address type")
+
+
+def compile_workload(message: wds.Workload) -> Workload:
+    """One workload.
+
+    Raises:
+        ConfigError: see :func:`compile_address`.
+    """
+    if not message.uid:
+        raise ConfigError("a workload needs a uid")
+    if message.tunnel_protocol == wds.LEGACY_ISTIO_MTLS:
+        raise ConfigError("unsupported tunnel protocol LEGACY_ISTIO_MTLS", "tunnel_protocol")
+    capacity = message.capacity.value if message.HasField("capacity") else 1
+    locality = message.locality
+    return Workload(
+        uid=WorkloadUid(message.uid),
+        namespace=intern(message.namespace),
+        name=message.name,
+        addresses=tuple([host_of(address) for address in message.addresses]),
+        hostname=message.hostname,
+        network=intern(message.network),
+        protocol=_named(_PROTOCOLS, message.tunnel_protocol, "tunnel_protocol"),
+        network_mode=_named(_NETWORK_MODES, message.network_mode, "network_mode"),
+        trust_domain=intern(message.trust_domain or "cluster.local"),
+        service_account=intern(message.service_account or "default"),
+        waypoint=_gateway(message.waypoint) if message.HasField("waypoint") else None,
+        network_gateway=_gateway(message.network_gateway) if message.HasField("network_gateway") else None,
+        node=intern(message.node),
+        canonical_name=intern(message.canonical_name),
+        canonical_revision=intern(message.canonical_revision),
+        workload_type=_named(_WORKLOAD_TYPES, message.workload_type, "workload_type"),
+        workload_name=intern(message.workload_name),
+        native_tunnel=message.native_tunnel,
+        application_tunnel=(
+            _application_tunnel(message.application_tunnel) if message.HasField("application_tunnel") else None
+        ),
+        services=_services(message),
+        authorization_policies=shared_policies(tuple(message.authorization_policies)),
+        status=_named(_HEALTH, message.status, "status"),
+        cluster_id=intern(message.cluster_id or "Kubernetes"),
+        locality=(
+            shared_locality(locality.region, locality.zone, locality.subzone)
+            if message.HasField("locality")
+            else _NOWHERE
+        ),
+        capacity=capacity,
+    )
+
+
+def compile_service(message: wds.Service) -> Service:
+    """One service.
+
+    Raises:
+        ConfigError: see :func:`compile_address`.
+    """
+    if not message.namespace or not message.hostname or "/" in message.namespace + message.hostname:
+        raise ConfigError(f"failed to parse namespaced hostname: {message.namespace}/{message.hostname}")
+    vips: list[NetworkAddress] = []
+    blocks: list[CidrAddress] = []
+    for address in message.addresses:
+        # A length that is the whole address says no more than no length.
+        if address.HasField("length") and address.length != len(address.address) * 8:
+            blocks.append(CidrAddress(intern(address.network), network_of(address.address, address.length)))
+        else:
+            vips.append(_network_address(address))
+    return Service(
+        name=message.name,
+        namespace=intern(message.namespace),
+        hostname=intern(message.hostname),
+        vips=tuple(vips),
+        cidr_vips=tuple(blocks),
+        ports=shared_ports(_ports(message.ports)),
+        subject_alt_names=tuple(message.subject_alt_names),
+        waypoint=_gateway(message.waypoint) if message.HasField("waypoint") else None,
+        weighted_waypoints=tuple(
+            WeightedWaypoint(_gateway(weighted.destination), weighted.weight)
+            for weighted in message.weighted_waypoints
+        ),
+        load_balancing=_load_balancing(message.load_balancing) if message.HasField("load_balancing") else None,
+        ip_families=_named(_IP_FAMILIES, message.ip_families, "ip_families"),
+        canonical=message.canonical,
+        # Unlike with other enums an unknown value is no refusal but the default, as Rust ztunnel has it: who may
+        # know of a service is no access control.
+        visibility=(Visibility.NAMESPACE if message.visibility == wds.Service.NAMESPACE else Visibility.PUBLIC),
+    )
+
+
+def _named(names: Mapping[Number, Named], number: Number, field: str) -> Named:
+    try:
+        return names[number]
+    except KeyError:
+        raise ConfigError(f"unknown enumeration value {number}", field) from None
+
+
+def _network_address(message: wds.NetworkAddress) -> NetworkAddress:
+    return NetworkAddress(intern(message.network), host_of(message.address))
+
+
+def _gateway(message: wds.GatewayAddress) -> GatewayAddress:
+    destination: NetworkAddress | NamespacedHostname
+    match message.WhichOneof("destination"):
+        case "hostname":
+            destination = NamespacedHostname(message.hostname.namespace, message.hostname.hostname)
+        case "address":
+            destination = _network_address(message.address)
+        case _:
+            raise ConfigError("nonempty gateway address is missing address")
+    return shared_gateway(destination, port(message.hbone_mtls_port, "hbone_mtls_port"))
+
+
+def _application_tunnel(message: wds.ApplicationTunnel) -> ApplicationTunnel:
+    protocol = _named(_APP_PROTOCOLS, message.protocol, "application_tunnel.protocol")
+    return ApplicationTunnel(protocol, port(message.port, "application_tunnel.port"))
+
+
+def _services(message: wds.Workload) -> Mapping[ServiceKey, Mapping[int, int]]:
+    services = message.services
+    if not services:
+        return _NO_SERVICES
+    return shared_services(tuple([(key, _ports(services[key].ports)) for key in services]))
+
+
+def _ports(messages: Iterable[wds.Port]) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        [
+            (port(message.service_port, "service_port"), port(message.target_port, "target_port"))
+            for message in messages
+        ]
+    )
+
+
+def _load_balancing(message: wds.LoadBalancing) -> LoadBalancing:
+    return LoadBalancing(
+        preferences=tuple(
+            _named(_SCOPES, scope, f"load_balancing.routing_preference[{index}]")
+            for index, scope in enumerate(message.routing_preference)
+        ),
+        mode=_named(_MODES, message.mode, "load_balancing.mode"),
+        health=_named(_HEALTH_POLICIES, message.health_policy, "load_balancing.health_policy"),
+    )

@@ -1,0 +1,116 @@
+"""What all readers of this dialect share: addresses in bytes, and values that repeat kept once.
+
+A mesh of 200,000 workloads says the same few namespaces, accounts, localities and port maps over and over. Equal
+ones become one object here, which is what keeps a workload at a few hundred bytes (``bench/scale_istio.py``).
+"""
+
+import ipaddress
+from functools import lru_cache
+from sys import intern
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from xds.errors import ConfigError
+from xds.model.address import IpNetwork, canonical
+from xds.model.workload import (
+    GatewayAddress,
+    Locality,
+    NamespacedHostname,
+    NetworkAddress,
+    PolicyKey,
+    ServiceKey,
+)
+
+#: Entries of each cache of shared values. More distinct values than that are merely not shared; a guess.
+_SHARED = 65536
+
+
+def unknown_field(message: Message) -> int | None:
+    """The number of the first field of a message that our protobuf does not name."""
+    unknown = UnknownFieldSet(message)
+    return unknown[0].field_number if len(unknown) else None
+
+
+def host_of(data: bytes) -> str:
+    """The canonical text of an address.
+
+    Raises:
+        ConfigError: neither 4 nor 16 bytes.
+    """
+    if len(data) == 4:
+        return "%d.%d.%d.%d" % tuple(data)  # noqa: UP031 - half the time of every other spelling
+    if len(data) == 16:
+        return canonical(ipaddress.IPv6Address(data))
+    raise ConfigError(f"failed to parse address, had {len(data)} bytes")
+
+
+def network_of(data: bytes, length: int) -> IpNetwork:
+    """A block of addresses; bits past the prefix are dropped, an IPv4-mapped block is one of IPv4.
+
+    Raises:
+        ConfigError: no address, or a prefix that is longer than it.
+    """
+    if len(data) not in (4, 16):
+        raise ConfigError(f"failed to parse address, had {len(data)} bytes")
+    address = ipaddress.ip_address(data)
+    if length > address.max_prefixlen:
+        raise ConfigError(f"prefix length {length} is more than the {address.max_prefixlen} bits of {address}")
+    if address.version == 6 and address.ipv4_mapped is not None and length >= 96:
+        return ipaddress.ip_network((address.ipv4_mapped, length - 96), strict=False)
+    return ipaddress.ip_network((address, length), strict=False)
+
+
+def service_key(text: str) -> ServiceKey:
+    """Read ``namespace/hostname``.
+
+    Raises:
+        ConfigError: not exactly these two.
+    """
+    namespace, slash, hostname = text.partition("/")
+    if not slash or not namespace or not hostname or "/" in hostname:
+        raise ConfigError(f"failed to parse namespaced hostname: {text}")
+    return ServiceKey(intern(text))
+
+
+def port(number: int, what: str) -> int:
+    """Check a port.
+
+    Raises:
+        ConfigError: above 65535; 0 has a meaning in many places.
+    """
+    if not 0 <= number < 65536:
+        raise ConfigError(f"{what} {number} is no port".lstrip())
+    return number
+
+
+@lru_cache(maxsize=_SHARED)
+def shared_locality(region: str, zone: str, subzone: str) -> Locality:
+    """A locality, once."""
+    return Locality(intern(region), intern(zone), intern(subzone))
+
+
+@lru_cache(maxsize=_SHARED)
+def shared_gateway(destination: NetworkAddress | NamespacedHostname, hbone_mtls_port: int) -> GatewayAddress:
+    """A gateway's address, once."""
+    return GatewayAddress(destination, hbone_mtls_port)
+
+
+@lru_cache(maxsize=_SHARED)
+def shared_ports(ports: tuple[tuple[int, int], ...]) -> dict[int, int]:
+    """A map of ports, once; nobody changes it."""
+    return dict(ports)
+
+
+@lru_cache(maxsize=_SHARED)
+def shared_services(
+    services: tuple[tuple[str, tuple[tuple[int, int], ...]], ...],
+) -> dict[ServiceKey, dict[int, int]]:
+    """Ports by service, once; nobody changes it."""
+    return {service_key(key): shared_ports(ports) for key, ports in services}
+
+
+@lru_cache(maxsize=_SHARED)
+def shared_policies(names: tuple[str, ...]) -> tuple[PolicyKey, ...]:
+    """Names of policies, once."""
+    return tuple(PolicyKey(intern(name)) for name in names)
