@@ -7,7 +7,7 @@ protocol: :mod:`xds.protocol.snapshot`.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,6 +26,30 @@ KeyOf = Callable[[Node], str]
 
 #: Told each verdict with the key of the client that gave it.
 OnAnswer = Callable[[str, Answered], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who is at the other end of a call, as far as gRPC knows.
+
+    Attributes:
+        metadata: of the call, names in lower case.
+        local: it came over a Unix socket, or where only this host's processes can connect in plain text.
+    """
+
+    metadata: Mapping[str, str]
+    local: bool
+
+
+class NotAdmitted(XdsError):
+    """A caller may not have what it asks for; the text is told to it."""
+
+
+#: Judges a client when its first request said which node it is; raises :class:`NotAdmitted` to end the stream.
+Admit = Callable[[Node, Caller], None]
+
+#: Answers a request of another service on the same addresses; raises :class:`NotAdmitted` to refuse.
+Answer = Callable[[bytes, Caller], bytes]
 
 
 class ServeError(XdsError):
@@ -60,6 +84,10 @@ class SnapshotServer:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
         credentials: ``grpc.ssl_server_credentials(...)`` for TCP addresses; Unix sockets stay in plain text.
         identifier: what clients show as ``control_plane.identifier``.
+        key_of: may raise ``ConfigError`` for a node it cannot serve.
+        on_answer: see :data:`OnAnswer`.
+        admit: see :data:`Admit`.
+        unary: more methods by gRPC path, each one message in and one out.
     """
 
     def __init__(
@@ -70,12 +98,16 @@ class SnapshotServer:
         identifier: str = "",
         key_of: KeyOf = lambda node: node.id,
         on_answer: OnAnswer | None = None,
+        admit: Admit | None = None,
+        unary: Mapping[str, Answer] | None = None,
     ) -> None:
         self.addresses: tuple[str, ...] = tuple(addresses)
         self._credentials = credentials
         self._identifier = identifier
         self._key_of = key_of
         self._on_answer = on_answer
+        self._admit = admit
+        self._unary = unary or {}
         self._snapshots: dict[str, Snapshot] = {}
         self._clients: set[_Client] = set()
         self._server: Any = None
@@ -84,7 +116,7 @@ class SnapshotServer:
         import grpc.aio
 
         self._server = grpc.aio.server(
-            handlers=[_handlers(self._serve)],
+            handlers=[_handlers(self._serve, self._unary, self._caller)],
             options=(
                 ("grpc.max_receive_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second half
@@ -135,7 +167,8 @@ class SnapshotServer:
         self._clients.add(client)
         try:
             async with asyncio.TaskGroup() as reading:
-                reader = reading.create_task(self._read(client, only, delta, requests), name="xds serve read")
+                reading_all = self._read(client, only, delta, requests, self._caller(context))
+                reader = reading.create_task(reading_all, name="xds serve read")
                 while not reader.done():
                     await client.changed.wait()
                     client.changed.clear()
@@ -144,16 +177,26 @@ class SnapshotServer:
                             await context.write(response.SerializeToString())
         except ExceptionGroup as failures:
             error = failures.exceptions[0]
-            if not isinstance(error, ConfigError):
+            if not isinstance(error, (ConfigError, NotAdmitted)):
                 raise error from failures
             import grpc
 
             logger.warning("xDS client dropped node=%s error=%s", client.key, error)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            refused = isinstance(error, NotAdmitted)
+            status = grpc.StatusCode.UNAUTHENTICATED if refused else grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(status, str(error))
         finally:
             self._clients.discard(client)
 
-    async def _read(self, client: _Client, only: str | None, delta: bool, requests: AsyncIterator[bytes]) -> None:
+    def _caller(self, context: Any) -> Caller:
+        metadata = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+        # Plain text is for addresses that need no proof; where there are credentials, all of TCP has them.
+        local = self._credentials is None or context.peer().startswith("unix:")
+        return Caller(metadata=metadata, local=local)
+
+    async def _read(
+        self, client: _Client, only: str | None, delta: bool, requests: AsyncIterator[bytes], caller: Caller
+    ) -> None:
         async for data in requests:
             request = _request(data, delta)
             if only is not None:
@@ -162,6 +205,8 @@ class SnapshotServer:
                 request.type_url = only
             answered = client.state.receive(request)
             if client.key is None and client.state.node is not None:
+                if self._admit is not None:
+                    self._admit(client.state.node, caller)
                 client.key = self._key_of(client.state.node)
                 client.state.update(self._snapshots.get(client.key, Snapshot()))
             if answered is not None:
@@ -189,21 +234,44 @@ def _request(data: bytes, delta: bool) -> Any:
         raise ConfigError("malformed request") from None
 
 
-def _handlers(serve: Callable[[str | None, bool, AsyncIterator[bytes], Any], Awaitable[None]]) -> Any:
+def _handlers(
+    serve: Callable[[str | None, bool, AsyncIterator[bytes], Any], Awaitable[None]],
+    unary: Mapping[str, Answer],
+    caller_of: Callable[[Any], Caller],
+) -> Any:
     import grpc
 
     class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
-        """Routes the methods of :func:`type_of_method`; others are UNIMPLEMENTED."""
+        """Routes the methods of :func:`type_of_method` and the unary ones; others are UNIMPLEMENTED."""
 
         def service(self, details: Any) -> Any:
             method = type_of_method(details.method)
             if method is None:
-                return None
+                return self._unary(details.method)
             only, delta = method
 
             async def stream(requests: AsyncIterator[bytes], context: Any) -> None:
                 await serve(only, delta, requests, context)
 
             return grpc.stream_stream_rpc_method_handler(stream)
+
+        @staticmethod
+        def _unary(path: str) -> Any:
+            answer = unary.get(path)
+            if answer is None:
+                return None
+
+            async def respond(request: bytes, context: Any) -> bytes:
+                try:
+                    return answer(request, caller_of(context))
+                except NotAdmitted as error:
+                    logger.warning("request refused method=%s error=%s", path, error)
+                    status, text = grpc.StatusCode.UNAUTHENTICATED, str(error)
+                except ConfigError as error:
+                    status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+                await context.abort(status, text)
+                raise AssertionError("abort raises")
+
+            return grpc.unary_unary_rpc_method_handler(respond)
 
     return Handlers()

@@ -18,13 +18,14 @@ class Resource:
     ``name`` comes from the wrapper where there is one (delta, ``envoy.service.discovery.v3.Resource``)
     and from the message's own name field otherwise. ``version`` is the resource's own version in delta,
     the response's version in state of the world. ``body`` is kept as sent: dumps show it and its unknown
-    fields survive.
+    fields survive. ``aliases`` are other names it may be asked for by (delta).
     """
 
     name: str
     version: str
     body: AnyMessage
     ttl_s: float | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ sent and says what to send next. Rules it keeps:
 * one response per type is under way; what changes meanwhile is sent after its ACK or NACK, once;
 * what a client refused is not sent again until it changes;
 * requests with a stale nonce answer nothing (their subscriptions still count in the incremental variant);
-* types go out in the order CDS, EDS, LDS, RDS, SDS, so that what others refer to is there first.
+* types go out in the order CDS, EDS, LDS, RDS, SDS, so that what others refer to is there first;
+* in the incremental variant a resource may have aliases and companions: who asks for an address is sent the
+  workload or service that has it, a service's workloads with it, and changes of all of them from then on.
 
 Times to live are passed on but not renewed: a resource that has one expires at the client unless a later
 snapshot changes it.
@@ -14,6 +16,7 @@ snapshot changes it.
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,32 +38,78 @@ from xds.protocol.resource import Resource
 from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A message that does not say its own name, as those of Istio's node proxies (incremental variant only).
+
+    Attributes:
+        aliases: other names it may be asked for by; several resources may share one.
+        companions: names of those that come along when this one is asked for.
+    """
+
+    name: str
+    message: Message
+    aliases: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Resources per type URL and name, as :meth:`of` builds it."""
+    """Resources per type URL and name, as :meth:`of` builds it.
+
+    Attributes:
+        aliases: per type URL, names of resources by alias.
+        companions: per type URL, see :class:`Named`.
+        own: per type URL, what a client gets that asked for nothing: the resources of its own node.
+    """
 
     resources: Mapping[str, Mapping[str, Resource]] = field(default_factory=dict)
+    aliases: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    companions: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    own: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, messages: Iterable[Message | AnyMessage]) -> "Snapshot":
+    def of(cls, messages: Iterable[Message | AnyMessage | Named]) -> "Snapshot":
         """Build a snapshot; a resource's version is a hash of its bytes, so equal content is equal.
 
         Raises:
             ConfigError: two messages of one type have the same name.
         """
         resources: dict[str, dict[str, Resource]] = {}
+        aliases: dict[str, dict[str, frozenset[str]]] = {}
+        companions: dict[str, dict[str, tuple[str, ...]]] = {}
         for message in messages:
-            body = message if isinstance(message, AnyMessage) else registry.pack(message)
-            name = name_of(body)
+            named = message if isinstance(message, Named) else None
+            content = message.message if isinstance(message, Named) else message
+            body = content if isinstance(content, AnyMessage) else registry.pack(content)
+            name = name_of(body) if named is None else named.name
             of_type = resources.setdefault(body.type_url, {})
             if name in of_type:
                 raise ConfigError(f"two resources of type {body.type_url} are named {name!r}")
-            of_type[name] = Resource(name=name, version=_digest([body.value]), body=body)
-        return cls(resources)
+            other = named.aliases if named is not None else ()
+            of_type[name] = Resource(name=name, version=_digest([body.value]), body=body, aliases=other)
+            if named is None:
+                continue
+            by_alias = aliases.setdefault(body.type_url, {})
+            for alias in other:
+                by_alias[alias] = by_alias.get(alias, frozenset()) | {name}
+            companions.setdefault(body.type_url, {})[name] = named.companions
+        return cls(resources, aliases, companions)
 
     def of_type(self, type_url: str) -> Mapping[str, Resource]:
         """Return the resources of one type by name."""
         return self.resources.get(type_url, {})
+
+    def asked(self, type_url: str, names: AbstractSet[str]) -> set[str]:
+        """Return the names of the resources that somebody gets who asks for ``names``, aliases among them."""
+        of_type = self.of_type(type_url)
+        found = {name for name in names if name in of_type}
+        if type_url in self.aliases:
+            aliases, companions = self.aliases[type_url], self.companions[type_url]
+            found.update(*(aliases[name] for name in names if name in aliases))
+            for name in list(found):
+                found.update(companion for companion in companions[name] if companion in of_type)
+        return found
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -191,6 +240,7 @@ def _sotw_body(resource: Resource) -> AnyMessage:
 
 def _wrapped(resource: Resource) -> WrappedResource:
     wrapped = WrappedResource(name=resource.name, version=resource.version, resource=resource.body)
+    wrapped.aliases.extend(resource.aliases)
     if resource.ttl_s is not None:
         wrapped.ttl.FromNanoseconds(round(resource.ttl_s * 1e9))
     return wrapped
@@ -208,6 +258,8 @@ class _DeltaType:
     """Name -> version the client has or was sent."""
     missing: set[str] = field(default_factory=set)
     """Names asked for, not existing, and not yet answered."""
+    brought: set[str] = field(default_factory=set)
+    """What went out under another name than it was asked for by; it is kept current, too."""
     nonce: str = ""
     version: str = ""
     waiting: bool = False
@@ -254,11 +306,10 @@ class DeltaServer:
             if state.waiting:
                 continue
             of_type = self._snapshot.of_type(type_url)
-            names = of_type.keys() if state.wildcard else state.names & of_type.keys()
+            names = of_type.keys() if state.wildcard else self._names(type_url, state)
             changed = [of_type[name] for name in sorted(names) if state.known.get(name) != of_type[name].version]
-            removed = sorted(
-                {name for name in state.known if name not in of_type} | (state.missing - of_type.keys())
-            )
+            gone = (state.known.keys() | state.missing) - of_type.keys()
+            removed = sorted(name for name in gone if not self._snapshot.asked(type_url, {name}))
             if not changed and not removed and state.answered:
                 continue
             state.answered = True
@@ -283,8 +334,16 @@ class DeltaServer:
             )
         return responses
 
-    @staticmethod
-    def _subscribe(state: _DeltaType, request: DeltaDiscoveryRequest) -> None:
+    def _names(self, type_url: str, state: _DeltaType) -> set[str]:
+        """The resources of a client that did not ask for all."""
+        names = self._snapshot.asked(type_url, state.names)
+        if type_url in self._snapshot.aliases:
+            state.brought |= names - state.names
+            names |= state.brought & self._snapshot.of_type(type_url).keys()
+            names |= self._snapshot.own.get(type_url, frozenset())
+        return names
+
+    def _subscribe(self, state: _DeltaType, request: DeltaDiscoveryRequest) -> None:
         for name in request.resource_names_subscribe:
             if name == "*":
                 state.wildcard = True
@@ -292,10 +351,16 @@ class DeltaServer:
             state.names.add(name)
             state.missing.add(name)
             if name not in request.initial_resource_versions:
-                state.known.pop(name, None)  # asked for once more: sent once more
+                for resource in {name} | self._snapshot.asked(request.type_url, {name}):
+                    state.known.pop(resource, None)  # asked for once more: sent once more
         for name in request.resource_names_unsubscribe:
             if name == "*":
                 state.wildcard = False
+                if name in request.resource_names_subscribe:
+                    # How Istio's node proxies begin on demand: what they know from an earlier stream is what
+                    # they ask for, the names that were not answered yet with an empty version.
+                    state.names.update(request.initial_resource_versions)
+                    state.missing.update(request.initial_resource_versions)
                 state.known = {known: version for known, version in state.known.items() if known in state.names}
                 continue
             state.names.discard(name)

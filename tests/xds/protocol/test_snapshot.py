@@ -1,6 +1,7 @@
 """The server half: what it sends when, and that client and server agree after any history."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     DeltaDiscoveryResponse,
     DiscoveryRequest,
 )
+from xds.proto.istio.workload.workload_pb2 import Address, Service, Workload
 from xds.protocol.client import ClientOptions, ClientState, Received, Refused
 from xds.protocol.delta import DeltaClient
-from xds.protocol.snapshot import Answered, DeltaServer, ServerState, Snapshot, SotwServer
+from xds.protocol.snapshot import Answered, DeltaServer, Named, ServerState, Snapshot, SotwServer
 from xds.protocol.sotw import SotwClient
 from xds.protocol.types import CDS, EDS, LDS, PUSH_ORDER, RDS, SDS, name_of
 
@@ -205,6 +207,96 @@ def test_delta_client_without_anything_to_get_is_answered() -> None:
     server = delta()
     server.receive(DeltaDiscoveryRequest(type_url=CDS, node=NODE))
     assert len(server.responses_to_send()) == 1
+
+
+# ---------------------------------------------------------------------- both ends
+
+# ---------------------------------------------------------------------- resources with aliases, on demand
+
+ADDRESS = registry.type_url(Address)
+EVERYTHING = ["*"]
+
+
+def workload(name: str, host: str, content: str = "") -> Named:
+    message = Address(workload=Workload(uid=name, name=content))
+    return Named(name=name, message=message, aliases=(f"/{host}",))
+
+
+def mesh_of(*named: Named, own: str = "") -> Snapshot:
+    return replace(Snapshot.of(named), own={ADDRESS: frozenset(own)})
+
+
+def service(name: str, host: str, backends: str) -> Named:
+    message = Address(service=Service(name=name))
+    return Named(name=name, message=message, aliases=(f"/{host}",), companions=tuple(backends))
+
+
+def on_demand(server: DeltaServer, **versions: str) -> DeltaDiscoveryResponse:
+    server.receive(
+        DeltaDiscoveryRequest(
+            type_url=ADDRESS,
+            node=NODE,
+            resource_names_subscribe=EVERYTHING,
+            resource_names_unsubscribe=EVERYTHING,
+            initial_resource_versions=versions,
+        )
+    )
+    (response,) = server.responses_to_send()
+    server.receive(ack(response))
+    return response
+
+
+def ask(server: DeltaServer, *names: str) -> DeltaDiscoveryResponse:
+    server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, resource_names_subscribe=names))
+    (response,) = server.responses_to_send()
+    server.receive(ack(response))
+    return response
+
+
+def told(response: DeltaDiscoveryResponse) -> tuple[list[str], list[str]]:
+    return [resource.name for resource in response.resources], list(response.removed_resources)
+
+
+def test_on_demand_begins_with_what_is_on_the_node() -> None:
+    server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2"), own="a"))
+    response = on_demand(server)
+    assert told(response) == (["a"], [])
+    assert list(response.resources[0].aliases) == ["/10.0.0.1"]
+
+
+def test_an_address_brings_who_has_it_and_a_service_its_backends() -> None:
+    snapshot = mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2"), service("s", "10.9.0.1", "ab"))
+    server = DeltaServer("me", snapshot)
+    on_demand(server)
+    assert told(ask(server, "/10.0.0.2")) == (["b"], [])
+    assert told(ask(server, "/10.9.0.1")) == (["a", "b", "s"], [])
+    assert told(ask(server, "/10.0.0.2")) == (["b"], []), "asked again, sent again"
+    assert told(ask(server, "/10.7.7.7", "nobody")) == ([], ["/10.7.7.7", "nobody"])
+
+
+def test_what_was_brought_is_kept_current_and_what_was_asked_in_vain_comes_when_it_is_there() -> None:
+    server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), service("s", "10.9.0.1", "a")))
+    on_demand(server)
+    ask(server, "/10.9.0.1")
+    ask(server, "/10.0.0.9")
+    server.update(mesh_of(workload("a", "10.0.0.1", "new"), workload("z", "10.0.0.9"), workload("y", "10.0.0.8")))
+    (response,) = server.responses_to_send()
+    assert told(response) == (["a", "z"], ["s"])
+
+
+def test_a_client_that_comes_back_on_demand_keeps_what_it_has() -> None:
+    snapshot = mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2"), workload("c", "10.0.0.3"))
+    version = snapshot.of_type(ADDRESS)["a"].version
+    server = DeltaServer("me", snapshot)
+    versions = {"a": version, "b": "old", "gone": "1", "/10.0.0.3": "", "/10.7.7.7": ""}
+    assert told(on_demand(server, **versions)) == (["b", "c"], ["/10.7.7.7", "gone"])
+
+
+def test_all_of_them_with_aliases_for_those_who_want_all() -> None:
+    server = DeltaServer("me", mesh_of(workload("a", "10.0.0.1"), workload("b", "10.0.0.2")))
+    server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, node=NODE))
+    (response,) = server.responses_to_send()
+    assert told(response) == (["a", "b"], [])
 
 
 # ---------------------------------------------------------------------- both ends
