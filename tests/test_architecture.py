@@ -44,6 +44,8 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/mesh.py",
     "ztunnel/control_plane/generate.py",
     "ztunnel/control_plane/rbac.py",
+    "ztunnel/control_plane/workloads.py",
+    "ztunnel/control_plane/tokens.py",
     "ztunnel/intercept_description.py",
     "ztunnel/inpod/zds.py",
     "ztunnel/inpod/backoff.py",

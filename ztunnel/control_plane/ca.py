@@ -6,6 +6,7 @@ memory only.
 
 import ipaddress
 import os
+import secrets
 import stat
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ from xds.model.secret import Certificate
 _ROOT_LIFE = timedelta(days=3650)
 #: Leaves begin a little in the past: the clocks of two hosts never agree.
 _SKEW = timedelta(minutes=2)
+_SECRET_BYTES = 32
 
 
 class CaError(Exception):
@@ -57,11 +59,7 @@ class CertificateAuthority:
         try:
             if not key_file.exists():
                 return cls._create(key_file, root_file, trust_domain, now)
-            mode = stat.S_IMODE(key_file.stat().st_mode)
-            if mode & 0o077:
-                raise CaError(
-                    f"{key_file} is readable by others (mode {mode:o}): chmod 600 it, or make a new root"
-                )
+            _refuse_exposed(key_file)
             key = load_pem_private_key(key_file.read_bytes(), None)
             root = x509.load_pem_x509_certificate(root_file.read_bytes())
         except (OSError, ValueError) as error:
@@ -99,9 +97,7 @@ class CertificateAuthority:
     def _create(cls, key_file: Path, root_file: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
         authority = cls.in_memory(trust_domain, now)
         key_file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_key_pem(authority._key))
+        _write_secret(key_file, _key_pem(authority._key))
         root_file.write_bytes(authority.root_pem)
         return authority
 
@@ -157,6 +153,39 @@ class CertificateAuthority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
+
+
+def token_secret(directory: Path) -> bytes:
+    """What signs the tokens of nodes; made when there is none.
+
+    Raises:
+        CaError: unreadable, readable by others, or cut short.
+    """
+    path = directory / "token-key"
+    try:
+        if not path.exists():
+            _write_secret(path, secrets.token_bytes(_SECRET_BYTES))
+        _refuse_exposed(path)
+        secret = path.read_bytes()
+    except OSError as error:
+        raise CaError(f"cannot use {path}: {error}") from error
+    if len(secret) != _SECRET_BYTES:
+        raise CaError(f"{path} is not {_SECRET_BYTES} bytes long: remove it to make a new one; tokens end with it")
+    return secret
+
+
+def _refuse_exposed(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise CaError(
+            f"{path} is readable by others (mode {mode:o}): chmod 600 it, or remove it to make a new one"
+        )
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

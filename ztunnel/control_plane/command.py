@@ -33,12 +33,22 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument("--certificate-lifetime", type=float, default=86400.0, metavar="SECONDS")
     parser.add_argument("--access-log", default="/dev/stdout", metavar="PATH", help="for the proxies")
     parser.add_argument("--json-log", action="store_true", help="access log lines as JSON, with identities")
+    parser.add_argument(
+        "--tls-host",
+        action="append",
+        metavar="HOST",
+        help="name or address this is reached by, repeatable: serve TCP with TLS, to callers with a token",
+    )
+    parser.add_argument("--token", metavar="NODE", help="print a bearer token for the proxy of a node, and exit")
+    parser.add_argument(
+        "--token-lifetime", type=float, default=365 * 86400.0, metavar="SECONDS", help="(default a year)"
+    )
     parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
     parser.set_defaults(run=run)
 
 
 def refuse_exposed(addresses: list[str]) -> str | None:
-    """Why an address must not be served: private keys would cross a network in the clear."""
+    """Why an address must not be served without TLS: private keys would cross a network in the clear."""
     for address in addresses:
         if address.startswith("unix:"):
             continue
@@ -50,7 +60,7 @@ def refuse_exposed(addresses: list[str]) -> str | None:
         if not loopback:
             return (
                 f"--listen {address}: private keys are served here in plain text, so only loopback addresses and "
-                "Unix sockets are allowed"
+                "Unix sockets are allowed; --tls-host serves others"
             )
     return None
 
@@ -66,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     addresses = args.listen or [f"unix:{args.mesh.parent.resolve()}/ztunnel-xds.sock"]
-    exposed = refuse_exposed(addresses)
+    exposed = None if args.tls_host else refuse_exposed(addresses)
     if exposed is not None:
         print(f"ztunnel control-plane: {exposed}", file=sys.stderr)
         return 2
@@ -76,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
             mesh = parse_mesh(args.mesh.read_text())
             print(f"{args.mesh}: {len(mesh.nodes)} nodes, {len(mesh.pods)} pods, {len(mesh.services)} services")
             return 0
+        if args.token is not None:
+            return _print_token(args, ca_directory)
         logging.getLogger(__name__).warning("embedded control plane: %s", _WARNING)
 
         async def serve() -> None:
@@ -86,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
                 lifetime=timedelta(seconds=args.certificate_lifetime),
                 access_log=args.access_log,
                 log_json=args.json_log,
+                tls_hosts=args.tls_host or (),
             )
             task = asyncio.current_task()
             assert task is not None
@@ -103,4 +116,20 @@ def run(args: argparse.Namespace) -> int:
     except (CaError, ServeError, OSError) as error:
         print(f"ztunnel control-plane: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _print_token(args: argparse.Namespace, ca_directory: Path) -> int:
+    from ztunnel.control_plane import ca
+    from ztunnel.control_plane.mesh import parse_mesh
+    from ztunnel.control_plane.tokens import node_token
+
+    mesh = parse_mesh(args.mesh.read_text())
+    if args.token not in mesh.nodes:
+        known = ", ".join(mesh.nodes)
+        print(f"ztunnel control-plane: no node {args.token} in {args.mesh}; there are {known}", file=sys.stderr)
+        return 1
+    ca.CertificateAuthority.open(ca_directory, mesh.trust_domain, ca.now())
+    expires_s = ca.now().timestamp() + args.token_lifetime
+    print(node_token(ca.token_secret(ca_directory), args.token, expires_s))
     return 0

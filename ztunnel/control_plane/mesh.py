@@ -196,6 +196,8 @@ class _Reader:
         )
         domain = self.text(top, "trust_domain", "", "cluster.local")
         nodes = tuple(self.mapping(top.get("nodes"), "nodes", None))
+        for section in ("pods", "services", "waypoints", "policies"):
+            self.unique_names(top.get(section), section)
         pods = {}
         for name, value in self.mapping(top.get("pods"), "pods", None).items():
             pod = self.pod(str(name), value, domain, nodes)
@@ -251,6 +253,14 @@ class _Reader:
             version=self.text(entry, "version", place, "latest"),
         )
 
+    def unique_names(self, section: object, place: str) -> None:
+        seen = set()
+        for name in section if isinstance(section, Mapping) else ():
+            key = _split(str(name))
+            if key in seen:
+                self.fault(f"{place}.{name}", f"{'/'.join(key)} is there twice")
+            seen.add(key)
+
     def unique_addresses(self, pods: Iterable[Pod]) -> None:
         owners: dict[str, str] = {}
         for pod in pods:
@@ -297,6 +307,8 @@ class _Reader:
         place = f"policies.{name}"
         entry = self.mapping(value, place, ("action", "service_account", "pods", "dry_run", "rules"))
         namespace, short = _split(name)
+        if ".." in short:
+            self.fault(place, "two dots in a row are for names made up for waypoints")
         rules = []
         listed = entry.get("rules", [])
         if not isinstance(listed, list):

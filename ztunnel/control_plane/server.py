@@ -1,29 +1,41 @@
-"""Serving a mesh: snapshots per node and flavour, edits of the file applied live, certificates renewed."""
+"""Serving a mesh: snapshots per node and flavour, edits of the file applied live, certificates renewed.
+
+Which flavour a proxy gets, its node tells: Envoy by its user agent, Istio's node proxy by the form of its id, and
+what is left is this project's proxy in Envoy's dialect.
+"""
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 
 from xds.aio.server import SnapshotServer
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
+from xds.proto import registry
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.proto.istio.workload.workload_pb2 import Address
 from xds.protocol.snapshot import Answered, Snapshot
 from ztunnel.control_plane import ca
 from ztunnel.control_plane.generate import Flavour, NodeConfig
+from ztunnel.control_plane.istio import METHOD, Registrar, is_node_proxy, node_name
 from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
+from ztunnel.control_plane.workloads import WorkloadConfig
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _ROOT = "ROOTCA"
+_NODE_PROXY = "istio"
+_ADDRESS = registry.type_url(Address)
+_SERVING_LIFE = timedelta(days=3650)
 
 
 @dataclass(slots=True)
@@ -41,6 +53,8 @@ class ControlPlane:
         ca_directory: where the root is, or is made.
         lifetime: of leaves; they are renewed at half of it.
         access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
+        tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
+            ``root-cert.pem`` of the authority's directory.
         ready: set once serving.
     """
 
@@ -53,6 +67,7 @@ class ControlPlane:
         lifetime: timedelta = timedelta(hours=24),
         access_log: str = "/dev/stdout",
         log_json: bool = False,
+        tls_hosts: Sequence[str] = (),
     ) -> None:
         self._path = path
         self._lifetime = lifetime
@@ -62,8 +77,16 @@ class ControlPlane:
         self._mesh = parse_mesh(self._text)
         self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
         self._leaves: dict[SpiffeId, _Leaf] = {}
+        self._node_proxies = {""}
+        self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         self._server = SnapshotServer(
-            addresses, identifier="ztunnel control-plane", key_of=_key_of, on_answer=self._answered
+            addresses,
+            credentials=self._credentials(tls_hosts) if tls_hosts else None,
+            identifier="ztunnel control-plane",
+            key_of=self._key_of,
+            on_answer=self._answered,
+            admit=self._registrar.admit,
+            unary={METHOD: self._registrar.create_certificate},
         )
         self.ready = asyncio.Event()
 
@@ -81,6 +104,7 @@ class ControlPlane:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
             self._publish()
+            self._publish_workloads()
             self.ready.set()
             log.info("serving %s on %s", self._path, ", ".join(self._server.addresses))
             while True:
@@ -89,6 +113,20 @@ class ControlPlane:
                 renewed = self._renew()
                 if changed or renewed:
                     self._publish()
+                if changed:
+                    self._publish_workloads()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it is served, once it is: port 0 replaced by the one that was free."""
+        return self._server.addresses
+
+    def _credentials(self, hosts: Sequence[str]) -> Any:
+        """A certificate of our own, made for this process and good as long as the root."""
+        import grpc
+
+        certificate = self._ca.issue_for_hosts(hosts, ca.now(), _SERVING_LIFE)
+        return grpc.ssl_server_credentials([(certificate.key_pem, certificate.chain_pem)])
 
     def _reload(self) -> bool:
         """Read the file again if it changed; a faulty one leaves the last good mesh in force."""
@@ -132,6 +170,15 @@ class ControlPlane:
                 messages = [*config.messages(), *self._secrets(config)]
                 self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
 
+    def _publish_workloads(self) -> None:
+        """What Istio's node proxies get: the same everywhere, but for what they get unasked when on demand."""
+        config = WorkloadConfig(self._mesh)
+        everything = Snapshot.of(config.resources())
+        self._node_proxies.update(self._mesh.nodes)
+        for node in self._node_proxies:
+            own = {_ADDRESS: config.uids_on(node)}
+            self._server.publish(f"{node}/{_NODE_PROXY}", replace(everything, own=own))
+
     def _secrets(self, config: NodeConfig) -> Iterator[Message]:
         """Certificates of the identities that live on the node, and of no others; the root."""
         now = ca.now()
@@ -154,10 +201,10 @@ class ControlPlane:
         else:
             log.debug("%s accepted %s %s", key, kind, answered.version)
 
-
-def _key_of(node: Node) -> str:
-    """Snapshots are per node name and flavour: a real Envoy says in its node what it is."""
-    fields = node.metadata.fields
-    name = fields["NODE_NAME"].string_value if "NODE_NAME" in fields else ""
-    flavour = Flavour.STOCK_ENVOY if node.user_agent_name == "envoy" else Flavour.ZTUNNEL
-    return f"{name}/{flavour}"
+    def _key_of(self, node: Node) -> str:
+        """Snapshots are per node name and flavour."""
+        name = node_name(node)
+        if is_node_proxy(node):
+            return f"{name if name in self._node_proxies else ''}/{_NODE_PROXY}"
+        flavour = Flavour.STOCK_ENVOY if node.user_agent_name == "envoy" else Flavour.ZTUNNEL
+        return f"{name}/{flavour}"

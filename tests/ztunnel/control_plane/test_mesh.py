@@ -55,6 +55,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"services": {"s": {"ports": {"a": 0}}}}, "services.s.ports.a: must be a port"),
     ({"services": {"s": {"ports": {"a": 1}, "pods": ["gone"]}}}, "services.s.pods: no such pod: gone"),
     ({"waypoints": {"w": {"pods": ["gone"]}}}, "waypoints.w.pods: no such pod: gone"),
+    ({"services": {n: {"ports": {"a": 1}} for n in ("s", "default/s")}}, "default/s is there twice"),
+    ({"policies": {"a..b": {}}}, "policies.a..b: two dots in a row"),
     ({"policies": {"p": {"action": "MAYBE"}}}, "policies.p.action: must be one of ALLOW, DENY, AUDIT"),
     ({"policies": {"p": {"rules": {}}}}, "policies.p.rules: must be a list"),
     ({"policies": {"p": {"rules": [{"when": 1}]}}}, "policies.p.rules[0].when: unknown"),

@@ -1,0 +1,169 @@
+"""The part of the control plane that Istio's node proxies need beyond xDS: who they are, and their certificates.
+
+Who may have what. A caller on a Unix socket, or in plain text on this host, is trusted as the socket is: it may
+say which node it is, and get the certificate of any pod of the mesh. Everybody else shows a bearer token
+(:mod:`ztunnel.control_plane.tokens`), which names the node; it gets what is for that node, and certificates of
+pods there. A token that is shown locally counts, too.
+
+Unlike istiod, a request without ``ImpersonatedIdentity`` is for the identity its CSR names: a token here stands
+for a node and has none of its own. And trust domains are checked, since this authority serves one.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding
+from google.protobuf.message import DecodeError
+
+from xds.aio.server import Caller, NotAdmitted
+from xds.errors import ConfigError
+from xds.model.identity import SpiffeId
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
+from ztunnel.control_plane.ca import CertificateAuthority
+from ztunnel.control_plane.mesh import Mesh
+from ztunnel.control_plane.tokens import TokenError, node_of_token
+
+log = logging.getLogger(__name__)
+
+METHOD = "/istio.v1.auth.IstioCertificateService/CreateCertificate"
+
+_LEAST_RSA_BITS = 2048
+
+
+def node_name(node: Node) -> str:
+    """The node's name, as every kind of proxy says it in its metadata; empty when it does not."""
+    fields = node.metadata.fields
+    return fields["NODE_NAME"].string_value if "NODE_NAME" in fields else ""
+
+
+def is_node_proxy(node: Node) -> bool:
+    """Whether this is Istio's node proxy (or ours in its place).
+
+    Raises:
+        ConfigError: an id that begins like Istio's and does not go on so; istiod refuses it, too.
+    """
+    kind, *rest = node.id.split("~")
+    if kind != "ztunnel":
+        return False
+    if len(rest) != 3 or not all(rest):
+        raise ConfigError(f"node id {node.id!r} is not ztunnel~<ip>~<pod>.<namespace>~<domain>")
+    return True
+
+
+class Registrar:
+    """Judges callers and signs their requests.
+
+    Args:
+        mesh: the mesh in force.
+        authority: signs.
+        secret: of the tokens.
+        lifetime: the longest there is.
+        now: wall clock, UTC.
+    """
+
+    def __init__(
+        self,
+        mesh: Callable[[], Mesh],
+        authority: CertificateAuthority,
+        secret: bytes,
+        lifetime: timedelta,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._mesh = mesh
+        self._authority = authority
+        self._secret = secret
+        self._lifetime = lifetime
+        self._now = now
+
+    def admit(self, node: Node, caller: Caller) -> None:
+        """See :data:`xds.aio.server.Admit`."""
+        proven = self._proven_node(caller)
+        claimed = node_name(node)
+        if proven is not None and proven != claimed:
+            raise NotAdmitted(f"the token is for node {proven}, the caller says it is {claimed or 'none'}")
+
+    def create_certificate(self, data: bytes, caller: Caller) -> bytes:
+        """See :data:`xds.aio.server.Answer`; this is ``CreateCertificate``."""
+        node = self._proven_node(caller)
+        try:
+            request = IstioCertificateRequest.FromString(data)
+        except DecodeError:
+            raise ConfigError("malformed request") from None
+        csr = _csr(request.csr)
+        identity = _identity(request, csr)
+        self._check(identity, node)
+        wanted_s = request.validity_duration or self._lifetime.total_seconds()
+        if wanted_s < 0:
+            raise ConfigError(f"a certificate cannot be valid for {wanted_s} seconds")
+        lifetime = min(timedelta(seconds=min(wanted_s, 10**9)), self._lifetime)
+        leaf = self._authority.certify(_key(csr), identity, self._now(), lifetime)
+        log.info("certificate issued identity=%s node=%s", identity, node or "-")
+        chain = [leaf.public_bytes(Encoding.PEM).decode(), self._authority.root_pem.decode()]
+        return IstioCertificateResponse(cert_chain=chain).SerializeToString()
+
+    def _proven_node(self, caller: Caller) -> str | None:
+        """The node a token proves; None: no token, and none needed."""
+        authorization = caller.metadata.get("authorization", "")
+        scheme, _, token = authorization.partition(" ")
+        if not authorization and caller.local:
+            return None
+        if scheme.lower() != "bearer":
+            raise NotAdmitted("a bearer token is needed here (ztunnel control-plane MESH.YAML --token NODE)")
+        try:
+            node = node_of_token(self._secret, token.strip(), self._now().timestamp())
+        except TokenError as error:
+            raise NotAdmitted(str(error)) from None
+        if node not in self._mesh().nodes:
+            raise NotAdmitted(f"the token is for node {node}, which the mesh does not have")
+        return node
+
+    def _check(self, identity: SpiffeId, node: str | None) -> None:
+        mesh = self._mesh()
+        pods = mesh.on(node) if node is not None else [pod for pod in mesh.pods.values() if pod.mesh]
+        if not any(pod.identity == identity for pod in pods):
+            where = f"on node {node}" if node is not None else "in the mesh"
+            raise NotAdmitted(f"no pod {where} is {identity}")
+
+
+def _csr(pem: str) -> x509.CertificateSigningRequest:
+    try:
+        csr = x509.load_pem_x509_csr(pem.encode())
+        valid = csr.is_signature_valid
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"not a certificate signing request: {error}") from None
+    if not valid:
+        raise ConfigError("the certificate signing request is not signed by its own key")
+    return csr
+
+
+def _key(csr: x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey | rsa.RSAPublicKey:
+    key = csr.public_key()
+    if isinstance(key, ec.EllipticCurvePublicKey) or (
+        isinstance(key, rsa.RSAPublicKey) and key.key_size >= _LEAST_RSA_BITS
+    ):
+        return key
+    raise ConfigError(f"keys must be elliptic, or RSA of {_LEAST_RSA_BITS} bits at least")
+
+
+def _identity(request: IstioCertificateRequest, csr: x509.CertificateSigningRequest) -> SpiffeId:
+    fields = request.metadata.fields
+    if "ImpersonatedIdentity" in fields:
+        names = [fields["ImpersonatedIdentity"].string_value]
+    else:
+        try:
+            extension = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            names = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
+        except (x509.ExtensionNotFound, ValueError):
+            names = []
+    if len(names) != 1:
+        raise ConfigError(
+            "exactly one identity must be asked for, as ImpersonatedIdentity or as the CSR's URI name"
+        )
+    try:
+        return SpiffeId.parse(names[0])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,44 @@
+"""Bearer tokens of nodes: what a proxy shows where more than this host can connect. Pure.
+
+A token names one node and when it ends, and is signed with a secret that only the control plane has. It is worth
+what the node is worth: who holds it gets certificates for the identities of pods on that node, and no others.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+from typing import Final
+
+_VERSION: Final = "ztunnel-node-v1"
+
+
+class TokenError(Exception):
+    """Not a token of ours, or no longer; the text does not quote it."""
+
+
+def node_token(secret: bytes, node: str, expires_s: float) -> str:
+    """A token for a node, valid until ``expires_s`` (seconds since the epoch)."""
+    claims = json.dumps({"node": node, "exp": int(expires_s)}, separators=(",", ":")).encode()
+    body = base64.urlsafe_b64encode(claims).decode().rstrip("=")
+    return f"{_VERSION}.{body}.{_signature(secret, body)}"
+
+
+def node_of_token(secret: bytes, token: str, now_s: float) -> str:
+    """The node a token was made for.
+
+    Raises:
+        TokenError: forged, damaged or expired.
+    """
+    version, _, rest = token.partition(".")
+    body, _, signature = rest.partition(".")
+    if version != _VERSION or not hmac.compare_digest(signature.encode(), _signature(secret, body).encode()):
+        raise TokenError("the bearer token is not one of this control plane")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))  # ours: signed
+    if claims["exp"] <= now_s:
+        raise TokenError(f"the bearer token of node {claims['node']} has expired")
+    return str(claims["node"])
+
+
+def _signature(secret: bytes, body: str) -> str:
+    return hmac.new(secret, f"{_VERSION}.{body}".encode(), hashlib.sha256).hexdigest()
