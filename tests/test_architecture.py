@@ -29,6 +29,10 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
+    "ztunnel/route.py",
+    "ztunnel/balance.py",
+    "ztunnel/attribution.py",
+    "ztunnel/ambient/mesh_dump.py",
     "ztunnel/client_hello.py",
     "ztunnel/proxy_protocol.py",
     "ztunnel/stream_info.py",
@@ -47,7 +51,11 @@ PURE_APPLICATION = (
     "ztunnel/control_plane/workloads.py",
     "ztunnel/control_plane/tokens.py",
     "ztunnel/intercept_description.py",
+    "ztunnel/dns/answer.py",
+    "ztunnel/dns/message.py",
     "ztunnel/inpod/zds.py",
+    "ztunnel/agent/description.py",
+    "ztunnel/agent/errors.py",
     "ztunnel/inpod/backoff.py",
     "ztunnel/inpod/reconcile.py",
 )

@@ -47,8 +47,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     if argv[:1] != ["proxy"]:  # which needs nothing of the others, and lives with what it has loaded
-        from ztunnel import control_plane, intercept
+        from ztunnel import agent, control_plane, intercept
 
+        agent.add_arguments(commands)
         control_plane.add_arguments(commands)
         intercept.add_arguments(commands)
     return parser

@@ -111,6 +111,11 @@ class Channel:
             except BlockingIOError:
                 await _ready(self._socket, writing=True)
 
+    def shut_down(self) -> None:
+        """End the connection for both sides; who receives sees the end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close; may be called twice, but not while somebody receives."""
         self._socket.close()

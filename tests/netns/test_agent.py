@@ -1,0 +1,400 @@
+"""Pods enrolled by the agent, served by the real manager with toy proxies."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.netns.toys import WAIT_S, app, ask
+from tproxy.aio.lab import Lab, Place
+from tproxy.aio.netns import Netns
+from tproxy.aio.sockets import connect, listen, original_destination, peer_address
+from tproxy.errors import ConnectFailed
+from ztunnel.agent import node as node_module
+from ztunnel.agent.description import PodDescription, PodFaults
+from ztunnel.agent.errors import EnrolFailed
+from ztunnel.agent.namespaces import has_rules, proxied_connections, take_rules
+from ztunnel.agent.node import NodeAgent, Phase
+from ztunnel.inpod.manager import PACKET_MARK, PodManager
+from ztunnel.inpod.pods import PodInfo, PodUid
+from ztunnel.tasks import Tasks
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
+ROOT = Path(__file__).parents[2]
+MEMBER, NEIGHBOUR = PodUid("default/member"), PodUid("default/neighbour")
+
+
+class ToyPod:
+    """Says its port, whom it sees and where that one wanted to go, then echoes."""
+
+    def __init__(self, netns: Netns) -> None:
+        self._tasks = Tasks("toy")
+        self._listeners = [
+            listen("::", port, mark=PACKET_MARK, reuse_port=True, netns=netns) for port in (15008, 15006, 15001)
+        ]
+        for sock in self._listeners:
+            self._tasks.start(self._accept(sock), "accept")
+
+    async def _accept(self, sock: socket.socket) -> None:
+        port = sock.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        while True:
+            client, _ = await loop.sock_accept(sock)
+            client.setblocking(False)
+            wanted, peer = original_destination(client), peer_address(client)
+            line = f"{port} from {peer.ip} to {wanted.ip} {wanted.port}\n"
+            self._tasks.start(self._echo(client, line), "echo").add_done_callback(
+                lambda _, sock=client: sock.close()
+            )
+
+    async def _echo(self, client: socket.socket, line: str) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client, line.encode())
+        while data := await loop.sock_recv(client, 65536):
+            await loop.sock_sendall(client, data)
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+        for sock in self._listeners:
+            sock.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        pass
+
+
+class Toys:
+    """A StartPod that remembers."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[PodUid, PodInfo]] = []
+
+    async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> ToyPod:
+        self.started.append((uid, info))
+        return ToyPod(netns)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab({"w1": ["member", "neighbour"]}) as lab:
+        yield lab
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Path:
+    return tmp_path / "zds.sock"
+
+
+def described(place: Place, **options: object) -> PodDescription:
+    info = PodInfo(name=place.name, namespace="default", service_account="default")
+    uid = PodUid(f"default/{place.name}")
+    return PodDescription(uid=uid, info=info, netns=place.netns.name, **options)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def namespace(name: str) -> Iterator[Netns]:
+    """One of its own, under a name that goes at the end unless it went before; ``lo`` is up, as in every pod."""
+    with Netns.create(name) as space:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        try:
+            yield space
+        finally:
+            space.remove_name()
+
+
+def file_of(*places: Place, **extra: object) -> str:
+    return yaml.safe_dump({"pods": {place.name: {"netns": place.netns.name, **extra} for place in places}})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def following(agent: NodeAgent, path: Path) -> AsyncIterator[None]:
+    task = asyncio.get_running_loop().create_task(agent.follow(path))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def on_loop(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await body()
+        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    asyncio.run(main())
+
+
+def test_a_pod_has_no_network_until_a_proxy_takes_it(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member, neighbour = lab.pod("member"), lab.pod("neighbour")
+        target = neighbour.ipv4
+        async with app(neighbour), NodeAgent(socket_path) as agent:
+            assert (await ask(member, target)).startswith("app neighbour")
+            assert await agent.enrol(described(member)) is Phase.PENDING
+            assert agent.pods()[MEMBER].error == "no ztunnel connection"
+            with pytest.raises(ConnectFailed):
+                await ask(member, target)
+            toys = Toys()
+            async with PodManager(socket_path, toys):
+                async with asyncio.timeout(WAIT_S):
+                    await agent.until_enabled(MEMBER)
+                assert await ask(member, target) == f"15001 from {member.ipv4} to {target} 8080"
+                assert toys.started == [(MEMBER, described(member).info)]
+            # The proxy is gone, the rules are not.
+            with pytest.raises(ConnectFailed):
+                await ask(member, target)
+        assert has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_enrolled_with_a_proxy_at_hand_a_pod_is_enabled_at_once(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member, toys = lab.pod("member"), Toys()
+        async with NodeAgent(socket_path, remove_on_exit=True) as agent, PodManager(socket_path, toys) as manager:
+            await until(lambda: manager.ready)
+            assert await agent.enrol(described(member)) is Phase.ENABLED
+            # Again is nothing; other options change the rules and nothing else.
+            assert await agent.enrol(described(member)) is Phase.ENABLED
+            assert await agent.enrol(described(member, inbound=False)) is Phase.ENABLED
+            assert len(toys.started) == 1
+            async with app(member):
+                assert (await ask(lab.pod("neighbour"), member.ipv4)).startswith("app member")
+            # Another identity is another pod.
+            other = PodInfo(name="member", namespace="default", service_account="other")
+            assert (
+                await agent.enrol(PodDescription(uid=MEMBER, info=other, netns=member.netns.name)) is Phase.ENABLED
+            )
+            assert toys.started[1:] == [(MEMBER, other)]
+        assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_that_leaves_lets_its_connections_end(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member, neighbour = lab.pod("member"), lab.pod("neighbour")
+        loop = asyncio.get_running_loop()
+        async with app(neighbour), NodeAgent(socket_path) as agent, PodManager(socket_path, Toys()):
+            await agent.enrol(described(member))
+            async with asyncio.timeout(WAIT_S):
+                await agent.until_enabled(MEMBER)
+            sock = await connect((neighbour.ipv4, 8080), netns=member.netns)
+            with sock:
+                assert (await loop.sock_recv(sock, 100)).startswith(b"15001")
+                assert proxied_connections(member.netns) == 1
+                leaving = loop.create_task(agent.remove(MEMBER, grace_s=WAIT_S))
+                await until(lambda: agent.pods()[MEMBER].phase is Phase.LEAVING)
+                async with asyncio.timeout(WAIT_S):
+                    while not (await ask(member, neighbour.ipv4)).startswith("app neighbour"):
+                        pass
+                await loop.sock_sendall(sock, b"still")
+                assert await loop.sock_recv(sock, 100) == b"still"
+                assert not leaving.done()
+            began = loop.time()
+            await leaving
+            assert loop.time() - began < WAIT_S / 2
+            assert agent.pods() == {}
+        assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_that_leaves_has_only_so_much_time(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path, grace_s=0.2) as agent, PodManager(socket_path, Toys()) as manager:
+            await agent.enrol(described(member))
+            async with asyncio.timeout(WAIT_S):
+                await agent.until_enabled(MEMBER)
+            sock = await connect((lab.pod("neighbour").ipv4, 8080), netns=member.netns)
+            with sock:
+                await agent.remove(MEMBER)
+                await until(lambda: manager.active_proxies == 0)
+        assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_file_is_followed_and_faults_leave_the_last_good_state(
+    lab: Lab, socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pods.yaml"
+
+    async def body() -> None:
+        member, neighbour = lab.pod("member"), lab.pod("neighbour")
+        path.write_text(file_of(member))
+        async with NodeAgent(socket_path, grace_s=0.2) as agent, PodManager(socket_path, Toys()):
+            async with following(agent, path):
+                async with asyncio.timeout(WAIT_S):
+                    await agent.until_enabled(MEMBER)
+                    path.write_text(file_of(member, neighbour))
+                    await agent.until_enabled(MEMBER, NEIGHBOUR)
+                path.write_text("pods: {member: {netns: 1, dns: x}, other: {}}")
+                await until(lambda: "3 faults; the last good state stays in force" in caplog.text)
+                assert "pods.other: needs netns or pid" in caplog.text
+                path.unlink()
+                await until(lambda: "No such file" in caplog.text)
+                assert {status.phase for status in agent.pods().values()} == {Phase.ENABLED}
+                path.write_text(file_of(neighbour, dns=False))
+                await until(lambda: set(agent.pods()) == {NEIGHBOUR} and not has_rules(member.netns))
+                await until(lambda: not agent.pods()[NEIGHBOUR].description.dns)
+            path.write_text("pods: 1")
+            with pytest.raises(PodFaults):
+                await agent.follow(path)
+
+    on_loop(body)
+
+
+def test_a_pod_whose_namespace_comes_later_is_enrolled_then(
+    lab: Lab, socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pods.yaml"
+    name = f"{lab.prefix}later"
+    path.write_text(f"pods: {{later: {{netns: {name}}}}}")
+    uid = PodUid("default/later")
+
+    async def body() -> None:
+        async with NodeAgent(socket_path) as agent, PodManager(socket_path, Toys()), following(agent, path):
+            await until(lambda: "no network namespace" in caplog.text)
+            with namespace(name) as space:
+                async with asyncio.timeout(WAIT_S):
+                    await agent.until_enabled(uid)
+                assert has_rules(space)
+
+    on_loop(body)
+
+
+def test_what_a_successor_finds(lab: Lab, socket_path: Path, tmp_path: Path) -> None:
+    """Rules stay, proxies are kept, and a pod that left the file in the meantime is released."""
+    path, record = tmp_path / "pods.yaml", tmp_path / "record.json"
+
+    async def body() -> None:
+        member, neighbour, toys = lab.pod("member"), lab.pod("neighbour"), Toys()
+        async with PodManager(socket_path, toys) as manager:
+            path.write_text(file_of(member, neighbour))
+            async with NodeAgent(socket_path, record=record) as agent, following(agent, path):
+                async with asyncio.timeout(WAIT_S):
+                    await agent.until_enabled(MEMBER, NEIGHBOUR)
+            assert (await ask(member, neighbour.ipv4)).startswith("15001")
+            path.write_text(file_of(member))
+            async with NodeAgent(socket_path, record=record) as agent:
+                # Before it knows any pod it has a snapshot to send.
+                await until(lambda: manager.ready)
+                assert manager.active_proxies == 2
+                async with following(agent, path):
+                    async with asyncio.timeout(WAIT_S):
+                        await agent.until_enabled(MEMBER)
+                    await until(lambda: manager.active_proxies == 1)
+            assert len(toys.started) == 2
+            assert set(manager.states()) == {MEMBER}
+        assert has_rules(member.netns)
+        assert not has_rules(neighbour.netns)
+
+    on_loop(body)
+
+
+def test_a_broken_record_is_reported_and_no_reason_not_to_start(
+    lab: Lab, socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = tmp_path / "record.json"
+    record.write_text('{"pods": [1]}')
+
+    async def body() -> None:
+        async with NodeAgent(socket_path, record=record) as agent:
+            assert "not a record of pods" in caplog.text
+            await agent.enrol(described(lab.pod("member")))
+        assert str(lab.pod("member").netns.inode) in record.read_text()
+
+    on_loop(body)
+
+
+def test_the_nodes_own_namespace_and_a_taken_one_are_refused(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member = lab.pod("member")
+        info = PodInfo(name="x", namespace="default", service_account="default")
+        async with NodeAgent(socket_path) as agent:
+            with pytest.raises(EnrolFailed, match="the node's own network namespace"):
+                await agent.enrol(PodDescription(uid=PodUid("x"), info=info, netns="/proc/self/ns/net"))
+            with pytest.raises(EnrolFailed, match="no network namespace 'nowhere'"):
+                await agent.enrol(PodDescription(uid=PodUid("x"), info=info, netns="nowhere"))
+            await agent.enrol(described(member))
+            with pytest.raises(EnrolFailed, match="is the namespace of default/member"):
+                await agent.enrol(PodDescription(uid=PodUid("x"), info=info, netns=member.netns.name))
+            assert set(agent.pods()) == {MEMBER}
+
+    on_loop(body)
+
+
+def test_rules_that_somebody_takes_away_come_back(
+    lab: Lab, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(node_module, "RECHECK_S", 0.0)
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path) as agent:
+            await agent.enrol(described(member))
+            assert take_rules(member.netns)
+            await until(lambda: has_rules(member.netns))
+
+    on_loop(body)
+
+
+def test_a_name_that_means_another_namespace_now_is_enrolled_anew(
+    lab: Lab, socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.05)
+    name, path = f"{lab.prefix}again", tmp_path / "pods.yaml"
+    path.write_text(f"pods: {{again: {{netns: {name}}}}}")
+
+    async def body() -> None:
+        toys = Toys()
+        async with NodeAgent(socket_path) as agent, PodManager(socket_path, toys), following(agent, path):
+            with namespace(name) as first:
+                async with asyncio.timeout(WAIT_S):
+                    await agent.until_enabled(PodUid("default/again"))
+                first.remove_name()
+                with namespace(name) as second:
+                    await until(lambda: has_rules(second) and len(toys.started) == 2)
+                    assert not has_rules(first)
+
+    on_loop(body)
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["upgrade", "remove"])
+def test_the_command_leaves_rules_unless_told(lab: Lab, socket_path: Path, tmp_path: Path, remove: bool) -> None:
+    path = tmp_path / "pods.yaml"
+    member = lab.pod("member")
+    path.write_text(file_of(member))
+    command = [sys.executable, "-m", "ztunnel", "agent", "--socket", str(socket_path), "--state", str(path)]
+    with subprocess.Popen(
+        [*command, *(["--remove"] if remove else [])], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as agent:
+
+        async def body() -> None:
+            async with PodManager(socket_path, Toys()) as manager:
+                async with asyncio.timeout(20):
+                    while not (manager.ready and manager.active_proxies):
+                        await asyncio.sleep(0.01)
+                assert (await ask(member, lab.pod("neighbour").ipv4)).startswith("15001")
+                agent.send_signal(signal.SIGTERM)
+                await until(lambda: agent.poll() is not None)
+                assert manager.active_proxies == (0 if remove else 1)
+
+        asyncio.run(body())
+    assert agent.returncode == 0
+    assert has_rules(member.netns) != remove

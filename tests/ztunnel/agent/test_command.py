@@ -1,0 +1,35 @@
+"""The command line, without pods."""
+
+from pathlib import Path
+
+import pytest
+
+from ztunnel.cli import main
+
+
+def test_check_counts_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}, b: {pid: 1}}")
+    assert main(["agent", "--check", "--state", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: 2 pods\n"
+
+
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "serve"])
+def test_faults_are_listed_with_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], check: list[str]
+) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: 1}, b: {}}")
+    assert main(["agent", *check, "--state", str(path), "--socket", str(tmp_path / "zds.sock")]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"{path}: pods.a.netns: must be a name or a path, not 1",
+        f"{path}: pods.b: needs netns or pid, and not both",
+    ]
+    assert not (tmp_path / "zds.sock").exists()
+
+
+def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agent", "--socket", str(tmp_path / "missing" / "zds.sock")]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("ztunnel agent: ")
+    assert "missing" in line

@@ -1,0 +1,95 @@
+"""``ztunnel agent``."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+_DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``agent`` to ``argparse``'s sub-commands."""
+    text = "put pods of this node into the mesh, for laptops, tests and virtual machines; a cluster has istio-cni"
+    parser: argparse.ArgumentParser = subparsers.add_parser("agent", help=text, description=text)
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        default=_DEFAULT_SOCKET,
+        metavar="PATH",
+        help=f"for proxies (default {_DEFAULT_SOCKET})",
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="YAML: which pods shall be in the mesh; edits are taken up"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="where enrolled pods are written down (default: beside the socket)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long open connections of a pod that leaves may go on (default 10)",
+    )
+    parser.add_argument(
+        "--remove",
+        action="store_true",
+        help="take all pods out of the mesh at the end; else they stay, for an upgrade",
+    )
+    parser.add_argument("--check", action="store_true", help="only read the file and list its faults")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from ztunnel.agent.description import PodFaults, parse_pods
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    try:
+        if args.check:
+            pods = parse_pods(args.state.read_text()) if args.state is not None else ()
+            print(f"{args.state}: {len(pods)} pods")
+            return 0
+        asyncio.run(_serve(args))
+    except PodFaults as error:
+        for fault in error.faults:
+            print(f"{args.state}: {fault}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"ztunnel agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from ztunnel.agent.node import NodeAgent
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    record = args.record or args.socket.with_name(f"{args.socket.name}.pods.json")
+    agent = NodeAgent(args.socket, record=record, grace_s=args.grace, remove_on_exit=args.remove)
+    async with agent:
+        if args.state is None:
+            await stop.wait()
+            return
+        following = loop.create_task(agent.follow(args.state), name="follow")
+        stopping = loop.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            for task in (following, stopping):
+                task.cancel()
+            await asyncio.wait((following, stopping))

@@ -1,0 +1,219 @@
+"""The pods of a node, as ``ztunnel agent`` is told in a YAML file.
+
+::
+
+    pods:
+      productpage:                        # a name, or namespace/name
+        netns: cni-5c2e                   # name below /run/netns, or path ...
+        pid: 4711                         # ... or a process in it
+        service_account: bookinfo-productpage    # default: default
+        uid: 0b2c...                      # default: namespace/name
+        dns: true                         # false: DNS is not captured
+        inbound: true                     # false: plaintext to the pod is not captured
+        virtual_interfaces: [tap0]        # what comes from them counts as sent by the pod
+        new_connections_only: false       # true: what is open at enrolment bypasses the proxy until it ends
+
+Names without a namespace are in ``default``. Every fault is reported with its place, all of them together.
+No input or output here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tproxy.inpod import Capture
+from tproxy.resources import Version
+from xds.errors import ConfigError
+from xds.proto.json import load
+from ztunnel.inpod.pods import PodInfo, PodUid
+from ztunnel.inpod.zds import AddPod, request_bytes
+
+_INTERFACE_BYTES = 15
+_KEYS = (
+    "netns",
+    "pid",
+    "service_account",
+    "uid",
+    "dns",
+    "inbound",
+    "virtual_interfaces",
+    "new_connections_only",
+)
+
+
+class PodFaults(Exception):
+    """A description that cannot be used.
+
+    Attributes:
+        faults: one line each, with its place in the file.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodDescription:
+    """A pod that shall be in the mesh.
+
+    Attributes:
+        netns: name below /run/netns, path, or process id.
+        dns, inbound, virtual_interfaces, new_connections_only: see :class:`~tproxy.inpod.Capture`.
+    """
+
+    uid: PodUid
+    info: PodInfo
+    netns: str | int
+    dns: bool = True
+    inbound: bool = True
+    virtual_interfaces: tuple[str, ...] = ()
+    new_connections_only: bool = False
+
+    def capture(self, versions: tuple[Version, ...], *, draining: bool = False) -> Capture:
+        """What is wanted in its namespace, for the IP versions it has."""
+        return Capture(
+            versions=versions,
+            dns=self.dns,
+            inbound=self.inbound,
+            virtual_interfaces=self.virtual_interfaces,
+            new_connections_only=self.new_connections_only,
+            draining=draining,
+        )
+
+
+def parse_pods(text: str) -> tuple[PodDescription, ...]:
+    """Read a description.
+
+    Raises:
+        PodFaults: with every fault.
+    """
+    try:
+        document = load(text)
+    except ConfigError as error:
+        raise PodFaults([str(error)]) from None
+    reader = _Reader()
+    pods = reader.pods(document)
+    if reader.faults:
+        raise PodFaults(reader.faults)
+    return pods
+
+
+@dataclass(slots=True)
+class _Reader:
+    faults: list[str] = field(default_factory=list)
+
+    def pods(self, document: object) -> tuple[PodDescription, ...]:
+        top = self.mapping(document, "file", ("pods",))
+        found = []
+        for name, value in self.mapping(top.get("pods"), "pods", None).items():
+            pod = self.pod(str(name), value)
+            if pod is not None:
+                found.append(pod)
+        for what in ("uid", "netns"):
+            seen: dict[object, PodDescription] = {}
+            for pod in found:
+                other = seen.setdefault(getattr(pod, what), pod)
+                if other is not pod:
+                    names = f"{other.info.namespace}/{other.info.name}"
+                    self.fault(f"pods.{pod.info.name}.{what}", f"is {names}'s already")
+        return tuple(found)
+
+    def pod(self, name: str, value: object) -> PodDescription | None:
+        place = f"pods.{name}"
+        before = len(self.faults)
+        entry = self.mapping(value, place, _KEYS)
+        namespace, slash, short = name.partition("/")
+        if not slash:
+            namespace, short = "default", name
+        account = self.text(entry, "service_account", place, "default")
+        for part in (namespace, short):
+            self.plain_name(part, place)
+        self.plain_name(account, f"{place}.service_account")
+        uid = PodUid(self.text(entry, "uid", place, f"{namespace}/{short}"))
+        if not uid:
+            self.fault(f"{place}.uid", "must not be empty")
+        pod = PodDescription(
+            uid=uid,
+            info=PodInfo(name=short, namespace=namespace, service_account=account),
+            netns=self.where(entry, place),
+            dns=self.flag(entry, "dns", place, default=True),
+            inbound=self.flag(entry, "inbound", place, default=True),
+            virtual_interfaces=self.interfaces(entry, place),
+            new_connections_only=self.flag(entry, "new_connections_only", place, default=False),
+        )
+        if len(self.faults) > before:
+            return None
+        try:
+            request_bytes(AddPod(pod.uid, pod.info))
+        except ValueError:
+            self.fault(place, "names and uid are too long to be announced")
+        return pod
+
+    def where(self, entry: Mapping[str, Any], place: str) -> str | int:
+        netns, pid = entry.get("netns"), entry.get("pid")
+        if (netns is None) == (pid is None):
+            self.fault(place, "needs netns or pid, and not both")
+        elif netns is not None:
+            if isinstance(netns, str) and netns:
+                return netns
+            self.fault(f"{place}.netns", f"must be a name or a path, not {netns!r}")
+        elif isinstance(pid, int) and not isinstance(pid, bool) and pid > 0:
+            return pid
+        else:
+            self.fault(f"{place}.pid", f"must be a process id, not {pid!r}")
+        return ""
+
+    def interfaces(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
+        place = f"{place}.virtual_interfaces"
+        listed = entry.get("virtual_interfaces", [])
+        if not isinstance(listed, list):
+            self.fault(place, f"must be a list, not {listed!r}")
+            return ()
+        for name in listed:
+            if (
+                not isinstance(name, str)
+                or not 0 < len(name.encode()) <= _INTERFACE_BYTES
+                or any(char in "/\0" or char.isspace() for char in name)
+            ):
+                self.fault(place, f"not the name of an interface: {name!r}")
+        return tuple(map(str, listed))
+
+    # Small things
+
+    def fault(self, place: str, reason: str) -> None:
+        self.faults.append(f"{place}: {reason}")
+
+    def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.fault(place, f"must be a mapping, not {value!r}")
+            return {}
+        if known is not None:
+            for key in value:
+                if key not in known:
+                    self.fault(f"{place}.{key}", f"unknown; known are {', '.join(known)}")
+        return value
+
+    def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
+        value = entry.get(key, default)
+        if not isinstance(value, str):
+            self.fault(f"{place}.{key}", f"must be text, not {value!r}")
+            return default
+        return value
+
+    def flag(self, entry: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+        value = entry.get(key, default)
+        if not isinstance(value, bool):
+            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
+            return default
+        return value
+
+    def plain_name(self, name: str, place: str) -> None:
+        # Names become parts of identities, which are paths.
+        if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
+            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")

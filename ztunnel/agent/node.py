@@ -1,0 +1,472 @@
+"""The node agent: puts pods into the mesh and takes them out.
+
+A pod comes in order: its rules, then its announcement. From the rules on nothing of it passes except through a
+proxy, so a pod whose announcement fails has no network until a proxy takes it: it fails closed. It is announced
+again until one does.
+
+A pod leaves in order, too: first the redirects go, so that what it opens from then on is direct; what is open
+through the proxy gets a while to end; then the proxies are told, which cut what is left; then the other rules
+go. Telling the proxies first would cut what the two steps are there to save.
+
+When the agent ends, rules stay, for its successor is on its way; meanwhile proxies keep what they have. The
+successor asks them to keep it until it has looked at each pod: a snapshot without a pod would end its proxy.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import ParamSpec, Self, TypeVar
+from weakref import WeakValueDictionary
+
+from tproxy.aio.netns import Netns
+from tproxy.errors import TproxyError
+from ztunnel.agent.description import PodDescription, PodFaults, parse_pods
+from ztunnel.agent.errors import AgentError, EnrolFailed
+from ztunnel.agent.namespaces import open_namespace, proxied_connections, put_rules, take_rules
+from ztunnel.agent.record import Enrolled, read_record, write_record
+from ztunnel.agent.server import Announced, ZdsServer
+from ztunnel.inpod.backoff import Backoff
+from ztunnel.inpod.pods import PodInfo, PodUid
+from ztunnel.tasks import Tasks
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Between two announcements of a pod that no proxy has taken; the proxy's own retries come as often.
+RETRY_S = 5.0
+#: Between two looks at whether a pod's rules are still there; a guess.
+RECHECK_S = 30.0
+_POLL_FILE_S = 0.2
+_POLL_CONNECTIONS_S = 0.1
+_FIRST_WAIT_S = 0.5
+
+
+class Phase(Enum):
+    """How far a pod is."""
+
+    PENDING = "pending"  # rules are in, no proxy has taken it
+    ENABLED = "enabled"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class PodStatus:
+    """A pod with rules of ours; ``error`` is why no proxy has taken it."""
+
+    description: PodDescription
+    phase: Phase
+    error: str = ""
+
+
+class _Pod:
+    __slots__ = ("description", "error", "netns", "phase")
+
+    def __init__(self, description: PodDescription, netns: Netns) -> None:
+        self.description = description
+        self.netns = netns
+        self.phase = Phase.PENDING
+        self.error = ""
+
+    @property
+    def info(self) -> PodInfo:
+        return self.description.info
+
+
+class NodeAgent:
+    """Serves proxies while entered; pods come and go by :meth:`enrol` and :meth:`remove`, or by :meth:`want`.
+
+    Args:
+        socket: where proxies connect.
+        record: where enrolled pods are written down, see ``record.py``; None: nowhere.
+        grace_s: how long open connections of a pod that leaves may go on.
+        remove_on_exit: take all pods out of the mesh when the agent ends.
+
+    Raises:
+        OSError: on entering: the socket cannot be had, or the record not read.
+    """
+
+    def __init__(
+        self, socket: Path, *, record: Path | None = None, grace_s: float = 10.0, remove_on_exit: bool = False
+    ) -> None:
+        self._record = record
+        self._grace_s = grace_s
+        self._remove_on_exit = remove_on_exit
+        self._pods: dict[PodUid, _Pod] = {}
+        self._wanted: dict[PodUid, PodDescription] = {}
+        self._edited = asyncio.Event()
+        self._steering: set[PodUid] = set()
+        self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
+        self._recorded: dict[PodUid, Enrolled] = {}
+        self._watchers: set[asyncio.Event] = set()
+        self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
+        self._tasks = Tasks("agent")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pods")
+
+    @property
+    def proxies(self) -> int:
+        """How many proxies are connected."""
+        return self._server.proxies
+
+    def pods(self) -> Mapping[PodUid, PodStatus]:
+        """Every pod with rules of ours."""
+        return {uid: PodStatus(pod.description, pod.phase, pod.error) for uid, pod in self._pods.items()}
+
+    async def __aenter__(self) -> Self:
+        if self._record is not None:
+            try:
+                self._recorded = read_record(self._record)
+            except ValueError as error:
+                # Pods that left meanwhile keep their rules; refusing to start would hurt all the others as well.
+                log.error("record of enrolled pods not usable error=%s", error)
+        await self._server.__aenter__()
+        self._tasks.start(self._keep(), "keep")
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._tasks.close()
+        if self._remove_on_exit:
+            await asyncio.gather(*(self.remove(uid) for uid in list(self._pods)))
+        await self._server.__aexit__(*exception)
+        for pod in self._pods.values():
+            pod.netns.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        try:
+            return await asyncio.shield(working)
+        finally:
+            # Cancelled or not, the thread is done with the namespace before anybody may close its descriptor.
+            if not working.done():
+                await asyncio.wait([working])
+
+    def _lock(self, uid: PodUid) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    # Pods
+
+    async def enrol(self, description: PodDescription) -> Phase:
+        """Put a pod into the mesh, or change how it is in it.
+
+        Returns:
+            ``ENABLED`` when a proxy listens in it; ``PENDING``: it has no network until one does, which is tried.
+
+        Raises:
+            EnrolFailed: its namespace or rules; a pod that was not in is left as it was.
+        """
+        async with self._lock(description.uid):
+            netns = self._open(description)
+            pod = self._pods.get(description.uid)
+            adopted = False
+            try:
+                if pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
+                    await self._leave(pod, self._grace_s)
+                    pod = None
+                if pod is None:
+                    pod = await self._enter(description, netns)
+                    adopted = True
+                else:
+                    await self._change(pod, description)
+            finally:
+                if not adopted:
+                    netns.close()
+            if pod.phase is Phase.PENDING:
+                await self._announce(pod)
+            return pod.phase
+
+    def _open(self, description: PodDescription) -> Netns:
+        try:
+            netns = open_namespace(description)
+        except (TproxyError, ValueError) as error:
+            raise EnrolFailed(_named(description), str(error)) from error
+        for other in self._pods.values():
+            if other.netns.inode == netns.inode and other.description.uid != description.uid:
+                netns.close()
+                taken = f"{description.netns} is the namespace of {_named(other.description)}"
+                raise EnrolFailed(_named(description), taken)
+        return netns
+
+    async def _enter(self, description: PodDescription, netns: Netns) -> _Pod:
+        # Written down first: rules that nobody knows of would stay for ever.
+        self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
+        self._write_record()
+        try:
+            await self._in_thread(put_rules, netns, description)
+        except TproxyError as error:
+            await self._clean(netns, _named(description))
+            await self._forget(description.uid)
+            raise EnrolFailed(_named(description), str(error)) from error
+        pod = self._pods[description.uid] = _Pod(description, netns)
+        log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
+        return pod
+
+    async def _change(self, pod: _Pod, description: PodDescription) -> None:
+        try:
+            await self._in_thread(put_rules, pod.netns, description)
+        except TproxyError as error:
+            raise EnrolFailed(_named(description), str(error)) from error
+        pod.description = description
+
+    async def _announce(self, pod: _Pod) -> None:
+        announced = Announced(pod.description.uid, pod.info, pod.netns)
+        try:
+            await self._server.add(announced)
+        except AgentError as error:
+            self._answered(announced.uid, str(error))
+        else:
+            self._answered(announced.uid, "")
+
+    def _announced(self) -> Iterator[Announced]:
+        for uid, pod in self._pods.items():
+            yield Announced(uid, pod.info, pod.netns)
+        for uid in self._recorded:
+            if uid not in self._pods:
+                yield Announced(uid)
+
+    def _answered(self, uid: PodUid, error: str) -> None:
+        pod = self._pods.get(uid)
+        if pod is None or pod.phase is Phase.LEAVING:
+            return
+        if error and error != pod.error:
+            log.warning("pod pending uid=%s pod=%s error=%s", uid, _named(pod.description), error)
+        elif not error and pod.phase is Phase.PENDING:
+            log.info("pod enabled uid=%s pod=%s", uid, _named(pod.description))
+        pod.error = error
+        pod.phase = Phase.PENDING if error else Phase.ENABLED
+        self._tell()
+
+    async def remove(self, uid: PodUid, *, grace_s: float | None = None) -> None:
+        """Take a pod out of the mesh; one that is not in is fine.
+
+        Args:
+            uid: which.
+            grace_s: for its open connections; left out: the agent's.
+        """
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is not None:
+                await self._leave(pod, self._grace_s if grace_s is None else grace_s)
+
+    async def _leave(self, pod: _Pod, grace_s: float) -> None:
+        uid = pod.description.uid
+        pod.phase = Phase.LEAVING
+        self._tell()
+        try:
+            await self._in_thread(put_rules, pod.netns, pod.description, draining=True)
+        except TproxyError as error:
+            log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
+        await self._ended(pod, grace_s)
+        # Out of the record first and told then: no snapshot may name it any more.
+        del self._pods[uid]
+        await self._forget(uid)
+        await self._clean(pod.netns, _named(pod.description))
+        pod.netns.close()
+        self._tell()
+        log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
+
+    async def _ended(self, pod: _Pod, grace_s: float) -> None:
+        """Until nothing is connected through the proxy any more, or time is up."""
+        try:
+            async with asyncio.timeout(grace_s):
+                while True:
+                    if not await self._in_thread(proxied_connections, pod.netns):
+                        return
+                    await asyncio.sleep(_POLL_CONNECTIONS_S)
+        except TimeoutError:
+            log.info("pod leaves with open connections uid=%s", pod.description.uid)
+
+    async def _clean(self, netns: Netns, name: str) -> None:
+        try:
+            await self._in_thread(take_rules, netns)
+        except TproxyError as error:
+            log.error("pod's rules not taken away pod=%s error=%s", name, error)
+
+    async def _forget(self, uid: PodUid) -> None:
+        self._recorded.pop(uid, None)
+        await self._server.delete(uid)
+        self._write_record()
+
+    def _write_record(self) -> None:
+        if self._record is not None:
+            try:
+                write_record(self._record, self._recorded)
+            except OSError as error:
+                log.error("record of enrolled pods not written error=%s", error)
+
+    def _tell(self) -> None:
+        for event in self._watchers:
+            event.set()
+
+    async def until_enabled(self, *uids: PodUid) -> None:
+        """Wait until proxies listen in all of these pods."""
+        event = asyncio.Event()
+        self._watchers.add(event)
+        try:
+            while not all(uid in self._pods and self._pods[uid].phase is Phase.ENABLED for uid in uids):
+                event.clear()
+                await event.wait()
+        finally:
+            self._watchers.discard(event)
+
+    # What is wanted, over time
+
+    def want(self, pods: Iterable[PodDescription]) -> None:
+        """These pods and no others, from now on. Begins at once, and does not give up on a pod that fails."""
+        self._wanted = {pod.uid: pod for pod in pods}
+        edited, self._edited = self._edited, asyncio.Event()
+        edited.set()
+        for uid in {*self._wanted, *self._pods}:
+            self._steer(uid)
+
+    async def follow(self, path: Path) -> None:
+        """Want what a file says, and what it says after each edit, until cancelled.
+
+        Raises:
+            PodFaults, OSError: the file as it is now is not usable. Later faults are logged, all of them, and the
+                last good state stays in force.
+        """
+        file = _File(path)
+        pods = file.read()
+        await self._release_strangers({pod.uid: pod for pod in pods})
+        self.want(pods)
+        while True:
+            await asyncio.sleep(_POLL_FILE_S)
+            edited = file.edited()
+            if edited is not None:
+                log.info("%s changed: %d pods", path, len(edited))
+                self.want(edited)
+
+    async def _release_strangers(self, wanted: Mapping[PodUid, PodDescription]) -> None:
+        """Take the rules of pods away that left, or moved to another namespace, while no agent ran."""
+        for uid, enrolled in list(self._recorded.items()):
+            if uid in self._pods:
+                continue
+            try:
+                netns = Netns.open(enrolled.netns)
+            except TproxyError:
+                pass  # the rules went with their namespace
+            else:
+                with netns:
+                    if uid in wanted and netns.inode == enrolled.inode and wanted[uid].netns == enrolled.netns:
+                        continue
+                    if netns.inode == enrolled.inode:
+                        log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
+                        await self._clean(netns, uid)
+            await self._forget(uid)
+
+    def _steer(self, uid: PodUid) -> None:
+        if uid not in self._steering:
+            self._steering.add(uid)
+            self._tasks.start(self._steered(uid), f"steer {uid}")
+
+    async def _steered(self, uid: PodUid) -> None:
+        """Bring one pod to where it is wanted, however often that changes on the way."""
+        waits = Backoff(_FIRST_WAIT_S)
+        said = ""
+        try:
+            while True:
+                edited, wanted, pod = self._edited, self._wanted.get(uid), self._pods.get(uid)
+                if wanted == (None if pod is None else pod.description):
+                    return
+                try:
+                    if wanted is None:
+                        await self.remove(uid)
+                    else:
+                        await self.enrol(wanted)
+                except EnrolFailed as error:
+                    if str(error) != said:
+                        log.error("%s; trying again", error)
+                        said = str(error)
+                    try:
+                        async with asyncio.timeout(waits.next(0.5)):
+                            await edited.wait()
+                    except TimeoutError:
+                        pass
+        finally:
+            self._steering.discard(uid)
+
+    async def _keep(self) -> None:
+        """Announce pending pods again, notice namespaces that went, repair rules."""
+        loop = asyncio.get_running_loop()
+        recheck_at = loop.time() + RECHECK_S
+        while True:
+            await asyncio.sleep(RETRY_S)
+            repair = loop.time() >= recheck_at
+            if repair:
+                recheck_at = loop.time() + RECHECK_S
+            for uid in list(self._pods):
+                await self._look_after(uid, repair=repair)
+
+    async def _look_after(self, uid: PodUid, *, repair: bool) -> None:
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is None:
+                return
+            description = pod.description
+            if not _is_still(description, pod.netns):
+                # A name or process id that means another namespace now is another pod under an old description.
+                log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
+                await self._leave(pod, 0)
+                if uid in self._wanted:
+                    self._steer(uid)
+                return
+            if pod.phase is Phase.PENDING and self._server.proxies:
+                await self._announce(pod)
+            if repair:
+                try:
+                    if changes := await self._in_thread(put_rules, pod.netns, description):
+                        log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
+                except TproxyError as error:
+                    log.error("pod's rules not repaired uid=%s error=%s", uid, error)
+
+
+class _File:
+    """The description file: read once, then looked at for edits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._text = ""
+
+    def read(self) -> tuple[PodDescription, ...]:
+        """What it says now.
+
+        Raises:
+            PodFaults, OSError: it is not usable.
+        """
+        self._text = self._path.read_text()
+        return parse_pods(self._text)
+
+    def edited(self) -> tuple[PodDescription, ...] | None:
+        """What it says, if it changed and is usable; why it is not is logged, once per edit."""
+        before = self._text
+        try:
+            pods = self.read()
+        except PodFaults as error:
+            if self._text != before:
+                for fault in error.faults:
+                    log.error("%s: %s", self._path, fault)
+                log.error("%s: %d faults; the last good state stays in force", self._path, len(error.faults))
+            return None
+        except OSError as error:
+            if self._text:
+                log.error("%s: %s; the last good state stays in force", self._path, error.strerror)
+                self._text = ""
+            return None
+        return None if self._text == before else pods
+
+
+def _is_still(description: PodDescription, netns: Netns) -> bool:
+    try:
+        with Netns.open(description.netns) as now:
+            return now.inode == netns.inode
+    except TproxyError:
+        return False
+
+
+def _named(description: PodDescription) -> str:
+    return f"{description.info.namespace}/{description.info.name}"
