@@ -1,0 +1,317 @@
+"""Which endpoint of a service a connection gets: candidates, their ranks, and a draw by weight.
+
+Deciding anew for each connection would look at every endpoint. Instead :class:`Candidates` holds, per service,
+port and kind of client, the endpoints in question by rank, each rank with its weights in a binary indexed tree, so
+that a draw takes the logarithm of their number and a change of one endpoint costs one endpoint. They are made when
+first asked for, so only services that this node's pods dial cost anything, and follow the mesh by the changes it
+tells.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from xds.model.mesh import Changes, Endpoint, Mesh
+from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
+from xds.model.workload import ServiceKey, Workload, WorkloadUid
+
+#: A number from 0 to below the argument, each as likely: ``random.randrange`` in production.
+Choose = Callable[[int], int]
+
+#: Draws before those to avoid are taken out one by one: one call in 256, when half of the weight is to avoid.
+_DRAWS = 8
+
+#: Sets of candidates kept. Ports are the services' own and clients are this node's kinds; the limit is for a mesh
+#: whose pods dial everything.
+_KEPT = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What decides which endpoints are candidates, and how they rank.
+
+    Attributes:
+        port: of the service.
+        network: of the client.
+        waypoint: endpoints that take tunnels' contents themselves need no such port (waypoint resolution).
+        preferences: scopes in which an endpoint should equal the client, widest first.
+        client: the client's values of these scopes.
+        strict: all of them must.
+    """
+
+    service: ServiceKey
+    port: int
+    network: str
+    waypoint: bool
+    preferences: tuple[Scope, ...] = ()
+    client: tuple[str, ...] = ()
+    strict: bool = False
+
+
+def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
+    """Ask for an endpoint of a service, reached by its name or one of its addresses."""
+    balancing = service.load_balancing or LoadBalancing()
+    ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
+    if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
+        ranks = True  # there is no address to pass through to
+    preferences = balancing.preferences if ranks else ()
+    return Question(
+        service=service.key,
+        port=port,
+        network=client.network,
+        waypoint=waypoint,
+        preferences=preferences,
+        client=tuple([scope_of(client, scope) for scope in preferences]),
+        strict=balancing.mode is BalancerMode.STRICT,
+    )
+
+
+def scope_of(workload: Workload, scope: Scope) -> str:
+    """A workload's value of a scope; unknown ones are the empty string, and equal."""
+    match scope:
+        case Scope.REGION:
+            return workload.locality.region
+        case Scope.ZONE:
+            return workload.locality.zone
+        case Scope.SUBZONE:
+            return workload.locality.subzone
+        case Scope.NODE:
+            return workload.node
+        case Scope.CLUSTER:
+            return workload.cluster_id
+        case Scope.NETWORK:
+            return workload.network
+
+
+def rank_of(question: Question, workload: Workload) -> int | None:
+    """How well an endpoint fits its client, higher is better; None: not at all.
+
+    Scopes count while they agree, except that a network that leads the list and differs does not end the count:
+    with network, region, zone the order is all 5, network and region 4, network 3, region and zone of another
+    network 2, region 1, nothing 0.
+    """
+    preferences = question.preferences
+    rank = extra = 0
+    for scope, wanted in zip(preferences, question.client, strict=True):
+        hit = scope_of(workload, scope) == wanted
+        if scope is Scope.NETWORK and preferences[0] is Scope.NETWORK:
+            if not hit:
+                continue
+            extra = len(preferences) - 1
+        if not hit:
+            break
+        rank += 1
+    if question.strict and rank != len(preferences):
+        return None
+    return rank + extra
+
+
+def fits(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> bool:
+    """Whether an endpoint is a candidate at all."""
+    if question.port not in service.ports:
+        if not question.waypoint or workload.application_tunnel is None:
+            return False
+    elif not question.waypoint and service.ports[question.port] == 0 and question.port not in endpoint.ports:
+        return False  # a named port that this endpoint does not have
+    if not workload.addresses and not workload.hostname:
+        return workload.network != question.network and workload.network_gateway is not None
+    return True
+
+
+class Weighted:
+    """Names with weights: a binary indexed tree, so that putting, removing and drawing take logarithmic time."""
+
+    def __init__(self) -> None:
+        self._names: list[WorkloadUid] = []
+        self._weights: list[int] = []
+        self._places: dict[WorkloadUid, int] = {}
+        self._sums: list[int] = [0]  # from 1
+        self.total = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[tuple[WorkloadUid, int]]:
+        return zip(self._names, self._weights, strict=True)
+
+    def put(self, name: WorkloadUid, weight: int) -> None:
+        """Add a name or change its weight."""
+        place = self._places.get(name)
+        if place is not None:
+            self._add(place, weight - self._weights[place])
+            return
+        self._places[name] = len(self._names)
+        self._names.append(name)
+        self._weights.append(0)
+        number = len(self._names)
+        # The new node sums up those before it that it covers.
+        covered, start = 0, number - (number & -number)
+        below = number - 1
+        while below > start:
+            covered += self._sums[below]
+            below -= below & -below
+        self._sums.append(covered)
+        self._add(number - 1, weight)
+
+    def remove(self, name: WorkloadUid) -> None:
+        """Take a name away that is there; the last takes its place."""
+        place = self._places.pop(name)
+        last = len(self._names) - 1
+        weight = self._weights[last]
+        self._add(last, -weight)
+        if place != last:
+            self._add(place, weight - self._weights[place])
+            self._names[place] = self._names[last]
+            self._places[self._names[place]] = place
+        self._names.pop()
+        self._weights.pop()
+        self._sums.pop()
+
+    def _add(self, place: int, difference: int) -> None:
+        self._weights[place] += difference
+        self.total += difference
+        number = place + 1
+        while number < len(self._sums):
+            self._sums[number] += difference
+            number += number & -number
+
+    def draw(self, choose: Choose) -> WorkloadUid:
+        """One name by weight; there must be weight."""
+        left = choose(self.total)
+        place = 0
+        step = 1 << (len(self._names).bit_length() - 1)
+        while step:
+            further = place + step
+            if further <= len(self._names) and self._sums[further] <= left:
+                place = further
+                left -= self._sums[further]
+            step >>= 1
+        return self._names[place]
+
+
+class Candidates:
+    """The endpoints in question, by rank."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._ranks: dict[int, Weighted] = {}
+        self._rank_of: dict[WorkloadUid, int] = {}
+        self._changed: set[WorkloadUid] | None = None
+        """Endpoints to look at again; None: all."""
+
+    def touch(self, uids: Collection[WorkloadUid] | None) -> None:
+        """These have changed; None: anything may have."""
+        if uids is None:
+            self._changed = None
+        elif self._changed is not None:
+            self._changed.update(uids)
+
+    def pick(self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
+        """One of the best rank by weight, those to avoid only if there is nobody else; None: there is nobody."""
+        if self._changed is None or self._changed:
+            self._follow(mesh)
+        best = sorted(self._ranks, reverse=True) if len(self._ranks) > 1 else list(self._ranks)
+        if not best:
+            return None
+        if not avoid:
+            return self._ranks[best[0]].draw(choose)
+        for rank in best:
+            picked = _draw_but(self._ranks[rank], choose, avoid)
+            if picked is not None:
+                return picked
+        return self._ranks[best[0]].draw(choose)
+
+    def _follow(self, mesh: Mesh) -> None:
+        service = mesh.service(self.question.service)
+        endpoints = mesh.endpoints(self.question.service)
+        changed: Collection[WorkloadUid]
+        if self._changed is None:
+            self._ranks.clear()
+            self._rank_of.clear()
+            changed = endpoints.keys()
+        else:
+            changed = self._changed
+        for uid in changed:
+            endpoint = endpoints.get(uid)
+            workload = mesh.workload(uid) if endpoint is not None else None
+            rank = None
+            if service is not None and endpoint is not None and workload is not None:
+                rank = self._rank(service, endpoint, workload)
+            before = self._rank_of.get(uid)
+            if before is not None and before != rank:
+                self._leave(uid, before)
+            if rank is not None and workload is not None:
+                self._rank_of[uid] = rank
+                self._ranks.setdefault(rank, Weighted()).put(uid, workload.capacity)
+        self._changed = set()
+
+    def _rank(self, service: Service, endpoint: Endpoint, workload: Workload) -> int | None:
+        if not workload.capacity or not fits(self.question, service, endpoint, workload):
+            return None
+        return rank_of(self.question, workload)
+
+    def _leave(self, uid: WorkloadUid, rank: int) -> None:
+        del self._rank_of[uid]
+        self._ranks[rank].remove(uid)
+        if not self._ranks[rank]:
+            del self._ranks[rank]
+
+
+def _draw_but(among: Weighted, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
+    for _ in range(_DRAWS):
+        picked = among.draw(choose)
+        if picked not in avoid:
+            return picked
+    left = Weighted()
+    for name, weight in among:
+        if name not in avoid:
+            left.put(name, weight)
+    return left.draw(choose) if left.total else None
+
+
+class _Balancer:
+    """All candidates of one mesh."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Question, Candidates] = {}
+        self._by_service: dict[ServiceKey, list[Candidates]] = {}
+
+    def candidates(self, question: Question) -> Candidates:
+        found = self._kept.get(question)
+        if found is None:
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+                self._by_service.clear()
+            found = self._kept[question] = Candidates(question)
+            self._by_service.setdefault(question.service, []).append(found)
+        return found
+
+    def changed(self, changes: Changes) -> None:
+        for key, uids in changes.endpoints.items():
+            for candidates in self._by_service.get(key, ()):
+                candidates.touch(uids)
+        for key in changes.services:
+            # Its ports and preferences are in the questions: old ones will not be asked again.
+            for candidates in self._by_service.pop(key, ()):
+                self._kept.pop(candidates.question, None)
+
+
+_BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
+
+
+def pick(
+    mesh: Mesh, question: Question, choose: Choose, avoid: Collection[WorkloadUid] = ()
+) -> WorkloadUid | None:
+    """The endpoint a connection gets, None if there is none.
+
+    Args:
+        mesh: the mesh in force.
+        question: which service, and for whom.
+        choose: see there.
+        avoid: see :meth:`Candidates.pick`.
+    """
+    balancer = _BALANCERS.get(mesh)
+    if balancer is None:
+        balancer = _BALANCERS[mesh] = _Balancer()
+        mesh.watch(balancer.changed)
+    return balancer.candidates(question).pick(mesh, choose, avoid)
