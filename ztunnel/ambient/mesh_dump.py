@@ -1,0 +1,164 @@
+"""The mesh as ``/config_dump`` shows it: workloads, services, policies, staged endpoints, the local file.
+
+Shapes and names are those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a big
+mesh is written as it is made; keys are sorted by whoever writes it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from xds.dialects.istio.local_file import LocalMesh
+from xds.model.authorization import AuthorizationPolicy
+from xds.model.mesh import Endpoint, Mesh
+from xds.model.service import Service
+from xds.model.workload import GatewayAddress, Locality, Workload, WorkloadUid
+
+Json = Any
+
+_NOWHERE = Locality()
+
+
+def workloads(mesh: Mesh) -> Iterator[Json]:
+    """Every workload, by uid."""
+    for workload in sorted(mesh.workloads(), key=lambda workload: workload.uid):
+        yield shown_workload(workload, services=sorted(workload.services))
+
+
+def services(mesh: Mesh) -> Iterator[Json]:
+    """Every service, by host name, with the endpoints that serve."""
+    for service in sorted(mesh.services(), key=lambda service: (service.hostname, service.namespace)):
+        yield shown_service(service, mesh.endpoints(service.key))
+
+
+def policies(mesh: Mesh) -> Iterator[Json]:
+    """Every policy, by key."""
+    for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
+        yield shown_policy(policy)
+
+
+def staged_services(mesh: Mesh) -> Json:
+    """Endpoints of services that have not come."""
+    return {key: _endpoints(endpoints) for key, endpoints in mesh.staged().items()}
+
+
+def static_config(local: LocalMesh) -> Json:
+    """The local file, as the mesh it describes."""
+    endpoints: dict[str, dict[WorkloadUid, Endpoint]] = {}
+    for workload in local.workloads:
+        for key, ports in workload.services.items():
+            endpoint = Endpoint(workload.uid, ports, workload.status)
+            endpoints.setdefault(key, {})[workload.uid] = endpoint
+    return {
+        "workloads": [
+            shown_workload(workload, services={key: _ports(ports) for key, ports in workload.services.items()})
+            for workload in local.workloads
+        ],
+        "policies": [shown_policy(policy) for policy in local.policies],
+        "services": [shown_service(service, endpoints.get(service.key, {})) for service in local.services],
+    }
+
+
+def shown_workload(workload: Workload, services: Json) -> Json:
+    """One workload; what says nothing is left out.
+
+    Args:
+        workload: the workload.
+        services: its services, in the form that is wanted here.
+    """
+    tunnel, locality = workload.application_tunnel, workload.locality
+    sometimes = {
+        "waypoint": _gateway(workload.waypoint),
+        "networkGateway": _gateway(workload.network_gateway),
+        "uid": workload.uid,
+        "trustDomain": workload.trust_domain,
+        "serviceAccount": workload.service_account,
+        "network": workload.network,
+        "workloadName": workload.workload_name,
+        "workloadType": workload.workload_type,
+        "canonicalName": workload.canonical_name,
+        "canonicalRevision": workload.canonical_revision,
+        "hostname": workload.hostname,
+        "node": workload.node,
+        "nativeTunnel": workload.native_tunnel,
+        "applicationTunnel": tunnel
+        and ({"protocol": tunnel.protocol.value} | ({"port": tunnel.port} if tunnel.port else {})),
+        "authorizationPolicies": list(workload.authorization_policies),
+        "locality": locality != _NOWHERE
+        and {"region": locality.region, "zone": locality.zone, "subzone": locality.subzone},
+        "services": services,
+    }
+    return {
+        "workloadIps": list(workload.addresses),
+        "protocol": workload.protocol.value,
+        "networkMode": workload.network_mode.value,
+        "name": workload.name,
+        "namespace": workload.namespace,
+        "status": workload.status.value,
+        "clusterId": workload.cluster_id,
+        "capacity": workload.capacity,
+    } | {key: value for key, value in sometimes.items() if value}
+
+
+def shown_service(service: Service, endpoints: Mapping[WorkloadUid, Endpoint]) -> Json:
+    """One service and its endpoints."""
+    balancing = service.load_balancing
+    sometimes = {
+        "cidrVips": [{"network": cidr.network, "cidr": str(cidr.block)} for cidr in service.cidr_vips],
+        "waypoint": _gateway(service.waypoint),
+        "weightedWaypoints": [
+            {"destination": _gateway(weighted.destination), "weight": weighted.weight}
+            for weighted in service.weighted_waypoints
+        ],
+        "loadBalancer": balancing
+        and {
+            "routingPreferences": _values(balancing.preferences),
+            "mode": balancing.mode.value,
+            "healthPolicy": balancing.health.value,
+        },
+        "ipFamilies": service.ip_families and service.ip_families.value,
+    }
+    return {
+        "name": service.name,
+        "namespace": service.namespace,
+        "hostname": service.hostname,
+        "vips": [str(vip) for vip in service.vips],
+        "ports": _ports(service.ports),
+        "endpoints": _endpoints(endpoints),
+        "subjectAltNames": list(service.subject_alt_names),
+        "canonical": service.canonical,
+        "visibility": service.visibility.value,
+    } | {key: value for key, value in sometimes.items() if value}
+
+
+def shown_policy(policy: AuthorizationPolicy) -> Json:
+    """One policy; ``faults`` tells what of it was not understood, and only then is there."""
+    shown = {
+        "name": policy.name,
+        "namespace": policy.namespace,
+        "scope": policy.scope.value,
+        "action": policy.action.value,
+        "rules": list(policy.rules),
+        "dryRun": policy.dry_run,
+    }
+    return shown | ({"faults": list(policy.faults)} if policy.faults else {})
+
+
+def _values(words: Iterable[Any]) -> list[str]:
+    return [word.value for word in words]
+
+
+def _ports(ports: Mapping[int, int]) -> Json:
+    return {str(port): target for port, target in ports.items()}
+
+
+def _endpoints(endpoints: Mapping[WorkloadUid, Endpoint]) -> Json:
+    return {
+        uid: {"workloadUid": uid, "port": _ports(endpoint.ports), "status": endpoint.status.value}
+        for uid, endpoint in endpoints.items()
+    }
+
+
+def _gateway(gateway: GatewayAddress | None) -> Json:
+    if gateway is None:
+        return None
+    return {"destination": str(gateway.destination), "hboneMtlsPort": gateway.hbone_mtls_port}
