@@ -269,6 +269,28 @@ def test_dns_goes_to_the_proxy_and_the_proxys_own_passes(
 
 
 @both_versions
+@pytest.mark.usefixtures("captured")
+def test_a_forwarded_query_with_the_applications_own_tuple_is_another_connection(
+    member: Place, neighbour: Place, version: int
+) -> None:
+    """Tracked in one zone, it would be taken for the application's and come back to the proxy."""
+    resolver, own = str(neighbour.address(version)), str(member.address(version))
+    with (
+        udp_socket(neighbour, version, resolver, 53) as upstream,
+        udp_socket(member, version, LOOPBACK[version], DNS_PORT, PROXY_MARK) as proxy,
+    ):
+        with udp_socket(member, version, own, 4053) as client:
+            client.sendto(b"query", (resolver, 53))
+            assert proxy.recv(100) == b"query"
+        with udp_socket(member, version, own, 4053, PROXY_MARK) as forwarding:
+            forwarding.sendto(b"forwarded", (resolver, 53))
+            forwarded, forwarder = upstream.recvfrom(100)
+            assert (forwarded, forwarder[1]) == (b"forwarded", 4053)
+            upstream.sendto(b"answer", forwarder)
+            assert forwarding.recv(100) == b"answer"
+
+
+@both_versions
 def test_without_inbound_plaintext_reaches_the_application(
     kernel: BlockingKernel, member: Place, neighbour: Place, version: int
 ) -> None:

@@ -3,6 +3,9 @@
 import asyncio
 import gc
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +22,7 @@ from ztunnel.inpod.pods import PodInfo, PodState, PodUid
 from ztunnel.inpod.zds import DeletePod, SnapshotSent
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+ROOT = Path(__file__).parents[2]
 PORTS = (15008, 15006, 15001)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -65,6 +69,24 @@ def ports_bound(netns: Netns) -> set[int]:
 
 def test_this_process_may_do_what_pods_need() -> None:
     check_privileges()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "needed"), [("-sys_admin", "CAP_SYS_ADMIN"), ("-net_admin,-net_raw", "CAP_NET_ADMIN")]
+)
+def test_a_missing_capability_is_named(dropped: str, needed: str) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("NOT TESTED: needs setpriv")
+    program = "from ztunnel.inpod.manager import check_privileges; check_privileges()"
+    done = subprocess.run(
+        ["setpriv", f"--bounding-set={dropped}", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=30,
+        check=False,
+    )
+    assert f"needs {needed}; run as root, or add {needed}" in done.stderr.splitlines()[-1]
 
 
 def test_ten_thousand_pods_come_and_go_and_leave_nothing(spaces: list[Netns]) -> None:

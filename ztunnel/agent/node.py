@@ -102,6 +102,7 @@ class NodeAgent:
         self._steering: set[PodUid] = set()
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
+        self._unseen: set[PodUid] = set()  # of the record: nobody has looked at them since the start
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
         self._tasks = Tasks("agent")
@@ -120,6 +121,7 @@ class NodeAgent:
         if self._record is not None:
             try:
                 self._recorded = read_record(self._record)
+                self._unseen = set(self._recorded)
             except ValueError as error:
                 # Pods that left meanwhile keep their rules; refusing to start would hurt all the others as well.
                 log.error("record of enrolled pods not usable error=%s", error)
@@ -137,13 +139,18 @@ class NodeAgent:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Cancelled or not, returns only when the thread is done with whatever descriptor it was given."""
         working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
-        try:
-            return await asyncio.shield(working)
-        finally:
-            # Cancelled or not, the thread is done with the namespace before anybody may close its descriptor.
-            if not working.done():
+        cancelled: asyncio.CancelledError | None = None
+        while not working.done():
+            try:
                 await asyncio.wait([working])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            working.exception()  # seen, so that nobody complains that it was not
+            raise cancelled
+        return working.result()
 
     def _lock(self, uid: PodUid) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
@@ -197,18 +204,18 @@ class NodeAgent:
         self._write_record()
         try:
             await self._in_thread(put_rules, netns, description)
-        except TproxyError as error:
-            await self._clean(netns, _named(description))
-            await self._forget(description.uid)
+        except (TproxyError, OSError) as error:
+            await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), str(error)) from error
         pod = self._pods[description.uid] = _Pod(description, netns)
+        self._unseen.discard(description.uid)
         log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
         return pod
 
     async def _change(self, pod: _Pod, description: PodDescription) -> None:
         try:
             await self._in_thread(put_rules, pod.netns, description)
-        except TproxyError as error:
+        except (TproxyError, OSError) as error:
             raise EnrolFailed(_named(description), str(error)) from error
         pod.description = description
 
@@ -224,9 +231,8 @@ class NodeAgent:
     def _announced(self) -> Iterator[Announced]:
         for uid, pod in self._pods.items():
             yield Announced(uid, pod.info, pod.netns)
-        for uid in self._recorded:
-            if uid not in self._pods:
-                yield Announced(uid)
+        for uid in self._unseen:
+            yield Announced(uid)
 
     def _answered(self, uid: PodUid, error: str) -> None:
         pod = self._pods.get(uid)
@@ -258,13 +264,11 @@ class NodeAgent:
         self._tell()
         try:
             await self._in_thread(put_rules, pod.netns, pod.description, draining=True)
-        except TproxyError as error:
+        except (TproxyError, OSError) as error:
             log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
         await self._ended(pod, grace_s)
-        # Out of the record first and told then: no snapshot may name it any more.
         del self._pods[uid]
-        await self._forget(uid)
-        await self._clean(pod.netns, _named(pod.description))
+        await self._forget(uid, pod.netns)
         pod.netns.close()
         self._tell()
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
@@ -280,15 +284,16 @@ class NodeAgent:
         except TimeoutError:
             log.info("pod leaves with open connections uid=%s", pod.description.uid)
 
-    async def _clean(self, netns: Netns, name: str) -> None:
-        try:
-            await self._in_thread(take_rules, netns)
-        except TproxyError as error:
-            log.error("pod's rules not taken away pod=%s error=%s", name, error)
-
-    async def _forget(self, uid: PodUid) -> None:
-        self._recorded.pop(uid, None)
+    async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
+        """Tell proxies that a pod is gone, and take what is left of ours from its namespace."""
+        self._unseen.discard(uid)  # before they are told: no snapshot may name it any more
         await self._server.delete(uid)
+        if netns is not None:
+            try:
+                await self._in_thread(take_rules, netns)
+            except (TproxyError, OSError) as error:
+                log.error("pod's rules not taken away uid=%s error=%s", uid, error)
+        self._recorded.pop(uid, None)
         self._write_record()
 
     def _write_record(self) -> None:
@@ -343,21 +348,19 @@ class NodeAgent:
 
     async def _release_strangers(self, wanted: Mapping[PodUid, PodDescription]) -> None:
         """Take the rules of pods away that left, or moved to another namespace, while no agent ran."""
-        for uid, enrolled in list(self._recorded.items()):
-            if uid in self._pods:
-                continue
+        for uid in list(self._unseen):
+            enrolled = self._recorded[uid]
             try:
                 netns = Netns.open(enrolled.netns)
             except TproxyError:
-                pass  # the rules went with their namespace
-            else:
-                with netns:
-                    if uid in wanted and netns.inode == enrolled.inode and wanted[uid].netns == enrolled.netns:
-                        continue
-                    if netns.inode == enrolled.inode:
-                        log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
-                        await self._clean(netns, uid)
-            await self._forget(uid)
+                await self._forget(uid, None)  # the rules went with their namespace
+                continue
+            with netns:
+                same = netns.inode == enrolled.inode
+                if same and uid in wanted and wanted[uid].netns == enrolled.netns:
+                    continue
+                log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
+                await self._forget(uid, netns if same else None)
 
     def _steer(self, uid: PodUid) -> None:
         if uid not in self._steering:
@@ -403,7 +406,10 @@ class NodeAgent:
                 await self._look_after(uid, repair=repair)
 
     async def _look_after(self, uid: PodUid, *, repair: bool) -> None:
-        async with self._lock(uid):
+        lock = self._lock(uid)
+        if lock.locked():
+            return  # somebody is at it
+        async with lock:
             pod = self._pods.get(uid)
             if pod is None:
                 return
@@ -421,7 +427,7 @@ class NodeAgent:
                 try:
                     if changes := await self._in_thread(put_rules, pod.netns, description):
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
-                except TproxyError as error:
+                except (TproxyError, OSError) as error:
                     log.error("pod's rules not repaired uid=%s error=%s", uid, error)
 
 
