@@ -190,6 +190,7 @@ class PodManager:
                 await asyncio.sleep(wait_s)
                 continue
             unreachable.reset()
+            began = asyncio.get_running_loop().time()
             try:
                 served = await self._converse(channel)
             finally:
@@ -197,9 +198,9 @@ class PodManager:
                 if not self._draining:
                     self._reconciler.disconnected()
                     self._changed()
-            if served:
+            if served or asyncio.get_running_loop().time() - began >= faulty.limit_s:
                 faulty.reset()
-            else:
+            if not served:
                 # An agent that takes connections and makes nothing of them would see us in a tight loop.
                 await asyncio.sleep(faulty.next(random.random()))
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.ztunnel.inpod.agents import INFO, WAIT_S, Agent, Starts, open_descriptors
 from tproxy.aio.netns import Netns
@@ -229,6 +231,37 @@ def test_a_broken_protocol_is_answered_and_pods_run_on(
         assert scene.starts.events == ["start uid-a"]
 
     with_manager(body)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.binary(min_size=1, max_size=1100),
+        # Nearly right: a message with one byte changed.
+        st.tuples(st.integers(0, 6), st.integers(0, 255)).map(lambda change: changed(*change)),
+    ),
+    st.integers(0, 3),
+)
+def test_whatever_an_agent_sends_is_answered_and_pods_run_on(quick: None, data: bytes, descriptors: int) -> None:
+    async def body(scene: Scene) -> None:
+        await scene.agent.snapshot("uid-z", netns=scene.netns)
+        error = await scene.agent.ask_bytes(data, [scene.netns.fileno()] * descriptors)
+        if error.startswith(("failure to read", "failure to process")):
+            assert await scene.agent.closed()
+        scene.agent.hang_up()
+        await scene.agent.snapshot("uid-z", netns=scene.netns)
+        assert scene.starts.events.count("start uid-z") == 1
+        assert scene.manager.ready
+
+    before = open_descriptors()
+    with_manager(body)
+    assert open_descriptors() == before
+
+
+def changed(position: int, value: int) -> bytes:
+    wire = bytearray(request_bytes(DeletePod(A)))
+    wire[position] = value
+    return bytes(wire)
 
 
 def test_a_descriptor_that_is_no_namespace_is_refused(quick: None, tmp_path: Path) -> None:
