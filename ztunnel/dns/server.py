@@ -82,7 +82,7 @@ class DnsServer:
         on_query: told of each query.
         idle_s: how long a TCP connection may say nothing.
         connections: TCP connections at a time; queries: under way at a time.
-        rng: chooses among more addresses than an answer holds.
+        rng: orders addresses, and chooses among more than an answer holds.
     """
 
     def __init__(
@@ -255,8 +255,8 @@ class DnsServer:
             local = answer(name, ipv6=ipv6, client=client, mesh=self._mesh, settings=self._settings)
             if local is not None:
                 addresses = local.addresses
-                if len(addresses) > _MOST_ADDRESSES:
-                    addresses = tuple(self._rng.sample(addresses, _MOST_ADDRESSES))
+                if len(addresses) > 1:
+                    addresses = tuple(self._rng.sample(addresses, min(len(addresses), _MOST_ADDRESSES)))
                 wire = local_answer(query, addresses, local.canonical, self._settings.ttl_s, limit)
                 result = "success" if addresses else "no records"
                 return wire, _Outcome(client, result, len(addresses))

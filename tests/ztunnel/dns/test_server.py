@@ -170,7 +170,10 @@ def test_long_answers_are_cut_for_udp_and_whole_for_tcp(tmp_path: Path) -> None:
         assert len((await pod.ask("big", use_edns=0, payload=1232)).answer[0]) > 60
         reader, writer = await pod.connect()
         whole = await talk(reader, writer, "big")
+        again = await talk(reader, writer, "big")
         writer.close()
+        orders = [[record.address for record in answer.answer[0]] for answer in (whole, again)]
+        assert orders[0] != orders[1], "drawn anew"
         assert not whole.flags & dns.flags.TC
         assert len({record.address for record in whole.answer[0]}) == 256
 
