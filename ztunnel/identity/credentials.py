@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
+from xds.errors import XdsError
+
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _DEFAULT_TOKEN: Final = Path("./var/run/secrets/tokens/istio-token")
@@ -22,7 +24,7 @@ _SYSTEM_BUNDLES: Final = (
 _MANY_BYTES: Final = 1 << 20  # of a token or a bundle of roots; more is the wrong file
 
 
-class CredentialsError(Exception):
+class CredentialsError(XdsError):
     """A token or root cannot be had; the text says which and why, and never quotes a secret."""
 
 
