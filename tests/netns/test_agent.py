@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.netns.dumps import everything
+from tests.netns.test_inpod import without_generation
 from tests.netns.toys import WAIT_S, app, ask
+from tests.ztunnel.inpod.agents import open_descriptors
+from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.errors import ConnectFailed
+from tproxy.inpod import OWNERSHIP, POD, Capture, pod
 from ztunnel.agent import node as node_module
 from ztunnel.agent.description import PodDescription, PodFaults
 from ztunnel.agent.errors import EnrolFailed
-from ztunnel.agent.namespaces import has_rules, proxied_connections, take_rules
+from ztunnel.agent.namespaces import has_rules, proxied_connections, take_rules, versions
 from ztunnel.agent.node import NodeAgent, Phase
 from ztunnel.inpod.manager import PACKET_MARK, PodManager
 from ztunnel.inpod.pods import PodInfo, PodUid
@@ -228,6 +233,35 @@ def test_a_pod_that_leaves_has_only_so_much_time(lab: Lab, socket_path: Path) ->
     on_loop(body)
 
 
+def test_pods_come_and_go_and_leave_nothing(lab: Lab, socket_path: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+
+    async def body() -> None:
+        member = lab.pod("member")
+        before = without_generation(everything(member.netns))
+        async with (
+            NodeAgent(socket_path, record=record, grace_s=0) as agent,
+            PodManager(socket_path, Toys()) as manager,
+        ):
+            await until(lambda: manager.ready)
+
+            async def come_and_go() -> None:
+                assert await agent.enrol(described(member)) is Phase.ENABLED
+                await agent.remove(MEMBER)
+                await until(lambda: manager.proxies_started == manager.proxies_stopped)
+
+            await come_and_go()
+            descriptors, tasks = open_descriptors(), len(asyncio.all_tasks())
+            for _ in range(100):
+                await come_and_go()
+            assert open_descriptors() == descriptors
+            assert len(asyncio.all_tasks()) == tasks
+        assert without_generation(everything(member.netns)) == before
+        assert "member" not in record.read_text()
+
+    on_loop(body)
+
+
 def test_a_file_is_followed_and_faults_leave_the_last_good_state(
     lab: Lab, socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,6 +405,24 @@ def test_a_name_that_means_another_namespace_now_is_enrolled_anew(
                 with namespace(name) as second:
                     await until(lambda: has_rules(second) and len(toys.started) == 2)
                     assert not has_rules(first)
+
+    on_loop(body)
+
+
+def test_without_ipv6_on_lo_only_ipv4_is_captured(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        with namespace(f"{lab.prefix}four") as space:
+            assert versions(space) == (4, 6)
+            with space.entered():
+                Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6").write_text("1")
+            assert versions(space) == (4,)
+            info = PodInfo(name="four", namespace="default", service_account="default")
+            async with NodeAgent(socket_path, remove_on_exit=True) as agent:
+                await agent.enrol(PodDescription(uid=PodUid("four"), info=info, netns=space.name))
+                with contextlib.closing(BlockingKernel({POD: space}, OWNERSHIP)) as kernel:
+                    found = kernel.read().namespaces[POD]
+            assert {rule.version for rule in found.rules} == {route.version for route in found.routes} == {4}
+            assert set(found.tables) == set(pod(Capture(versions=(4,))).namespaces[POD].tables)
 
     on_loop(body)
 

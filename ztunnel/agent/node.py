@@ -64,13 +64,14 @@ class PodStatus:
 
 
 class _Pod:
-    __slots__ = ("description", "error", "netns", "phase")
+    __slots__ = ("announced", "description", "error", "netns", "phase")
 
     def __init__(self, description: PodDescription, netns: Netns) -> None:
         self.description = description
         self.netns = netns
         self.phase = Phase.PENDING
         self.error = ""
+        self.announced = True  # false: out of snapshots, for proxies are told that it is gone
 
     @property
     def info(self) -> PodInfo:
@@ -230,7 +231,8 @@ class NodeAgent:
 
     def _announced(self) -> Iterator[Announced]:
         for uid, pod in self._pods.items():
-            yield Announced(uid, pod.info, pod.netns)
+            if pod.announced:
+                yield Announced(uid, pod.info, pod.netns)
         for uid in self._unseen:
             yield Announced(uid)
 
@@ -262,13 +264,17 @@ class NodeAgent:
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
         self._tell()
-        try:
-            await self._in_thread(put_rules, pod.netns, pod.description, draining=True)
-        except (TproxyError, OSError) as error:
-            log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
-        await self._ended(pod, grace_s)
-        del self._pods[uid]
+        if grace_s > 0:
+            try:
+                await self._in_thread(put_rules, pod.netns, pod.description, draining=True)
+            except (TproxyError, OSError) as error:
+                log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
+            else:
+                await self._ended(pod, grace_s)
+        pod.announced = False
         await self._forget(uid, pod.netns)
+        # Only now, for until here nobody else may have the namespace.
+        del self._pods[uid]
         pod.netns.close()
         self._tell()
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
@@ -286,7 +292,7 @@ class NodeAgent:
 
     async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
         """Tell proxies that a pod is gone, and take what is left of ours from its namespace."""
-        self._unseen.discard(uid)  # before they are told: no snapshot may name it any more
+        self._unseen.discard(uid)
         await self._server.delete(uid)
         if netns is not None:
             try:

@@ -35,8 +35,8 @@ from ztunnel.inpod.zds import AddPod, DeletePod, KeepPod, Request, SnapshotSent,
 RETRY_S = 5.0
 #: The agent waits 5 s for an answer; the rest is for the way and for a loop that is busy.
 ANSWER_S = 4.0
-#: After the snapshot, how long pods that do not start may keep us from being ready; a guess.
-SETTLE_S = 60.0
+#: After the snapshot, how long pods that do not start may keep us from being ready: six attempts; a guess.
+SETTLE_S = 30.0
 
 #: One proxy of one pod, never used again.
 Generation = NewType("Generation", int)

@@ -379,7 +379,7 @@ class ReconcilerMachine(RuleBasedStateMachine):
         assert self.pods.started(generation, self.now) == []
         assert self.pods.failed(generation, REFUSED, self.now) == []
 
-    @rule(seconds=st.sampled_from([0.5, 3.9, 5.0, 61.0]))
+    @rule(seconds=st.sampled_from([0.5, 3.9, 5.0, SETTLE_S]))
     def clock_advances(self, seconds: float) -> None:
         self.now += seconds
         self.apply(self.pods.advance(self.now))
