@@ -12,7 +12,7 @@ somebody put the wrong file there.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -67,6 +67,14 @@ def _reason(entry: x509.RevokedCertificate) -> x509.ReasonFlags | None:
         return None
 
 
+def _blocks(pem: bytes) -> Iterator[bytes]:
+    for part in pem.split(_BEGIN)[1:]:
+        content, end, _ = part.partition(_END)
+        if not end:
+            raise CrlError("a certificate revocation list in PEM does not end")
+        yield _BEGIN + content + _END + b"\n"
+
+
 class RevocationLists:
     """Some lists, never changed.
 
@@ -95,8 +103,7 @@ class RevocationLists:
         try:
             if b"-----BEGIN " not in data:
                 return cls([x509.load_der_x509_crl(data)])
-            blocks = [_BEGIN + part.split(_END)[0] + _END + b"\n" for part in data.split(_BEGIN)[1:]]
-            crls = [x509.load_pem_x509_crl(block) for block in blocks]
+            crls = [x509.load_pem_x509_crl(block) for block in _blocks(data)]
         except ValueError as error:
             raise CrlError(f"not a certificate revocation list: {error}") from error
         if not crls:

@@ -41,10 +41,10 @@ def test_what_it_may_not(data: bytes) -> None:
         RevocationLists.parse(data)
 
 
-@pytest.mark.parametrize("cut", range(1, len(LEAF_LIST) - 1, 7))
-def test_a_list_cut_short_is_never_a_shorter_list(cut: int) -> None:
-    with pytest.raises(CrlError):
-        RevocationLists.parse(LEAF_LIST[:cut])
+def test_a_list_cut_anywhere_is_no_list() -> None:
+    for cut in range(1, len(LEAF_LIST) - 1):
+        with pytest.raises(CrlError):
+            RevocationLists.parse(LEAF_LIST[:cut])
 
 
 @pytest.mark.parametrize(
