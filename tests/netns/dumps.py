@@ -38,3 +38,13 @@ def _stable(attributes: bytes) -> str:
 
     # RTA_CACHEINFO (12) counts time and uses.
     return repr(sorted((key, value) for key, value in attribute_map(attributes).items() if key != 12))
+
+
+def without_generation(state: dict[str, object]) -> dict[str, object]:
+    """The state without what tells how often nftables has changed, in bytes 2 and 3 of its messages."""
+    return {
+        part: [body[:2] + body[4:] if isinstance(body, bytes) else body for body in value]
+        if isinstance(value, list)
+        else value
+        for part, value in state.items()
+    }

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.netns.dumps import everything
-from tests.netns.test_inpod import without_generation
+from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import WAIT_S, app, ask
 from tests.ztunnel.inpod.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
@@ -25,7 +24,7 @@ from tproxy.inpod import OWNERSHIP, POD, Capture, pod
 from ztunnel.agent import node as node_module
 from ztunnel.agent.description import PodDescription, PodFaults
 from ztunnel.agent.errors import EnrolFailed
-from ztunnel.agent.namespaces import has_rules, proxied_connections, take_rules, versions
+from ztunnel.agent.namespaces import proxied_connections, take_rules, versions
 from ztunnel.agent.node import NodeAgent, Phase
 from ztunnel.inpod.manager import PACKET_MARK, PodManager
 from ztunnel.inpod.pods import PodInfo, PodUid
@@ -115,6 +114,12 @@ def namespace(name: str) -> Iterator[Netns]:
 
 def file_of(*places: Place, **extra: object) -> str:
     return yaml.safe_dump({"pods": {place.name: {"netns": place.netns.name, **extra} for place in places}})
+
+
+def has_rules(netns: Netns) -> bool:
+    with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
+        found = kernel.read().namespaces[POD]
+    return bool(found.tables or found.rules or found.routes)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.netns.dumps import everything
+from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import SHORT_S, WAIT_S, app, ask, serving
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place, Worker
@@ -100,16 +100,6 @@ def udp_socket(place: Place, version: int, address: str, port: int, mark: int = 
     sock.bind((address, port))
     sock.settimeout(WAIT_S)
     return sock
-
-
-def without_generation(state: dict[str, object]) -> dict[str, object]:
-    """Every nftables message tells how often anything has changed, bytes 2 and 3."""
-    return {
-        part: [body[:2] + body[4:] if isinstance(body, bytes) else body for body in value]
-        if isinstance(value, list)
-        else value
-        for part, value in state.items()
-    }
 
 
 def test_twice_changes_nothing_and_removal_leaves_no_trace(kernel: BlockingKernel, member: Place) -> None:

@@ -55,13 +55,6 @@ def take_rules(netns: Netns) -> int:
     return _apply(netns, State({POD: Namespace()}))
 
 
-def has_rules(netns: Netns) -> bool:
-    """Whether anything of ours is there."""
-    with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
-        found = kernel.read().namespaces[POD]
-    return bool(found.tables or found.rules or found.routes)
-
-
 def _apply(netns: Netns, wanted: State) -> int:
     with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
         return len(kernel.apply(wanted))

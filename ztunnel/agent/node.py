@@ -221,13 +221,13 @@ class NodeAgent:
         pod.description = description
 
     async def _announce(self, pod: _Pod) -> None:
-        announced = Announced(pod.description.uid, pod.info, pod.netns)
+        uid = pod.description.uid
         try:
-            await self._server.add(announced)
+            await self._server.add(uid, pod.info, pod.netns)
         except AgentError as error:
-            self._answered(announced.uid, str(error))
+            self._answered(uid, str(error))
         else:
-            self._answered(announced.uid, "")
+            self._answered(uid, "")
 
     def _announced(self) -> Iterator[Announced]:
         for uid, pod in self._pods.items():
@@ -392,7 +392,7 @@ class NodeAgent:
                         log.error("%s; trying again", error)
                         said = str(error)
                     try:
-                        async with asyncio.timeout(waits.next(0.5)):
+                        async with asyncio.timeout(waits.next()):
                             await edited.wait()
                     except TimeoutError:
                         pass

@@ -44,7 +44,7 @@ _NO_DESCRIPTORS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A pod as proxies are told; one that only has its name they are asked to keep, if they have it."""
+    """A pod of a snapshot; one that only has its name proxies are asked to keep, if they have it."""
 
     uid: PodUid
     info: PodInfo | None = None
@@ -168,7 +168,7 @@ class ZdsServer:
         if self._listener is not None:
             self._listener.close()
 
-    async def add(self, pod: Announced) -> None:
+    async def add(self, uid: PodUid, info: PodInfo, netns: Netns) -> None:
         """Announce a pod to the newest proxy; returns when its proxy listens.
 
         Raises:
@@ -176,7 +176,7 @@ class ZdsServer:
         """
         if not self._connections:
             raise NoProxy
-        error = await self._connections[-1].ask(_request(pod), pod.netns)
+        error = await self._connections[-1].ask(AddPod(uid, info), netns)
         if error:
             raise ProxyRefused(error)
 

@@ -17,8 +17,8 @@ class Backoff:
     spread: float = 0.0
     _next_s: float = 0.0
 
-    def next(self, random: float) -> float:
-        """The next wait in seconds, for a random number from [0, 1)."""
+    def next(self, random: float = 0.5) -> float:
+        """The next wait in seconds, for a random number from [0, 1); one half is no deviation."""
         wait = min(max(self._next_s, self.first_s), self.limit_s)
         self._next_s = wait * 2
         return wait * (1 + self.spread * (2 * random - 1))

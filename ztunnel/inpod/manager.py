@@ -179,7 +179,7 @@ class PodManager:
             try:
                 channel = connect(self._path)
             except OSError as error:
-                wait_s = unreachable.next(0.5)
+                wait_s = unreachable.next()
                 log.warning(
                     'failed to connect to the Istio CNI node agent over "%s", is the node agent healthy? '
                     "details: %s, retrying in %.2fs",

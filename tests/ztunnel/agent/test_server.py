@@ -75,6 +75,9 @@ class Scene:
     def pod(self, uid: PodUid) -> Announced:
         return Announced(uid, INFO, self.netns)
 
+    async def add(self, uid: PodUid) -> None:
+        await self.server.add(uid, INFO, self.netns)
+
     def dial(self) -> Proxy:
         proxy = Proxy(connect(self.server.path))
         self.proxies.append(proxy)
@@ -144,14 +147,14 @@ def test_a_hello_is_answered_with_every_pod_then_the_end_of_the_snapshot(run: Ca
 def test_add_waits_for_the_proxy_and_reports_what_it_says() -> None:
     async def body(scene: Scene) -> None:
         with pytest.raises(NoProxy):
-            await scene.server.add(scene.pod(A))
+            await scene.add(A)
         proxy = await scene.proxy()
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(A)))
+        adding = asyncio.get_running_loop().create_task(scene.add(A))
         assert await proxy.next() == AddPod(A, INFO)
         assert not adding.done()
         await proxy.answer()
         await adding
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(B)))
+        adding = asyncio.get_running_loop().create_task(scene.add(B))
         await proxy.expect(AddPod(B, INFO), "failure to start proxy : port taken")
         with pytest.raises(ProxyRefused, match="port taken"):
             await adding
@@ -165,7 +168,7 @@ def test_adds_go_to_the_newest_and_deletes_to_all() -> None:
         new = await scene.proxy()
         await scene.until_proxies(2)
         loop = asyncio.get_running_loop()
-        adding = loop.create_task(scene.server.add(scene.pod(A)))
+        adding = loop.create_task(scene.add(A))
         await new.expect(AddPod(A, INFO))
         await adding
         deleting = loop.create_task(scene.server.delete(A))
@@ -174,7 +177,7 @@ def test_adds_go_to_the_newest_and_deletes_to_all() -> None:
         await deleting
         new.channel.shut_down()
         await scene.until_proxies(1)
-        adding = loop.create_task(scene.server.add(scene.pod(B)))
+        adding = loop.create_task(scene.add(B))
         await old.expect(AddPod(B, INFO))
         await adding
 
@@ -200,8 +203,7 @@ def test_requests_wait_for_each_other() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
         adding = [
-            asyncio.get_running_loop().create_task(scene.server.add(scene.pod(PodUid(f"uid-{number}"))))
-            for number in range(5)
+            asyncio.get_running_loop().create_task(scene.add(PodUid(f"uid-{number}"))) for number in range(5)
         ]
         for number in range(5):
             await proxy.expect(AddPod(PodUid(f"uid-{number}"), INFO))
@@ -214,11 +216,11 @@ def test_requests_wait_for_each_other() -> None:
 def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(A)))
+        adding = asyncio.get_running_loop().create_task(scene.add(A))
         assert await proxy.next() == AddPod(A, INFO)
         with pytest.raises(ProxySilent):
             await adding
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(B)))
+        adding = asyncio.get_running_loop().create_task(scene.add(B))
         assert await proxy.next() == AddPod(B, INFO)
         await proxy.answer("about a, and late")
         await proxy.answer()
@@ -230,11 +232,11 @@ def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
 def test_who_gives_up_waiting_leaves_its_answer_to_nobody() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(A)))
+        adding = asyncio.get_running_loop().create_task(scene.add(A))
         assert await proxy.next() == AddPod(A, INFO)
         adding.cancel()
         await asyncio.wait([adding])
-        adding = asyncio.get_running_loop().create_task(scene.server.add(scene.pod(B)))
+        adding = asyncio.get_running_loop().create_task(scene.add(B))
         assert await proxy.next() == AddPod(B, INFO)
         await proxy.answer("about a")
         await proxy.answer()
@@ -284,7 +286,7 @@ def test_losing_a_proxy_answers_everybody_who_waits() -> None:
     async def body(scene: Scene) -> None:
         proxy = await scene.proxy()
         loop = asyncio.get_running_loop()
-        adding = [loop.create_task(scene.server.add(scene.pod(uid))) for uid in (A, B)]
+        adding = [loop.create_task(scene.add(uid)) for uid in (A, B)]
         deleting = loop.create_task(scene.server.delete(A))
         assert await proxy.next() == AddPod(A, INFO)
         proxy.channel.shut_down()
@@ -305,7 +307,7 @@ def test_the_real_client_is_served() -> None:
         async with PodManager(scene.server.path, starts, on_ready=lambda now: ready.set() if now else None):
             async with asyncio.timeout(WAIT_S):
                 await ready.wait()
-            await scene.server.add(scene.pod(B))
+            await scene.add(B)
             assert [pod.uid for pod in starts.running] == [A, B]
             await scene.server.delete(A)
             async with asyncio.timeout(WAIT_S):
@@ -313,7 +315,7 @@ def test_the_real_client_is_served() -> None:
                     await asyncio.sleep(0)
             starts.before = lambda: 1 // 0
             with pytest.raises(ProxyRefused, match="failure to start proxy"):
-                await scene.server.add(scene.pod(PodUid("uid-c")))
+                await scene.add(PodUid("uid-c"))
         await scene.until_proxies(0)
 
     with_server(body)

@@ -321,7 +321,7 @@ def test_an_agent_that_comes_late_is_found(tmp_path: Path, caplog: pytest.LogCap
 
 def test_waits_double_up_to_the_limit() -> None:
     waits = Backoff(0.02)
-    assert [waits.next(0.5) for _ in range(12)] == [min(0.02 * 2**number, 15.0) for number in range(12)]
+    assert [waits.next() for _ in range(12)] == [min(0.02 * 2**number, 15.0) for number in range(12)]
     waits.reset()
     assert waits.next(0.9) == 0.02
     spread = Backoff(0.5, spread=0.2)
