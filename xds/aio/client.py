@@ -17,7 +17,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from google.protobuf.message import DecodeError
@@ -26,7 +26,17 @@ from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, DiscoveryResponse
-from xds.protocol.client import Backoff, ClientOptions, ClientState, Received, Refused
+from xds.protocol.client import (
+    ENVOY,
+    Backoff,
+    ClientOptions,
+    ClientState,
+    Dialect,
+    Received,
+    Refused,
+    StreamEnd,
+    stream_end,
+)
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Receive
 from xds.protocol.sotw import SotwClient
@@ -41,11 +51,14 @@ Connect = Callable[[], AbstractAsyncContextManager[Any]]
 Metadata = Callable[[], Sequence[tuple[str, str]]]
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # as Envoy: no limit
     ("grpc.use_local_subchannel_pool", 1),  # a new channel connects now, whatever back-off another one is in
     ("grpc.keepalive_time_ms", 30_000),  # guess; istiod allows no less than 15 s
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+#: Longer responses are unpacked in steps; this much takes a few milliseconds.
+_BIG_BYTES = 2**20
 
 
 class StreamBroken(XdsError):
@@ -54,12 +67,14 @@ class StreamBroken(XdsError):
     Attributes:
         reason: in the words of gRPC, or ours.
         answered: whether it had brought anything.
+        end: the same for metrics and back-off.
     """
 
-    def __init__(self, reason: str, *, answered: bool) -> None:
+    def __init__(self, reason: str, *, answered: bool, end: StreamEnd = StreamEnd.ERROR) -> None:
         super().__init__(reason, answered)
         self.reason = reason
         self.answered = answered
+        self.end = end
 
     def __str__(self) -> str:
         return self.reason
@@ -67,25 +82,41 @@ class StreamBroken(XdsError):
 
 @dataclass(slots=True)
 class ControlPlaneStats:
-    """What Envoy publishes as ``control_plane.*``; nothing here is rate limited, so that counter stays 0."""
+    """What Envoy publishes as ``control_plane.*``; nothing here is rate limited, so that counter stays 0.
+
+    Attributes:
+        lost_at_s: loop's time at which the last working stream ended; None while there is one, or was none yet.
+        ended: how often streams ended, by reason.
+    """
 
     connected_state: int = 0
     pending_requests: int = 0
     rate_limit_enforced: int = 0
     identifier: str = ""
+    lost_at_s: float | None = None
+    ended: dict[StreamEnd, int] = field(default_factory=lambda: dict.fromkeys(StreamEnd, 0))
 
 
-def connect_to(target: str, credentials: Any = None) -> Connect:
-    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``credentials`` are given."""
+def connect_to(
+    target: str, credentials: Any = None, *, response_limit_bytes: int = -1, server_name: str = ""
+) -> Connect:
+    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``credentials`` are given.
+
+    Envoy has no limit on responses, so that there is none by default. ``server_name`` is verified in place of the
+    target's host.
+    """
+    options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", response_limit_bytes))
+    if server_name:
+        options = (*options, ("grpc.ssl_target_name_override", server_name))
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[Any]:
         import grpc.aio
 
         if credentials is None:
-            channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            channel = grpc.aio.secure_channel(target, credentials, options=options)
         try:
             yield channel
         finally:
@@ -106,7 +137,10 @@ class _Stream:
         name: str,
         metadata: Metadata | None,
         backoff: Backoff,
+        *,
+        keeps_bodies: bool = True,
     ) -> None:
+        self._keeps_bodies = keeps_bodies
         self.state = state
         self.stats = ControlPlaneStats()
         self._connect = connect
@@ -132,7 +166,7 @@ class _Stream:
     ) -> GrpcSubscription:
         feed = self._feeds.get(type_url)
         if feed is None:
-            feed = self._feeds[type_url] = Feed(type_url, self.state, self.wake)
+            feed = self._feeds[type_url] = Feed(type_url, self.state, self.wake, keeps_bodies=self._keeps_bodies)
             if self._tasks is not None:
                 self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
         subscription = GrpcSubscription(feed, receive, initial_fetch_timeout_s, on_initial_timeout)
@@ -164,15 +198,20 @@ class _Stream:
             await self._wake.wait()  # nothing to ask for, no stream
             try:
                 await self._one_stream()
-            except StreamBroken as broken:
+            except XdsError as error:
+                broken = error if isinstance(error, StreamBroken) else _unreachable(error)
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     # gRPC answers a cancelled read with the status of the call if that has just failed.
                     raise asyncio.CancelledError from broken
+                self.stats.ended[broken.end] += 1
+                self._backoff.ended(broken.end)
                 self._lost(broken)
             finally:
                 self.state.stream_closed()
-                self.stats.connected_state = 0
+                if self.stats.connected_state:
+                    self.stats.connected_state = 0
+                    self.stats.lost_at_s = asyncio.get_running_loop().time()
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
 
@@ -180,7 +219,10 @@ class _Stream:
         import grpc
 
         async with self._connect() as channel:
-            metadata = None if self._metadata is None else tuple(self._metadata())
+            try:
+                metadata = None if self._metadata is None else tuple(self._metadata())
+            except (OSError, XdsError) as error:  # a token that cannot be read now may be there later
+                raise _unreachable(error) from error
             call = channel.stream_stream(self._path)(metadata=metadata)
             self.state.stream_opened()
             self._answered = False
@@ -191,7 +233,7 @@ class _Stream:
             try:
                 await self._read(call)
             except grpc.RpcError as error:
-                raise StreamBroken(_status_text(error.code(), error.details()), answered=self._answered) from error
+                raise self._broken(error.code(), error.details()) from error
             except DecodeError as error:
                 raise StreamBroken("the server sent a malformed response", answered=self._answered) from error
             finally:
@@ -206,8 +248,15 @@ class _Stream:
         while (data := await call.read()) is not grpc.aio.EOF:
             self._answered = True
             self._back()
-            self._receive(data)
-        raise StreamBroken(_status_text(await call.code(), await call.details()), answered=self._answered)
+            if len(data) > _BIG_BYTES and isinstance(self.state, DeltaClient):
+                await self._receive_big(data, self.state)
+            else:
+                self._receive(data)
+        raise self._broken(await call.code(), await call.details())
+
+    def _broken(self, code: Any, details: str | None) -> StreamBroken:
+        end = stream_end(getattr(code, "name", "") or "UNKNOWN", details or "", answered=self._answered)
+        return StreamBroken(_status_text(code, details), answered=self._answered, end=end)
 
     async def _write(self, call: Any) -> None:
         import grpc
@@ -226,18 +275,27 @@ class _Stream:
                     await asyncio.Event().wait()  # the call has ended; the reader learns why and cancels this
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
+                self.stats.lost_at_s = None
             await self._wake.wait()
 
     def _receive(self, data: bytes) -> None:
         response = self._response_type.FromString(data)
         logger.debug("< %s", _Shown(response))
-        event = self.state.receive(response, asyncio.get_running_loop().time())
+        self._happened(self.state.receive(response, asyncio.get_running_loop().time()))
+
+    async def _receive_big(self, data: bytes, state: DeltaClient) -> None:
+        """The same in steps, between which the loop goes on."""
+        event: Received | Refused | None = None
+        for event in state.receive_in_steps(data, asyncio.get_running_loop().time()):  # noqa: B007 - the last
+            await asyncio.sleep(0)
+        self._happened(event)
+
+    def _happened(self, event: Received | Refused | None) -> None:
         self.stats.identifier = self.state.control_plane
-        feed = self._feeds.get(response.type_url)
-        if feed is not None and isinstance(event, Received):
-            feed.arrived(event)
-        elif feed is not None and isinstance(event, Refused):
-            feed.refused(event)
+        if isinstance(event, Received) and event.update.type_url in self._feeds:
+            self._feeds[event.update.type_url].arrived(event)
+        elif isinstance(event, Refused) and event.type_url in self._feeds:
+            self._feeds[event.type_url].refused(event)
         self.wake()
 
     def _arm_expiry(self) -> None:
@@ -278,6 +336,10 @@ class _Stream:
             logger.info("control plane is back target=%s away=%.1fs", self._name, away_s)
 
 
+def _unreachable(error: Exception) -> StreamBroken:
+    return StreamBroken(str(error), answered=False, end=StreamEnd.CONNECTION_ERROR)
+
+
 class _Shown:
     """A request or response for the debug log: formatted only if somebody reads it, never with bodies."""
 
@@ -286,14 +348,14 @@ class _Shown:
 
     def __str__(self) -> str:
         shown = [f"{type(self._message).__name__} type={self._message.type_url}"]
-        for field, value in self._message.ListFields():
-            if field.name in ("type_url", "node"):
+        for descriptor, value in self._message.ListFields():
+            if descriptor.name in ("type_url", "node"):
                 continue
-            if field.name == "error_detail":
+            if descriptor.name == "error_detail":
                 value = repr(value.message)
-            elif field.is_repeated:
+            elif descriptor.is_repeated:
                 value = len(value)
-            shown.append(f"{field.name}={value}")
+            shown.append(f"{descriptor.name}={value}")
         return " ".join(shown).replace("\n", " ")
 
 
@@ -321,7 +383,10 @@ class AdsClient:
         node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
         delta: the incremental variant.
         credentials: ``grpc.ssl_channel_credentials(...)``; None is plain text.
-        metadata: called for each new stream.
+        metadata: called for each new stream; an error of it (``OSError``, ``XdsError``) is one of the connection.
+        dialect: of the control plane; :data:`xds.protocol.client.ISTIO` goes with ``delta``.
+        connect: how to reach it, in the place of ``target`` and ``credentials``; called for each attempt, its
+            ``XdsError`` is one of the connection.
     """
 
     def __init__(
@@ -334,16 +399,20 @@ class AdsClient:
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
         backoff: Backoff | None = None,
+        dialect: Dialect = ENVOY,
+        connect: Connect | None = None,
     ) -> None:
-        state, response_type = _state(ClientOptions(node=node, node_on_first_only=node_on_first_only), delta=delta)
+        options = ClientOptions(node=node, node_on_first_only=node_on_first_only, dialect=dialect)
+        state, response_type = _state(options, delta=delta)
         self._stream = _Stream(
-            connect_to(target, credentials),
+            connect or connect_to(target, credentials, response_limit_bytes=dialect.response_limit_bytes),
             method_path(None, delta=delta),
             state,
             response_type,
             target,
             metadata,
             backoff or Backoff(),
+            keeps_bodies=dialect.keeps_bodies,
         )
         self._tasks = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from xds.aio.initial_fetch import InitialFetch
 from xds.protocol.client import ClientState, Received, Refused
+from xds.protocol.delta import DeltaClient
 from xds.protocol.interest import Interest
 from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
 
@@ -44,6 +45,10 @@ class GrpcSubscription:
         self.stats.update_attempt += 1
         self._feed.set(self, names)
 
+    def ask(self, names: Iterable[str]) -> None:
+        """Ask for names of a type that comes on demand; a response or its ``removed`` will mention each."""
+        self._feed.ask(names)
+
     def close(self) -> None:
         """Unsubscribe."""
         self.initial_fetch.over()
@@ -55,7 +60,15 @@ class GrpcSubscription:
 class Feed:
     """One type on one stream: its subscriptions, what waits for them, and the task that hands it over."""
 
-    def __init__(self, type_url: str, state: ClientState[Any, Any], wake_stream: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        type_url: str,
+        state: ClientState[Any, Any],
+        wake_stream: Callable[[], None],
+        *,
+        keeps_bodies: bool = True,
+    ) -> None:
+        self._keeps_bodies = keeps_bodies
         self._state = state
         self._wake_stream = wake_stream
         self._interest: Interest[GrpcSubscription] = Interest(type_url)
@@ -72,6 +85,12 @@ class Feed:
         self._interest.set(subscription, wanted)
         self._late[subscription] = None
         self._wake.set()
+        self._wake_stream()
+
+    def ask(self, names: Iterable[str]) -> None:
+        """See :meth:`GrpcSubscription.ask`."""
+        assert isinstance(self._state, DeltaClient), "only the incremental protocol knows demand"
+        self._state.ask(self._interest.type_url, names)
         self._wake_stream()
 
     def remove(self, subscription: GrpcSubscription) -> None:
@@ -135,12 +154,12 @@ class Feed:
             received, self._received = self._received, None
             failures = await self._hand_out(received.update)
             if failures:
-                self._state.reject(received, "\n".join(dict.fromkeys(failures)))
+                self._state.reject(received, "\n".join(dict.fromkeys(map(str, failures))), _rejected(failures))
             else:
                 self._state.accept(received)
             self._wake_stream()
 
-    async def _hand_out(self, update: Update) -> list[str]:
+    async def _hand_out(self, update: Update) -> list[UpdateRejected]:
         failures = []
         for number, (subscription, part) in enumerate(self._interest.split(update), start=1):
             if number % _AT_ONCE == 0:
@@ -152,8 +171,8 @@ class Feed:
                 failures.append(failure)
         return failures
 
-    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> str | None:
-        """Returns the reason of a refusal."""
+    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> UpdateRejected | None:
+        """Returns the refusal, if it was one."""
         stats = subscription.stats
         stats.update_attempt += 1
         try:
@@ -163,15 +182,26 @@ class Feed:
             logger.warning(
                 "configuration refused type=%s version=%s error=%s", update.type_url, update.version, rejected
             )
-            return str(rejected)
+            return rejected
         except Exception as error:  # our bug: the last good configuration must outlive it
             stats.update_rejected += 1
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
-            return f"internal error: {type(error).__name__}: {error}"
+            return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
         finally:
             subscription.initial_fetch.over()
         stats.update_success += 1
         stats.version_text = update.version
-        self._interest.accepted(update)
+        if self._keeps_bodies:
+            self._interest.accepted(update)
         return None
+
+
+def _rejected(failures: Iterable[UpdateRejected]) -> set[str] | None:
+    """The names refused by any receiver; None if one refused everything."""
+    names: set[str] = set()
+    for failure in failures:
+        if failure.rejected is None:
+            return None
+        names |= set(failure.rejected)
+    return names

@@ -9,6 +9,7 @@ rides with the answer.
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -112,8 +113,11 @@ class ClientState(Protocol[Request, Response]):
     def accept(self, received: Received) -> None:
         """The update is applied."""
 
-    def reject(self, received: Received, reason: str) -> None:
-        """The update was refused, in part or whole; its predecessor stays in force."""
+    def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
+        """The update was refused, in part or whole; its predecessor stays in force.
+
+        ``rejected`` names what was refused where everything else of the update was accepted.
+        """
 
     def requests_to_send(self) -> list[Request]:
         """Return what the stream must carry now, and forget it."""
@@ -186,9 +190,39 @@ def ttl_of(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
-def failure(reason: str) -> Status:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """In what a control plane's use of the protocol differs from Envoy's.
+
+    Attributes:
+        nack_code: of the error detail.
+        node_per_type: the first request of each type carries the node, not only the first of the stream.
+        one_by_one: resources are judged each by itself: types of bodies are not compared with the response's, a
+            resource without a body is handed on like any other, there are no times to live.
+        on_demand: types of which nothing comes but what is asked for (``*`` subscribed and unsubscribed at once).
+        keeps_bodies: accepted resources are remembered for subscriptions that come later.
+        response_limit_bytes: a response may be this long; -1: any length.
+    """
+
+    nack_code: int = INTERNAL
+    node_per_type: bool = False
+    one_by_one: bool = False
+    on_demand: frozenset[str] = frozenset()
+    keeps_bodies: bool = True
+    response_limit_bytes: int = -1
+
+
+ENVOY = Dialect()
+
+#: As Rust ztunnel speaks with istiod, and all that istiod is tested with.
+ISTIO = Dialect(
+    nack_code=0, node_per_type=True, one_by_one=True, keeps_bodies=False, response_limit_bytes=200 * 2**20
+)
+
+
+def failure(reason: str, code: int = INTERNAL) -> Status:
     """Return the error detail of a NACK."""
-    return Status(code=INTERNAL, message=reason)
+    return Status(code=code, message=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +232,51 @@ class ClientOptions:
     Attributes:
         node_on_first_only: send ``node`` in the first request of a stream only (Envoy's
             ``set_node_on_first_message_only``), else in each.
+        dialect: see there.
     """
 
     node: Node
     node_on_first_only: bool = True
+    dialect: Dialect = ENVOY
+
+
+class StreamEnd(StrEnum):
+    """Why a stream ended, as metrics name it."""
+
+    CONNECTION_ERROR = "ConnectionError"
+    RECONNECT = "Reconnect"
+    ERROR = "Error"
+    COMPLETE = "Complete"
+
+
+#: What servers and proxies in between say when they close a connection on purpose: gRPC's Go and C halves.
+_GOODBYES = (
+    "transport is closing",
+    "received prior goaway",
+    "goaway received",
+    "socket closed",
+    "connection reset",
+)
+
+
+def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
+    """Tell from the gRPC status, in capitals, why a stream ended.
+
+    Args:
+        status: such as ``UNAVAILABLE``.
+        details: the text that came with it.
+        answered: whether the stream had brought anything.
+    """
+    if status == "OK":
+        return StreamEnd.COMPLETE
+    if status in ("UNKNOWN", "CANCELLED", "DEADLINE_EXCEEDED"):
+        return StreamEnd.RECONNECT
+    if status == "UNAVAILABLE":
+        if not answered:
+            return StreamEnd.CONNECTION_ERROR
+        if any(goodbye in details.lower() for goodbye in _GOODBYES):
+            return StreamEnd.RECONNECT
+    return StreamEnd.ERROR
 
 
 @dataclass(slots=True)
@@ -220,3 +295,33 @@ class Backoff:
     def reset(self) -> None:
         """Begin again at the base, after a stream that worked."""
         self._ceiling_s = 0.0
+
+    def ended(self, end: StreamEnd) -> None:
+        """A stream has ended; that alone says nothing here, see :meth:`reset`."""
+
+
+@dataclass(slots=True)
+class DoublingBackoff(Backoff):
+    """Waits that double while streams fail, as Rust ztunnel's: an answer resets nothing, an orderly end does.
+
+    The one difference is after an orderly end: there is the shortest wait, not none, so that a server which ends
+    every stream at once is not asked in a circle.
+    """
+
+    base_s: float = 0.01
+    max_s: float = 15.0
+    _wait_s: float = 0.01
+
+    def next(self, random: float) -> float:
+        """Return the next wait in seconds."""
+        return self._wait_s
+
+    def reset(self) -> None:
+        """Nothing: a stream that worked and then failed is a failure."""
+
+    def ended(self, end: StreamEnd) -> None:
+        """Double the wait, or begin again."""
+        if end in (StreamEnd.RECONNECT, StreamEnd.COMPLETE):
+            self._wait_s = self.base_s
+        else:
+            self._wait_s = min(self._wait_s * 2, self.max_s)

@@ -6,18 +6,31 @@ Per type and stream:
   that replaces another, tells the versions of everything held, so that the server sends differences only;
 * later requests carry changes of the subscription, with an empty nonce, or answer a response with its nonce
   and, to refuse it, an error; one request may do both;
-* versions are those of accepted responses: after a NACK the server is still told the old ones.
+* versions are those of accepted responses: after a NACK the server is still told the old ones, except of resources
+  that were accepted although others of their response were not.
+
+What istiod and Rust ztunnel do otherwise is in :class:`xds.protocol.client.Dialect`: the node in the first request
+of each type, types that are asked for on demand, and names that were asked for and not answered told as held in no
+version.
 
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from google.protobuf.message import DecodeError
+
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DeltaDiscoveryResponse
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WireResource
 from xds.proto.google.rpc.status_pb2 import Status
 from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
 from xds.protocol.resource import Resource, Update
+from xds.protocol.types import varint
+
+_RESOURCES = DeltaDiscoveryResponse.RESOURCES_FIELD_NUMBER
+#: Resources unpacked per step: some three milliseconds.
+_STEP = 500
 
 
 @dataclass(slots=True)
@@ -34,6 +47,11 @@ class _Type:
     """Whether all of ``wanted`` must be compared with ``subscribed``, or only ``touched``."""
     touched: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
+    on_demand: bool = False
+    asked: dict[str, None] = field(default_factory=dict)
+    """On demand: names asked for that no response has mentioned."""
+    asking: list[str] = field(default_factory=list)
+    """Those of them that this stream has not been told."""
     unanswered: int = 0
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
@@ -56,9 +74,24 @@ class DeltaClient:
         self._is_open = False
         self._node_due = True
 
+    def _type(self, type_url: str) -> _Type:
+        state = self._types.get(type_url)
+        if state is None:
+            state = _Type(type_url, on_demand=type_url in self._options.dialect.on_demand)
+            self._types[type_url] = state
+        return state
+
+    def ask(self, type_url: str, names: Iterable[str]) -> None:
+        """Ask for names of a type that comes on demand; a name that was asked for is asked for again."""
+        state = self._type(type_url)
+        for name in names:
+            state.asked[name] = None
+            if name not in state.asking:
+                state.asking.append(name)
+
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """See :meth:`ClientState.want`; ``again`` subscribes to names a second time."""
-        state = self._types.setdefault(type_url, _Type(type_url))
+        state = self._type(type_url)
         state.wanted = None if names is None else set(names)
         state.replaced = True
         gone = [name for name in state.held if not state.wants(name)]
@@ -71,7 +104,7 @@ class DeltaClient:
         self, type_url: str, added: Collection[str], dropped: Collection[str], again: Iterable[str]
     ) -> None:
         """See :meth:`ClientState.change`."""
-        state = self._types.setdefault(type_url, _Type(type_url))
+        state = self._type(type_url)
         assert state.wanted is not None, "everything is wanted already"
         state.wanted.update(added)
         state.wanted.difference_update(dropped)
@@ -89,6 +122,7 @@ class DeltaClient:
         for state in self._types.values():
             state.opened = False
             state.subscribed = set()
+            state.asking.clear()
             state.unanswered = 0
             state.answers.clear()
 
@@ -106,7 +140,7 @@ class DeltaClient:
         try:
             resources, heartbeats, removed = self._contents(response, state)
         except BadResponse as bad:
-            state.answers.append((response.nonce, failure(str(bad))))
+            state.answers.append((response.nonce, self._failure(str(bad))))
             return Refused(type_url=state.type_url, version=response.system_version_info, reason=str(bad))
         for name, ttl_s in heartbeats:
             self._lifetimes.renewed(state.type_url, name, ttl_s, now_s)
@@ -122,33 +156,86 @@ class DeltaClient:
         )
         return Received(update=update, nonces=(response.nonce,), stream=self._stream, arrived_s=now_s)
 
+    def receive_in_steps(self, data: bytes, now_s: float) -> Iterator[Received | Refused | None]:
+        """Take one packed response that is big; each step yields, the last one what :meth:`receive` returns.
+
+        A mesh of 200,000 workloads comes as one response of 60 MB. Unpacked at once it holds up everything for a
+        quarter of a second, in one call into protobuf that no thread can interrupt.
+
+        Raises:
+            DecodeError: it is no response.
+        """
+        rest = DeltaDiscoveryResponse()
+        resources: list[Resource] = []
+        for number, (field_number, piece) in enumerate(_pieces(data), start=1):
+            if field_number == _RESOURCES:
+                resources.append(_resource(WireResource.FromString(piece)))
+            else:
+                rest.MergeFromString(piece)
+            if number % _STEP == 0:
+                yield None
+        if not self._options.dialect.one_by_one or rest.type_url not in self._types:
+            yield self.receive(DeltaDiscoveryResponse.FromString(data), now_s)
+            return
+        state = self._types[rest.type_url]
+        self.control_plane = rest.control_plane.identifier or self.control_plane
+        state.unanswered += 1
+        update = Update(
+            type_url=rest.type_url,
+            version=rest.system_version_info,
+            resources=tuple(resources),
+            removed=tuple(rest.removed_resources),
+        )
+        yield Received(update=update, nonces=(rest.nonce,), stream=self._stream, arrived_s=now_s)
+
     def accept(self, received: Received) -> None:
         """See :meth:`ClientState.accept`."""
+        self._hold(received, ())
+        self._answered(self._types[received.update.type_url], received, None)
+
+    def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
+        """See :meth:`ClientState.reject`."""
+        if rejected is not None:
+            self._hold(received, rejected)
+        self._answered(self._types[received.update.type_url], received, self._failure(reason))
+
+    def _hold(self, received: Received, rejected: Collection[str]) -> None:
+        """Note versions of what was accepted."""
         update = received.update
         state = self._types[update.type_url]
         state.version = update.version
-        for resource in update.resources:
-            if state.wants(resource.name):
-                state.held[resource.name] = resource.version
-                self._lifetimes.started(update.type_url, resource, received.arrived_s)
+        if self._options.dialect.one_by_one:
+            state.held.update({r.name: r.version for r in update.resources if r.name not in rejected})
+        else:
+            for resource in update.resources:
+                if state.wants(resource.name) and resource.name not in rejected:
+                    state.held[resource.name] = resource.version
+                    self._lifetimes.started(update.type_url, resource, received.arrived_s)
         for name in update.removed:
             state.held.pop(name, None)
         self._lifetimes.ended(update.type_url, update.removed)
-        self._answered(state, received, None)
+        if state.asked:
+            for resource in update.resources:
+                for name in (resource.name, *resource.aliases):
+                    state.asked.pop(name, None)
+            for name in update.removed:
+                state.asked.pop(name, None)
 
-    def reject(self, received: Received, reason: str) -> None:
-        """See :meth:`ClientState.reject`."""
-        self._answered(self._types[received.update.type_url], received, failure(reason))
+    def _failure(self, reason: str) -> Status:
+        return failure(reason, self._options.dialect.nack_code)
 
     def requests_to_send(self) -> list[DeltaDiscoveryRequest]:
         """See :meth:`ClientState.requests_to_send`."""
         if not self._is_open:
             return []
         requests: list[DeltaDiscoveryRequest] = []
+        introduced: set[str] = set()
         for state in self._types.values():
             if not state.opened:
                 if state.wanted != set():
                     requests.append(self._first(state))
+                    if self._options.dialect.node_per_type:
+                        introduced.add(state.type_url)
                 continue
             for nonce, error in state.answers:
                 requests.append(
@@ -160,7 +247,7 @@ class DeltaClient:
                 if change is not None:
                     requests.append(change)
         for request in requests:
-            if self._node_due or not self._options.node_on_first_only:
+            if self._node_due or not self._options.node_on_first_only or request.type_url in introduced:
                 request.node.CopyFrom(self._options.node)
                 self._node_due = False
         return requests
@@ -185,6 +272,14 @@ class DeltaClient:
         state.touched.clear()
         state.replaced = False
         state.subscribed = set(state.subscription())
+        state.asking.clear()
+        if state.on_demand:
+            return DeltaDiscoveryRequest(
+                type_url=state.type_url,
+                resource_names_subscribe=["*"],
+                resource_names_unsubscribe=["*"],
+                initial_resource_versions=dict.fromkeys(state.asked, "") | state.held,
+            )
         return DeltaDiscoveryRequest(
             type_url=state.type_url,
             resource_names_subscribe=sorted(state.wanted or ()),
@@ -192,6 +287,11 @@ class DeltaClient:
         )
 
     def _change(self, state: _Type) -> DeltaDiscoveryRequest | None:
+        if state.on_demand:
+            if not state.asking:
+                return None
+            names, state.asking = state.asking, []
+            return DeltaDiscoveryRequest(type_url=state.type_url, resource_names_subscribe=names)
         wanted = state.subscription()
         looked_at = wanted | state.subscribed if state.replaced else state.touched
         added = (looked_at & wanted) - state.subscribed
@@ -221,6 +321,8 @@ class DeltaClient:
         """Return wanted resources, names and times to live of heartbeats, and wanted names that are gone."""
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []
+        if self._options.dialect.one_by_one:
+            return [_resource(wrapper) for wrapper in response.resources], [], list(response.removed_resources)
         seen: set[str] = set()
         for wrapper in response.resources:
             name = wrapper.name or wrapper.resource_name.name
@@ -249,3 +351,32 @@ class DeltaClient:
             if state.wants(name):
                 removed.append(name)
         return resources, heartbeats, removed
+
+
+def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields of a packed response: numbers, and of resources the contents, of others the field as it stands.
+
+    Raises:
+        DecodeError: it is no message.
+    """
+    position, end = 0, len(data)
+    try:
+        while position < end:
+            start = position
+            tag, position = varint(data, position)
+            if tag & 7 != 2:
+                raise DecodeError("a field of a type that responses do not have")
+            length, position = varint(data, position)
+            start = position if tag >> 3 == _RESOURCES else start
+            position += length
+            if position > end:
+                raise IndexError
+            yield tag >> 3, data[start:position]
+    except (IndexError, ValueError):
+        raise DecodeError("cut short") from None
+
+
+def _resource(wrapper: WireResource) -> Resource:
+    return Resource(
+        name=wrapper.name, version=wrapper.version, body=wrapper.resource, aliases=tuple(wrapper.aliases)
+    )

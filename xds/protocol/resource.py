@@ -4,7 +4,7 @@ A source is an ADS stream (state of the world or delta), a per-type stream over 
 watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,7 +50,15 @@ class UpdateRejected(Exception):
 
     Raised after every valid resource of the update has been applied where the type allows that (LDS, CDS),
     and before anything was applied where it does not (EDS, SDS, RDS, ECDS).
+
+    Attributes:
+        rejected: names of the resources that were refused, where all others are in force and count as accepted;
+            None: the update as a whole counts as refused.
     """
+
+    def __init__(self, reason: str, rejected: Collection[str] | None = None) -> None:
+        super().__init__(reason)
+        self.rejected = rejected
 
 
 #: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK; a receiver that warms resources

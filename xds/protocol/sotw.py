@@ -153,7 +153,7 @@ class SotwClient:
             self._lifetimes.ended(update.type_url, self._lifetimes.names(update.type_url) - present)
         self._answered(state, received, None)
 
-    def reject(self, received: Received, reason: str) -> None:
+    def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
         """See :meth:`ClientState.reject`."""
         self._answered(self._types[received.update.type_url], received, reason)
 

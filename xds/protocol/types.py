@@ -16,6 +16,8 @@ RDS: Final = _PREFIX + "envoy.config.route.v3.RouteConfiguration"
 SDS: Final = _PREFIX + "envoy.extensions.transport_sockets.tls.v3.Secret"
 ECDS: Final = _PREFIX + "envoy.config.core.v3.TypedExtensionConfig"
 RTDS: Final = _PREFIX + "envoy.service.runtime.v3.Runtime"
+ADDRESS: Final = _PREFIX + "istio.workload.Address"
+AUTHORIZATION: Final = _PREFIX + "istio.security.Authorization"
 
 #: A state-of-the-world response of these holds everything; what is missing is gone.
 COMPLETE_TYPES: Final = frozenset((LDS, CDS))
@@ -91,14 +93,14 @@ def _first_field(data: bytes) -> bytes:
     found = b""
     position, end = 0, len(data)
     while position < end:
-        tag, position = _varint(data, position)
+        tag, position = varint(data, position)
         match tag & 7:
             case 0:
-                _, position = _varint(data, position)
+                _, position = varint(data, position)
             case 1:
                 position += 8
             case 2:
-                length, position = _varint(data, position)
+                length, position = varint(data, position)
                 if tag >> 3 == 1:
                     found = data[position : position + length]
                 position += length
@@ -111,7 +113,13 @@ def _first_field(data: bytes) -> bytes:
     return found
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
+def varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position of a message, and the position after it.
+
+    Raises:
+        IndexError: cut short.
+        ValueError: too long.
+    """
     value = data[position]
     position += 1
     if value < 0x80:
