@@ -72,7 +72,7 @@ class PodStatus:
 class _Proxy:
     """One generation: its namespace, and what it is doing in it."""
 
-    __slots__ = ("gone", "info", "netns", "netns_id", "running", "starting", "uid")
+    __slots__ = ("draining", "gone", "info", "netns", "netns_id", "running", "starting", "uid")
 
     def __init__(self, uid: PodUid, info: PodInfo, netns: Netns, netns_id: NetnsId) -> None:
         self.uid = uid
@@ -81,6 +81,7 @@ class _Proxy:
         self.netns_id = netns_id
         self.running: RunningPod | None = None
         self.starting: asyncio.Task[None] | None = None
+        self.draining: asyncio.Task[None] | None = None
         self.gone = Latch()
 
 
@@ -135,7 +136,7 @@ class PodManager:
         errors = self._reconciler.errors()
         found = {}
         for uid, generation, info, state in self._reconciler.pods():
-            proxy = self._proxies.get(generation)  # none: it drains
+            proxy = self._proxies.get(generation)  # none: it has drained
             running = None if proxy is None else proxy.running
             found[uid] = PodStatus(info=info, state=state, running=running, error=errors.get(uid, ""))
         return found
@@ -146,17 +147,23 @@ class PodManager:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._leave()
-        for generation in list(self._proxies):
-            self._end(generation)
+        for generation, proxy in list(self._proxies.items()):
+            if proxy.draining is not None:
+                proxy.draining.cancel()
+            else:
+                self._end(generation)
         await self._all_gone()
         await self._tasks.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more news, and let the connections of all pods end, within a time; :attr:`ready` stays."""
+        """Take no more news, and let the connections of all pods end, within a time; :attr:`ready` stays.
+
+        Until a pod has drained it is in :meth:`states` with its proxy, whose connections are judged as before.
+        """
         self._draining = True
         await self._leave()
-        for generation in list(self._proxies):
-            self._end(generation, drain_s=timeout_s)
+        for generation, proxy in list(self._proxies.items()):
+            self._drain_one(generation, proxy, timeout_s)
         await self._all_gone()
 
     async def _leave(self) -> None:
@@ -167,7 +174,8 @@ class PodManager:
             self._timer.cancel()
 
     async def _all_gone(self) -> None:
-        for proxy in [proxy for ending in self._ending.values() for proxy in ending]:
+        ending = [proxy for proxies in self._ending.values() for proxy in proxies]
+        for proxy in (*self._proxies.values(), *ending):
             await proxy.gone.wait()
 
     # The agent
@@ -191,8 +199,12 @@ class PodManager:
                 continue
             unreachable.reset()
             began = asyncio.get_running_loop().time()
+            served = False
             try:
                 served = await self._converse(channel)
+            except Exception:
+                # A bug of ours; pods run on, and the next snapshot puts right what this one left.
+                log.exception("lost the node agent path=%s", self._path)
             finally:
                 channel.close()
                 if not self._draining:
@@ -323,19 +335,31 @@ class PodManager:
             return
         self._apply(self._reconciler.failed(generation, failure, asyncio.get_running_loop().time()))
 
-    def _end(self, generation: Generation, *, drain_s: float | None = None) -> None:
+    def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
-        self._tasks.start(self._ended(proxy, drain_s), f"end {proxy.uid}")
+        self._tasks.start(self._ended(proxy), f"end {proxy.uid}")
 
-    async def _ended(self, proxy: _Proxy, drain_s: float | None) -> None:
+    def _drain_one(self, generation: Generation, proxy: _Proxy, timeout_s: float) -> None:
+        if proxy.draining is None:
+            proxy.draining = self._tasks.start(self._drained(proxy, timeout_s), f"drain {proxy.uid}")
+            proxy.draining.add_done_callback(lambda _: self._end(generation))
+
+    async def _drained(self, proxy: _Proxy, timeout_s: float) -> None:
+        await self._not_starting(proxy)
+        if proxy.running is not None:
+            await proxy.running.drain(timeout_s)
+
+    @staticmethod
+    async def _not_starting(proxy: _Proxy) -> None:
+        if proxy.starting is not None and not proxy.starting.done():
+            proxy.starting.cancel()
+            await asyncio.wait([proxy.starting])
+
+    async def _ended(self, proxy: _Proxy) -> None:
         try:
-            if proxy.starting is not None and not proxy.starting.done():
-                proxy.starting.cancel()
-                await asyncio.wait([proxy.starting])
+            await self._not_starting(proxy)
             if proxy.running is not None:
-                if drain_s is not None:
-                    await proxy.running.drain(drain_s)
                 await proxy.running.stop()
                 self.proxies_stopped += 1
                 log.info("pod proxy stopped uid=%s pod=%s", proxy.uid, _named(proxy.info))

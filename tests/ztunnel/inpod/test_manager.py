@@ -297,7 +297,8 @@ def test_drain_reaches_all_pods_at_once_and_readiness_stays() -> None:
             await asyncio.sleep(0)
         assert not draining.done()
         assert scene.manager.ready
-        assert set(scene.states()) == {"uid-a", "uid-b"}
+        # Whoever judges connections still finds those that drain.
+        assert [status.running for status in scene.manager.states().values()] == pods
         scene.starts.drained.set()
         await draining
         assert [pod.drained_s for pod in pods] == [7.0, 7.0]
@@ -305,6 +306,37 @@ def test_drain_reaches_all_pods_at_once_and_readiness_stays() -> None:
         assert scene.readiness == [True]
 
     with_manager(body)
+
+
+def test_leaving_in_the_middle_of_a_drain_ends_it() -> None:
+    async def body(scene: Scene) -> None:
+        await scene.agent.snapshot("uid-a", netns=scene.netns)
+        scene.starts.drained.clear()
+        draining = asyncio.get_running_loop().create_task(scene.manager.drain(60.0))
+        while "drain uid-a" not in scene.starts.events:
+            await asyncio.sleep(0)
+        draining.cancel()
+        await asyncio.wait([draining])
+
+    with_manager(body)
+
+
+def test_a_bug_in_the_conversation_costs_the_connection_only(
+    quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(scene: Scene) -> None:
+        await scene.agent.snapshot("uid-a", netns=scene.netns)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager_module, "read_request", lambda data, descriptors: 1 // 0)
+            assert scene.agent.channel is not None
+            await scene.agent.channel.send(request_bytes(DeletePod(A)))
+            assert await scene.agent.closed()
+        scene.agent.hang_up()
+        await scene.agent.snapshot("uid-a", netns=scene.netns)
+        assert scene.starts.events == ["start uid-a"]
+
+    with_manager(body)
+    assert "lost the node agent" in caplog.text
 
 
 def test_an_agent_that_comes_late_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
