@@ -259,7 +259,7 @@ class _DeltaType:
     missing: set[str] = field(default_factory=set)
     """Names asked for, not existing, and not yet answered."""
     brought: set[str] = field(default_factory=set)
-    """What went out under another name than it was asked for by; it is kept current, too."""
+    """What went out to a client that asks on demand, for whatever reason; it is kept current."""
     nonce: str = ""
     version: str = ""
     waiting: bool = False
@@ -338,9 +338,8 @@ class DeltaServer:
         """The resources of a client that did not ask for all."""
         names = self._snapshot.asked(type_url, state.names)
         if type_url in self._snapshot.aliases:
-            state.brought |= names - state.names
+            state.brought |= names | self._snapshot.own.get(type_url, frozenset())
             names |= state.brought & self._snapshot.of_type(type_url).keys()
-            names |= self._snapshot.own.get(type_url, frozenset())
         return names
 
     def _subscribe(self, state: _DeltaType, request: DeltaDiscoveryRequest) -> None:
@@ -364,5 +363,6 @@ class DeltaServer:
                 state.known = {known: version for known, version in state.known.items() if known in state.names}
                 continue
             state.names.discard(name)
+            state.brought.discard(name)
             state.missing.discard(name)
             state.known.pop(name, None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from xds.errors import ConfigError
 from xds.proto import registry
@@ -207,6 +207,90 @@ def test_delta_client_without_anything_to_get_is_answered() -> None:
     server = delta()
     server.receive(DeltaDiscoveryRequest(type_url=CDS, node=NODE))
     assert len(server.responses_to_send()) == 1
+
+
+HOSTS = st.sampled_from(["10.0.0.1", "10.0.0.2", "10.0.0.3"])
+CONTENTS = st.sampled_from(["", "x"])
+
+
+class OnDemand(RuleBasedStateMachine):
+    """A client that asks for what it needs, a mesh that changes, streams that end."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.held: dict[str, str] = {}
+        self.asked: set[str] = set()
+        self.snapshot = Snapshot()
+        self.server = DeltaServer("me", self.snapshot)
+        self._open()
+
+    def _open(self) -> None:
+        request = DeltaDiscoveryRequest(
+            type_url=ADDRESS,
+            node=NODE,
+            resource_names_subscribe=EVERYTHING,
+            resource_names_unsubscribe=EVERYTHING,
+            initial_resource_versions=self.held | dict.fromkeys(self.asked - self.held.keys(), ""),
+        )
+        self.server.receive(request)
+        self._drain()
+
+    def _drain(self) -> set[str]:
+        """Take what the server sends; the names it mentions."""
+        mentioned: set[str] = set()
+        while responses := self.server.responses_to_send():
+            for response in responses:
+                for resource in response.resources:
+                    self.held[resource.name] = resource.version
+                    mentioned |= {resource.name, *resource.aliases}
+                for name in response.removed_resources:
+                    self.held.pop(name, None)
+                    mentioned.add(name)
+                self.server.receive(ack(response))
+        return mentioned
+
+    @rule(name=st.sampled_from(["a", "b", "s", "/10.0.0.1", "/10.0.0.2", "/10.9.0.1", "nobody"]))
+    def ask(self, name: str) -> None:
+        self.asked.add(name)
+        self.server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, resource_names_subscribe=[name]))
+        assert name in self._drain(), "whoever asks is answered"
+
+    @rule(
+        a=st.none() | st.tuples(HOSTS, CONTENTS),
+        b=st.none() | st.tuples(HOSTS, CONTENTS),
+        backends=st.none() | st.sampled_from(["", "a", "ab"]),
+        own=st.sampled_from(["", "a"]),
+    )
+    def change(self, a: tuple[str, str] | None, b: tuple[str, str] | None, backends: str | None, own: str) -> None:
+        named = [workload(name, *value) for name, value in (("a", a), ("b", b)) if value is not None]
+        if backends is not None:
+            named.append(service("s", "10.9.0.1", backends))
+        self.snapshot = mesh_of(*named, own=own if a is not None else "")
+        self.server.update(self.snapshot)
+        self._drain()
+
+    @rule(name=st.sampled_from(["a", "s", "/10.0.0.1", "/10.9.0.1"]))
+    def ask_no_longer(self, name: str) -> None:
+        self.asked.discard(name)
+        self.held.pop(name, None)
+        self.server.receive(DeltaDiscoveryRequest(type_url=ADDRESS, resource_names_unsubscribe=[name]))
+        self._drain()
+
+    @rule()
+    def stream_ends(self) -> None:
+        self.server = DeltaServer("me", self.snapshot)
+        self._open()
+
+    @invariant()
+    def the_client_has_what_it_asked_for_and_nothing_stale(self) -> None:
+        current = {name: resource.version for name, resource in self.snapshot.of_type(ADDRESS).items()}
+        assert self.held.items() <= current.items()
+        assert self.snapshot.asked(ADDRESS, self.asked) <= self.held.keys()
+        assert self.snapshot.own.get(ADDRESS, frozenset()) <= self.held.keys()
+
+
+TestOnDemand = OnDemand.TestCase
+TestOnDemand.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 
 # ---------------------------------------------------------------------- both ends
