@@ -157,7 +157,7 @@ def _identity(request: IstioCertificateRequest, csr: x509.CertificateSigningRequ
         try:
             extension = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName)
             names = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
-        except (x509.ExtensionNotFound, ValueError):
+        except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
             names = []
     if len(names) != 1:
         raise ConfigError(

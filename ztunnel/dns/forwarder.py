@@ -70,6 +70,16 @@ def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
     return tuple(found[:_MOST_SERVERS])
 
 
+def search_domains(resolv_conf: str) -> tuple[str, ...]:
+    """The search list of a ``resolv.conf``: the last line of ``search`` and ``domain`` counts."""
+    found: tuple[str, ...] = ()
+    for line in resolv_conf.splitlines():
+        words = line.split()
+        if words and words[0] in ("search", "domain"):
+            found = tuple(word.strip(".").lower() for word in words[1:] if word.strip("."))
+    return found
+
+
 class Cache:
     """Answers until their time is up; the longest unused goes first."""
 

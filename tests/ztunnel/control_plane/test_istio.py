@@ -15,6 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.ztunnel.control_plane.meshes import document, mesh
 from xds.aio.server import Caller, NotAdmitted
@@ -180,6 +182,16 @@ def tampered() -> bytes:
 def test_requests_that_make_no_sense(data: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         registrar().create_certificate(data, caller())
+
+
+@given(data=st.binary(max_size=200), text=st.text(max_size=50))
+def test_any_request_is_answered_or_refused(data: bytes, text: str) -> None:
+    ours = registrar()
+    impersonated = IstioCertificateRequest(csr=signing_request(REVIEWS, KEY).decode())
+    impersonated.metadata.update({"ImpersonatedIdentity": text})
+    for sent in (data, IstioCertificateRequest(csr=text).SerializeToString(), impersonated.SerializeToString()):
+        with pytest.raises((ConfigError, NotAdmitted)):
+            ours.create_certificate(sent, caller())
 
 
 @pytest.mark.parametrize(

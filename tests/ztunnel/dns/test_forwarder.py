@@ -15,7 +15,7 @@ import dns.update
 import pytest
 
 from tests.ztunnel.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
-from ztunnel.dns.forwarder import Cache, Forwarder, ForwardFailed, NameServer, name_servers
+from ztunnel.dns.forwarder import Cache, Forwarder, ForwardFailed, NameServer, name_servers, search_domains
 from ztunnel.dns.message import Query, read_query
 
 WAIT_S = 20.0
@@ -43,6 +43,13 @@ def test_name_servers_of_resolv_conf() -> None:
     assert [server.host for server in name_servers(text, ipv6=False)] == ["10.0.0.1", "10.0.0.2"]
     assert len(name_servers("nameserver 10.0.0.1\n" * 100, ipv6=True)) == 8
     assert str(NameServer("::1")) == "[::1]:53"
+
+
+def test_search_domains_of_resolv_conf() -> None:
+    assert search_domains("nameserver 10.0.0.1\n") == ()
+    text = "domain a.example\nsearch NS.svc.cluster.local. cluster.local .\n# search x"
+    assert search_domains(text) == ("ns.svc.cluster.local", "cluster.local")
+    assert search_domains("search a b\ndomain c") == ("c",)
 
 
 class Site:

@@ -138,6 +138,45 @@ def test_a_client_refuses(name: str) -> None:
     assert_refused(client, server, reason, words)
 
 
+_ROOTS = {"ours": ROOT, "foreign": STRANGER}
+_DATES = {"now": (-1, 1), "over": (-3, -1), "to come": (1, 3)}
+_NAMES: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    # URI names; whether a server takes them; whether a client that expects CART does
+    "right": ((str(CART),), True, True),
+    "another of the domain": ((str(WEB),), True, False),
+    "another domain's": (("spiffe://other.example/ns/shop/sa/cart",), False, False),
+    "none": ((), False, False),
+    "no workload's": (("https://cluster.local/ns/shop/sa/cart",), False, False),
+    "several, one right": (("spiffe://a/ns/b/sa/c", str(CART)), True, True),
+    "several, none right": (("spiffe://a/ns/b/sa/c", "spiffe://cluster.local/cart"), False, False),
+}
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+@pytest.mark.parametrize("dates", _DATES)
+@pytest.mark.parametrize("root", _ROOTS)
+@pytest.mark.parametrize("names", _NAMES)
+def test_one_fault_among_whatever_is_right_is_enough(names: str, root: str, dates: str, revoked: bool) -> None:
+    uris, server_takes, client_takes = _NAMES[names]
+    start, end = _DATES[dates]
+    leaf = _ROOTS[root].issue(*uris, from_day=start, to_day=end)
+    lists = _ROOTS[root].revoke(*([leaf.certificate] if revoked else []))
+    ours = WorkloadCertificate(certificate(ROOT), 1, TlsPolicy(), CRL + lists)
+    trusted = root == "ours" and dates == "now" and not revoked
+    client, server = handshake(lax(Role.CLIENT, leaf), ours.server_context())
+    _assert_verdict(server, client, trusted and server_takes)
+    client, server = handshake(ours.client_context((str(CART),)), lax(Role.SERVER, leaf))
+    _assert_verdict(client, server, trusted and client_takes)
+
+
+def _assert_verdict(judge: End, peer: End, accepted: bool) -> None:
+    if accepted:
+        assert (judge.error, peer.error, judge.received) == (None, None, b"hello")
+    else:
+        assert judge.error is not None
+        assert_refused(judge, peer, judge.error.reason, "")
+
+
 def test_a_server_refuses_a_client_without_certificate() -> None:
     client, server = handshake(lax(Role.CLIENT, None), workload().server_context())
     assert_refused(server, client, TlsReason.NO_CERT, "did not return a certificate")
