@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Awaitable, Iterator, Sequence
 
-from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, settings_from
+from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, names_a_source, settings_from
 
 log = logging.getLogger("ztunnel")
 
@@ -37,7 +37,13 @@ _HELP = {
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ztunnel", description="A node's tunnel proxy for ambient meshes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    proxy = commands.add_parser("proxy", help="run the proxy", description="Run the proxy of one node.")
+    proxy = commands.add_parser(
+        "proxy",
+        help="run the proxy",
+        description="Run the proxy of one node: with a bootstrap or a control plane's address in Envoy's dialect, "
+        "without either as the ztunnel of an Istio mesh, configured by the environment as Istio's chart does.",
+    )
+    proxy.add_argument("arguments", nargs="*", metavar="ARG", help="ignored, as Istio's chart gives one")
     proxy.add_argument("--validate", action="store_true", help="check the configuration, list its faults, exit")
     proxy.add_argument(
         "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
@@ -46,6 +52,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         for name, (variable, _) in table.items():
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
+    commands.add_parser("version", help="print the version")
     if argv[:1] != ["proxy"]:  # which needs nothing of the others, and lives with what it has loaded
         from ztunnel import agent, control_plane, intercept
 
@@ -59,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
     given = sys.argv[1:] if argv is None else argv
     args = _parser(given).parse_args(given)
+    if args.command == "version":
+        return _version()
     if args.command == "proxy":
         return _proxy(args)
     status = args.run(args)
@@ -73,6 +82,8 @@ async def _result(status: Awaitable[int]) -> int:
 
 def _proxy(args: argparse.Namespace) -> int:
     flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
+    if not (names_a_source(flags, os.environ) or any(flags.values())):
+        return _ambient(args)
     try:
         settings = settings_from(flags, os.environ)
     except SettingsError as error:
@@ -81,6 +92,26 @@ def _proxy(args: argparse.Namespace) -> int:
         return 2
     _configure_logging(settings.log_level)
     return run_proxy(settings, validate=args.validate)
+
+
+def _ambient(args: argparse.Namespace) -> int:
+    """The proxy of an Istio mesh: everything comes from the environment."""
+    from ztunnel.ambient.command import check, run
+
+    try:
+        config = check(os.environ, " ".join(["proxy", *args.arguments]))
+    except SettingsError as error:
+        for fault in error.faults:
+            print(f"Error: {fault}", file=sys.stderr)
+        return 1
+    return 0 if args.validate else run(config)
+
+
+def _version() -> int:
+    from ztunnel.ambient.config_dump import build_info
+
+    print(build_info(os.environ.get("ISTIO_META_ISTIO_VERSION", "unknown")))
+    return 0
 
 
 def _configure_logging(level: str) -> None:

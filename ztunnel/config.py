@@ -161,6 +161,11 @@ _COMPAT = {
 }
 
 
+def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
+    """Whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio mesh's proxy."""
+    return any(flags.get(name) or env.get(VARIABLES[name][0]) for name in ("bootstrap", "control_plane"))
+
+
 def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Settings:
     """Read settings; a flag wins over its variable.
 

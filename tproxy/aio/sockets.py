@@ -128,6 +128,57 @@ def listen(
     return sock
 
 
+def unbound(
+    family: socket.AddressFamily,
+    kind: socket.SocketKind,
+    *,
+    mark: int | None = None,
+    netns: Netns | None = None,
+) -> socket.socket:
+    """A non-blocking socket that goes nowhere yet, made in ``netns`` if one is given.
+
+    Raises:
+        NeedCapability: ``mark`` without CAP_NET_ADMIN.
+        KernelRefused: no such family there.
+    """
+    try:
+        with entered(netns):
+            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise KernelRefused("make a socket", error.errno or 0) from error
+    try:
+        if mark is not None:
+            _set_mark(sock, mark)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def datagrams(
+    address: IpAddress | str,
+    port: int,
+    *,
+    mark: int | None = None,
+    reuse_port: bool = False,
+    netns: Netns | None = None,
+) -> socket.socket:
+    """A bound UDP socket, non-blocking; arguments and errors as of :func:`listen`."""
+    where = ip_address(address) if isinstance(address, str) else address
+    family = socket.AF_INET if where.version == 4 else socket.AF_INET6
+    sock = unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns)
+    try:
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((str(where), port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(str(where), port) from error
+        raise _translated(error, f"bind UDP {where} port {port}") from error
+    return sock
+
+
 async def connect(
     destination: tuple[IpAddress | str, int],
     *,

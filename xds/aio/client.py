@@ -105,9 +105,9 @@ def connect_to(
     Envoy has no limit on responses, so that there is none by default. ``server_name`` is verified in place of the
     target's host.
     """
-    options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", response_limit_bytes))
-    if server_name:
-        options = (*options, ("grpc.ssl_target_name_override", server_name))
+    limit = ("grpc.max_receive_message_length", response_limit_bytes)
+    override = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    options = (*_CHANNEL_OPTIONS, limit, *override)
 
     @asynccontextmanager
     async def connect() -> AsyncIterator[Any]:
@@ -172,6 +172,11 @@ class _Stream:
         subscription = GrpcSubscription(feed, receive, initial_fetch_timeout_s, on_initial_timeout)
         feed.set(subscription, names)
         return subscription
+
+    def ask(self, type_url: str, names: Iterable[str]) -> None:
+        assert isinstance(self.state, DeltaClient)
+        self.state.ask(type_url, names)
+        self.wake()
 
     def wake(self) -> None:
         """Look again: names changed, or a receiver has returned."""
@@ -443,6 +448,10 @@ class AdsClient:
     ) -> GrpcSubscription:
         """See :meth:`xds.protocol.resource.ResourceSource.subscribe`."""
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
+
+    def ask(self, type_url: str, names: Iterable[str]) -> None:
+        """Ask for names of a type that comes on demand; the wildcard's receiver gets what there is."""
+        self._stream.ask(type_url, names)
 
 
 class PerTypeClient:

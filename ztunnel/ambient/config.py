@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ztunnel.config import SettingsError
+from ztunnel.identity.credentials import Endpoint
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 _ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
@@ -197,23 +198,12 @@ def _quantity(text: str) -> int:
     return math.ceil(float(match[1]) / (1000 if match[2] else 1))
 
 
-def _address(default_scheme: str = "https") -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if not text or text.startswith("unix:"):
-            return text
-        scheme, separator, rest = text.partition("://")
-        if not separator:
-            scheme, rest = default_scheme, text
-        if scheme != "https":
-            raise ValueError(f"{scheme}:// is not supported, use https:// (or unix:/path)")
-        host, colon, port = rest.rpartition(":")
-        if not colon:
-            host, port = rest, "443"
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError("must be host:port")
-        return f"https://{host}:{port}"
-
-    return read
+def _address(text: str) -> str:
+    """An address of the control plane, complete; empty: none."""
+    if not text:
+        return text
+    endpoint = Endpoint.parse(text)
+    return endpoint.target if endpoint.target.startswith("unix:") else text if "://" in text else f"https://{text}"
 
 
 class _Environment:
@@ -390,15 +380,14 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
 
 def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any]) -> None:
     default = ISTIOD if seen.text("KUBERNETES_SERVICE_HOST") else "https://localhost:15012"
-    read = _address()
     discovery = str(proxy_config.get("discoveryAddress") or "")
     try:
-        discovery = read(discovery)
+        discovery = _address(discovery)
     except ValueError as error:
         seen.faults.append(f"PROXY_CONFIG: discoveryAddress: {discovery}: {error}")
-    values["xds_address"] = seen.get("XDS_ADDRESS", read, discovery or default)
+    values["xds_address"] = seen.get("XDS_ADDRESS", _address, discovery or default)
     values["fake_ca"] = seen.get("FAKE_CA", _boolean, False)
-    ca = seen.get("CA_ADDRESS", read, default)
+    ca = seen.get("CA_ADDRESS", _address, default)
     if not ca and not values["fake_ca"]:
         seen.faults.append("CA_ADDRESS must not be empty (FAKE_CA=true makes certificates for tests)")
     values["ca_address"] = "" if values["fake_ca"] else ca

@@ -1,0 +1,279 @@
+"""An Istio mesh in network namespaces: nodes with our node proxy and agent, the embedded control plane, applications.
+
+The proxies are processes started as Istio's chart starts them, by their environment; agents and control plane run in
+the test's loop. Applications are toys of the test, in the pods' namespaces.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tproxy.aio.lab import Lab, Place, Worker
+from tproxy.aio.sockets import connect
+from ztunnel.agent.description import PodDescription
+from ztunnel.agent.node import NodeAgent
+from ztunnel.control_plane.server import ControlPlane
+from ztunnel.inpod.pods import PodInfo, PodUid
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+HELLO = b"hello world"
+
+
+async def eventually(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
+    """The first true value of a condition, which somebody else makes true."""
+    end = asyncio.get_running_loop().time() + wait_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if asyncio.get_running_loop().time() > end:
+            raise AssertionError(f"not within {wait_s} s: {what}")
+        await asyncio.sleep(0.02)
+
+
+class NodeProxy:
+    """One running node proxy and its agent."""
+
+    def __init__(self, worker: Worker, folder: Path, process: "subprocess.Popen[bytes]", agent: NodeAgent) -> None:
+        self.worker = worker
+        self.process = process
+        self.agent = agent
+        self.log_path = folder / f"{worker.place.name}.log"
+
+    def log(self) -> list[dict[str, Any]]:
+        """Every line so far."""
+        lines = self.log_path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def access(self, direction: str = "") -> list[dict[str, Any]]:
+        """Access lines about ended connections."""
+        found = [
+            line for line in self.log() if line["scope"] == "access" and line["message"] != "connection opened"
+        ]
+        return [line for line in found if not direction or line["direction"] == direction]
+
+    def get(self, port: int, path: str, method: str = "GET") -> tuple[int, str]:
+        """A page of the proxy; from inside its namespace."""
+
+        def fetch() -> tuple[int, str]:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    return answer.status, answer.read().decode()
+            except urllib.error.HTTPError as error:
+                return error.code, error.read().decode()
+
+        return self.worker.place.run(fetch)
+
+    def ready(self) -> bool:
+        """What the readiness port says."""
+        try:
+            return self.get(15021, "/healthz/ready")[0] == 200
+        except OSError:
+            return False
+
+    def dump(self) -> Any:
+        """``/config_dump``."""
+        return json.loads(self.get(15000, "/config_dump")[1])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        total = 0.0
+        for line in self.get(15020, "/metrics")[1].splitlines():
+            match = re.match(r"(\w+)(?:\{(.*)\})? (\S+)$", line)
+            if match is None or match[1] != name:
+                continue
+            found = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
+            if all(found.get(key) == value for key, value in labels.items()):
+                total += float(match[3])
+        return total
+
+
+class AmbientMesh:
+    """Nodes, pods and a control plane, while entered.
+
+    Args:
+        nodes: pod names by node name.
+        folder: for sockets, logs and the mesh file.
+        mesh: what the mesh file says beyond nodes and pods, whose addresses are known only here.
+        pods: more about each pod, as the mesh file says it.
+        captured: pods the agents enrol; all unless told.
+        env: more environment of the proxies.
+        only_local: the proxies get no control plane but what ``env`` says.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, list[str]],
+        folder: Path,
+        *,
+        mesh: Mapping[str, Any] | None = None,
+        pods: Mapping[str, Mapping[str, Any]] | None = None,
+        captured: list[str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.lab = Lab(nodes)
+        self.folder = folder
+        self.mesh = dict(mesh or {})
+        self.pods = dict(pods or {})
+        self.captured = captured if captured is not None else [name for names in nodes.values() for name in names]
+        self.env = dict(env or {})
+        self.proxies: dict[str, NodeProxy] = {}
+        self.control_plane: ControlPlane | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._control_stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "AmbientMesh":
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self.lab)
+            self.write_mesh()
+            await self.start_control_plane()
+            stack.push_async_callback(self.stop_control_plane)
+            for worker in self.lab.workers.values():
+                self.proxies[worker.place.name] = await self._start(stack, worker)
+            for proxy in self.proxies.values():
+                await eventually(proxy.ready, f"{proxy.worker.place.name} ready")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    # The control plane
+
+    def write_mesh(self, **changes: Any) -> None:
+        """Write the mesh file; ``changes`` replace top-level keys."""
+        self.mesh |= changes
+        described = {
+            "nodes": {name: {} for name in self.lab.workers},
+            "pods": {
+                pod.name: {
+                    "node": worker.place.name,
+                    "addresses": [str(address) for address in pod.addresses],
+                    "mesh": pod.name in self.captured,
+                    "service_account": pod.name,
+                    **self.pods.get(pod.name, {}),
+                }
+                for worker in self.lab.workers.values()
+                for pod in worker.pods.values()
+            },
+            **self.mesh,
+        }
+        path = self.folder / "mesh.yaml"
+        new = path.with_suffix(".new")
+        new.write_text(yaml.safe_dump(described))
+        new.rename(path)
+
+    async def start_control_plane(self) -> None:
+        """Serve the mesh file."""
+        plane = ControlPlane(self.folder / "mesh.yaml", [f"unix:{self.folder}/xds.sock"], self.folder / "ca")
+        stack = contextlib.AsyncExitStack()
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        task = group.create_task(plane.run(), name="control plane")
+        stack.callback(task.cancel)
+        await plane.ready.wait()
+        self.control_plane, self._control_stack = plane, stack
+
+    async def stop_control_plane(self) -> None:
+        """Be away."""
+        await self._control_stack.aclose()
+
+    # Nodes
+
+    async def _start(self, stack: contextlib.AsyncExitStack, worker: Worker) -> NodeProxy:
+        name = worker.place.name
+        agent = await stack.enter_async_context(NodeAgent(self.folder / f"{name}.zds", remove_on_exit=True))
+        process = self.start_proxy(worker)
+        proxy = NodeProxy(worker, self.folder, process, agent)
+        for pod in worker.pods.values():
+            if pod.name in self.captured:
+                await agent.enrol(self.described(pod))
+        return proxy
+
+    def start_proxy(self, worker: Worker, **env: str) -> "subprocess.Popen[bytes]":
+        """A node proxy process, as Istio's chart starts it."""
+        name = worker.place.name
+        socket = f"unix:{self.folder}/xds.sock"
+        environment = {
+            **{key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ},
+            "PYTHONPATH": str(ROOT),
+            "XDS_ADDRESS": socket,
+            "CA_ADDRESS": socket,
+            "INPOD_UDS": f"{self.folder}/{name}.zds",
+            "NODE_NAME": name,
+            "POD_NAME": f"ztunnel-{name}",
+            "POD_NAMESPACE": "istio-system",
+            "SERVICE_ACCOUNT": "ztunnel",
+            "INSTANCE_IP": str(worker.place.ipv4),
+            "ISTIO_META_CLUSTER_ID": "Kubernetes",
+            "ISTIO_META_DNS_CAPTURE": "false",
+            "TERMINATION_GRACE_PERIOD_SECONDS": "30",
+            "LOG_FORMAT": "json",
+            "RUST_LOG": "info",
+            **self.env,
+            **env,
+        }
+        output = (self.folder / f"{name}.log").open("ab")
+        with output:
+            return worker.place.popen(
+                [sys.executable, "-m", "ztunnel", "proxy", "ztunnel"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def described(self, pod: Place) -> PodDescription:
+        """A pod as the agent announces it."""
+        account = str(self.pods.get(pod.name, {}).get("service_account", pod.name))
+        info = PodInfo(name=pod.name, namespace="default", service_account=account)
+        return PodDescription(uid=PodUid(f"uid-{pod.name}"), info=info, netns=pod.netns.name)
+
+    def node_of(self, pod: str) -> NodeProxy:
+        """The proxy of a pod's node."""
+        for proxy in self.proxies.values():
+            if pod in proxy.worker.pods:
+                return proxy
+        raise KeyError(pod)
+
+
+async def ask(place: Place, host: object, port: int, payload: bytes = HELLO, wait_s: float = 8.0) -> bytes:
+    """Connect from a pod, send, half-close, and return everything that comes back.
+
+    Raises:
+        OSError, TimeoutError: as the application would see it.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(wait_s):
+        sock = await connect((str(host), port), netns=place.netns)
+        with sock:
+            await loop.sock_sendall(sock, payload)
+            sock.shutdown(1)
+            received = b""
+            while data := await loop.sock_recv(sock, 65536):
+                received += data
+            return received
+
+
+@contextlib.asynccontextmanager
+async def mesh_of(*args: Any, **options: Any) -> AsyncIterator[AmbientMesh]:
+    """An :class:`AmbientMesh`, with the proxies' logs shown when the test fails."""
+    rig = AmbientMesh(*args, **options)
+    try:
+        async with rig:
+            yield rig
+    except BaseException:
+        for path in sorted(rig.folder.glob("*.log")):
+            print(f"--- {path.name}\n{path.read_text()[-6000:]}")
+        raise

@@ -1,0 +1,142 @@
+"""The servers of the process: admin on loopback, metrics and readiness for everybody on the node's network."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tproxy.errors import TproxyError
+from xds.model.address import SocketAddress
+from ztunnel.admin.http import Pages, PageServer
+from ztunnel.admin.page import HTML, JSON, PLAIN, Page, PageRequest, text
+from ztunnel.ambient import config_dump, metrics
+from ztunnel.ambient.logs import InvalidLevel
+
+if TYPE_CHECKING:
+    from ztunnel.ambient.app import AmbientProxy
+
+log = logging.getLogger(__name__)
+
+_PRODUCT = "ztunnel-py"
+_LO_WITHOUT_IPV6 = Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6")
+
+_USAGE = """usage: POST /logging						(To list current level)
+usage: POST /logging?level=<level>				(To change global levels)
+usage: POST /logging?level={mod1}={level1},{mod2}={level2}	(To change specific mods' logging level)
+
+hint: loglevel:	error|warn|info|debug|trace|off
+hint: mod_name:	the module name, i.e. ztunnel::proxy
+"""
+_PAGES = {
+    "/config_dump": "everything this proxy knows",
+    "/logging": "levels of the log (POST)",
+    "/quitquitquit": "end in order (POST)",
+    "/debug/pprof/profile": "not available: use py-spy",
+    "/debug/pprof/heap": "not available",
+}
+
+
+class Servers:
+    """From ``async with`` on.
+
+    Attributes:
+        addresses: where each is really bound, by name.
+
+    Raises:
+        TproxyError: from ``async with``: a port is taken.
+    """
+
+    def __init__(self, proxy: AmbientProxy) -> None:
+        self._proxy = proxy
+        self._stack = AsyncExitStack()
+        self.addresses: dict[str, list[SocketAddress]] = {}
+
+    async def __aenter__(self) -> Servers:
+        local, wildcard = self._hosts()
+        config = self._proxy.config
+        async with AsyncExitStack() as stack:
+            await self._serve(stack, "admin", local, config.admin_port, self._admin)
+            await self._serve(stack, "stats", wildcard, config.stats_port, self._stats)
+            await self._serve(stack, "readiness", wildcard, config.readiness_port, self._ready)
+            self._stack = stack.pop_all()
+        return self
+
+    def _hosts(self) -> tuple[list[str], list[str]]:
+        """Loopback and wildcard addresses, as far as there are IPv6 ones."""
+        config = self._proxy.config
+        ipv6 = config.ipv6 and Path("/proc/sys/net/ipv6").exists()
+        wildcard = ["::" if ipv6 else "0.0.0.0"]
+        local = ["127.0.0.1", "::1"] if ipv6 and _LO_WITHOUT_IPV6.read_text().strip() != "1" else ["127.0.0.1"]
+        return local, wildcard
+
+    async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
+        for host in hosts:
+            address = SocketAddress(host, port)
+            server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT)
+            try:
+                await stack.enter_async_context(server)
+            except TproxyError as error:
+                raise TproxyError(f"failed to bind to address {address}: {error}") from error
+            log.info("listener established address=%s component=%s", server.address, name)
+            self.addresses.setdefault(name, []).append(server.address)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def stop_listening(self) -> None:
+        """Give the ports to a successor; answers under way are finished."""
+        await self._stack.aclose()
+
+    # Pages
+
+    def _ready(self, request: PageRequest) -> Page:
+        if request.path != "/healthz/ready":
+            return text("", 404, PLAIN)
+        if request.method not in ("GET", "HEAD"):
+            return text("", 405, PLAIN)
+        pending = self._proxy.readiness.pending
+        if not pending:
+            return text("ready\n", content_type=PLAIN)
+        return text(f"not ready, pending: {', '.join(sorted(pending))}\n", 500, PLAIN)
+
+    def _stats(self, request: PageRequest) -> Page:
+        if request.path not in ("/metrics", "/stats/prometheus"):
+            return text("", 404, PLAIN)
+        return metrics.page(self._proxy.metrics, request.accept, request.accept_encoding)
+
+    def _admin(self, request: PageRequest) -> Page:
+        match request.path:
+            case "/":
+                rows = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _PAGES.items())
+                return Page(content_type=HTML, body=(f"<!doctype html><title>ztunnel</title><ul>{rows}</ul>\n",))
+            case "/config_dump":
+                return Page(content_type=JSON, body=config_dump.pieces(self._proxy))
+            case "/logging":
+                return self._logging(request)
+            case "/quitquitquit":
+                if request.method != "POST":
+                    return text("", 405, PLAIN)
+                self._proxy.shut_down()
+                return text("shutdown now\n", content_type=PLAIN)
+            case "/debug/pprof/profile":
+                return text("profiling is not built in; use py-spy on this process\n", 500, PLAIN)
+            case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
+                return text("jemalloc not enabled\n", 500, PLAIN)
+            case _:
+                return text("", 404, PLAIN)
+
+    def _logging(self, request: PageRequest) -> Page:
+        if request.method != "POST":
+            return text("Invalid HTTP method\n" + _USAGE, 405, PLAIN)
+        logs = self._proxy.logs
+        level, reset = request.query.get("level"), "reset" in request.query
+        if level is None and not reset:
+            return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
+        try:
+            logs.change(level or "", reset=reset)
+        except InvalidLevel as error:
+            return text(f"{error}\n{_USAGE}", 400, PLAIN)
+        log.info("new log filter is %s", logs.levels)
+        return text(f"current log level is {logs.levels}\n", content_type=PLAIN)

@@ -1,0 +1,341 @@
+"""The node proxy of an Istio mesh as a whole: builds and owns every object, starts and ends them in order.
+
+The order is upstream's. Admin, readiness and metrics answer from the start. Nothing is captured before the
+control plane has described the mesh; then the node agent is asked for its pods. At the end everything that listens
+stops at once, so that a successor with the same ports takes new connections, and what runs has until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import resource
+import signal
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from hbone.aio.poller import Poller, SpinSettings
+from tproxy.aio.netns import Netns
+from xds.model.mesh import Changes, Mesh
+from ztunnel import heap
+from ztunnel.ambient.admin import Servers
+from ztunnel.ambient.config import (
+    HBONE_PORT,
+    OUTBOUND_PORT,
+    PLAINTEXT_PORT,
+    SOCKS_PORT,
+    AmbientConfig,
+    PodName,
+    ProxyMode,
+)
+from ztunnel.ambient.control import ControlPlane
+from ztunnel.ambient.inbound import Inbound
+from ztunnel.ambient.logs import LogStream
+from ztunnel.ambient.metrics import Gauge, Metrics
+from ztunnel.ambient.node import Node, PodKey
+from ztunnel.ambient.outbound import Outbound
+from ztunnel.ambient.outcome import REVOKED
+from ztunnel.ambient.pod import PodProxy
+from ztunnel.ambient.pod_dns import PodDns
+from ztunnel.clock import Clock, SystemClock
+from ztunnel.identity.ca_client import IstioCertificateAuthority
+from ztunnel.identity.certificates import CertificateAuthority, CertificateManager, TlsPolicy
+from ztunnel.identity.credentials import Credentials, Endpoint, Roots, Token
+from ztunnel.identity.crl import RevocationFile
+from ztunnel.identity.fake_ca import FakeCertificateAuthority
+from ztunnel.inpod.manager import PodManager, check_privileges
+from ztunnel.inpod.pods import PodInfo, PodUid
+from ztunnel.tasks import Tasks
+from ztunnel.telemetry.access_log import AccessLogs
+from ztunnel.telemetry.stats import Stats
+
+log = logging.getLogger(__name__)
+
+STATE_MANAGER, PROXY, POD_MANAGER = "state manager", "proxy", "workload proxy manager"
+#: Series of vanished workloads are looked for this often.
+_SWEEP_S = 60.0
+#: Without updates for so long, free pages go back to the system; a guess.
+_CALM_S = 2.0
+
+
+class Readiness:
+    """Tasks that must be done before the node's traffic can be carried."""
+
+    def __init__(self, pending: set[str]) -> None:
+        self.pending = pending
+        self._since_s = asyncio.get_running_loop().time()
+
+    def done(self, task: str) -> None:
+        """A task is complete."""
+        if task in self.pending:
+            self.pending.discard(task)
+            took_s = asyncio.get_running_loop().time() - self._since_s
+            if self.pending:
+                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self.pending))
+            else:
+                log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
+
+    def set(self, task: str, ready: bool) -> None:
+        """A task that may become undone again."""
+        if ready:
+            self.done(task)
+        else:
+            self.pending.add(task)
+
+
+class AmbientProxy:
+    """One proxy process.
+
+    Everything public is for the admin server and for tests.
+
+    Args:
+        config: see there.
+        clock: for tests.
+    """
+
+    def __init__(self, config: AmbientConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock: Clock = clock or SystemClock()
+        self.started_s = self.clock.monotonic()
+        self.writer = AccessLogs(Stats())
+        self.logs = LogStream(
+            self.writer, self.writer.file("/dev/stdout"), config.log_filter, json_lines=config.log_json
+        )
+        self.metrics = Metrics(config.version_tag, config.metric_series)
+        self.mesh = Mesh(node=config.node)
+        self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
+        self.authority = self._authority()
+        self.certificates = CertificateManager(
+            self.authority,
+            now=lambda: datetime.now(UTC),
+            jitter=random.random,
+            policy=TlsPolicy.for_compliance("pqc" if config.post_quantum_only else "", tls_1_2=config.tls12),
+            revocations=self.revocations,
+        )
+        self.node = Node(
+            config=config,
+            mesh=self.mesh,
+            certificates=self.certificates,
+            poller=self.poller,
+            clock=self.clock,
+            metrics=self.metrics,
+            logs=self.logs,
+        )
+        self.control = ControlPlane(config, self.mesh, self.metrics)
+        self.node.ask = self.control.ask if self.control.on_demand else None
+        self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
+        tasks = {STATE_MANAGER, PROXY}
+        if config.proxy_mode is ProxyMode.SHARED:
+            tasks.add(POD_MANAGER)
+        self.readiness = Readiness(tasks)
+        self._own: list[PodProxy] = []
+        self._tasks = Tasks("proxy")
+        self._stop = asyncio.Event()
+        self._give_back: asyncio.TimerHandle | None = None
+        self._gauges()
+
+    def _authority(self) -> CertificateAuthority:
+        config = self.config
+        if config.fake_ca:
+            return FakeCertificateAuthority(now=lambda: datetime.now(UTC), lifetime_s=config.secret_ttl_s)
+        return IstioCertificateAuthority(
+            Endpoint.parse(config.ca_address),
+            Credentials(token=Token(config.auth_token), cluster_id=config.cluster_id, headers=config.ca_headers),
+            Roots(config.ca_root_ca),
+            impersonate=config.proxy_mode is ProxyMode.SHARED,
+            lifetime_s=config.secret_ttl_s,
+            alternative_name=config.alt_ca_hostname,
+        )
+
+    def _gauges(self) -> None:
+        gauges, pods = self.metrics.gauges, self.pods
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            gauges |= {
+                "workload_manager_active_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with active proxies (unstable)",
+                    lambda: pods.active_proxies,
+                ),
+                "workload_manager_pending_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with pending proxies (unstable)",
+                    lambda: pods.pending_proxies,
+                ),
+                "workload_manager_proxies_started": Gauge(
+                    "counter",
+                    "The total number of proxies that were started (unstable)",
+                    lambda: pods.proxies_started,
+                ),
+                "workload_manager_proxies_stopped": Gauge(
+                    "counter",
+                    "The total number of proxies that were stopped (unstable)",
+                    lambda: pods.proxies_stopped,
+                ),
+            }
+        gauges["ztunnel_xds_staleness_seconds"] = Gauge(
+            "gauge",
+            "Seconds since the control plane was last connected; 0 while it is (unstable)",
+            lambda: round(self.control.staleness_s, 3),
+        )
+
+    # Pods
+
+    async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy:
+        """See :class:`ztunnel.inpod.pods.StartPod`."""
+        name = PodName(name=info.name, namespace=info.namespace, service_account=info.service_account)
+        return await self._start(name, netns)
+
+    async def _start(self, name: PodName, netns: Netns | None, *, only_tunnels: bool = False) -> PodProxy:
+        pod = PodProxy(self.node, name, netns, only_tunnels=only_tunnels)
+        inbound, outbound = Inbound(pod), Outbound(pod)
+        try:
+            if self.config.dns_proxy and not only_tunnels:
+                pod.closing.append(PodDns(pod).close)
+            pod.bind(
+                {
+                    HBONE_PORT: inbound.accepted,
+                    PLAINTEXT_PORT: inbound.accepted_plain,
+                    OUTBOUND_PORT: outbound.accepted,
+                    SOCKS_PORT: outbound.accepted_socks,
+                }
+            )
+        except BaseException:
+            await pod.stop()
+            raise
+        if not only_tunnels:
+            key = (name.namespace, name.name, name.service_account)
+            self.node.pods[key] = pod
+            pod.closing.append(partial(self._gone, key, pod))
+        return pod
+
+    async def _gone(self, key: PodKey, pod: PodProxy) -> None:
+        if self.node.pods.get(key) is pod:
+            del self.node.pods[key]
+
+    def _pods_ready(self, ready: bool) -> None:
+        self.readiness.set(POD_MANAGER, ready)
+
+    # Change
+
+    def _mesh_changed(self, changes: Changes) -> None:
+        self.node.forget(changes.workloads)
+        self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            if changes.local_identities_removed:
+                self.certificates.forget(changes.local_identities_removed)
+            if changes.local_identities_added:
+                self.certificates.prefetch(changes.local_identities_added)
+        if self._give_back is not None:
+            self._give_back.cancel()
+        self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
+
+    def _revocations_changed(self) -> None:
+        """End every connection whose peer is on the list now."""
+        assert self.revocations is not None
+        lists = self.revocations.current
+        for pod in self._all_pods():
+            for connection, chain in list(pod.tunnels.items()):
+                if chain and lists.is_revoked(chain):
+                    self.metrics.crl_rejections["destination"] += 1
+                    for live in [live for live in pod.inbound if live.connection is connection]:
+                        live.end(REVOKED)
+                    connection.close()
+            for connection in pod.pool.connections:
+                facts = connection.facts
+                if facts is not None and lists.is_revoked(facts.chain):
+                    self.metrics.crl_rejections["source"] += 1
+                    for live in [live for live in pod.outbound if live.connection is connection]:
+                        live.end(REVOKED)
+                    connection.abort(REVOKED)
+
+    def _all_pods(self) -> list[PodProxy]:
+        running = [status.running for status in self.pods.states().values()]
+        return [*self._own, *(pod for pod in running if isinstance(pod, PodProxy))]
+
+    # Running
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            TproxyError: a port of the process is taken, or a capability is missing.
+            ConfigError: the local file cannot be used.
+        """
+        heap.expect_growth()
+        self.logs.install()
+        self._log_start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.shut_down)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.writer.close)
+            stack.callback(self.poller.close)
+            if isinstance(self.authority, IstioCertificateAuthority):
+                stack.push_async_callback(self.authority.close)
+            stack.push_async_callback(self.certificates.close)
+            stack.push_async_callback(self._tasks.close)
+            servers = await stack.enter_async_context(Servers(self))
+            if self.revocations is not None:
+                await stack.enter_async_context(self.revocations)
+                self.revocations.watch(self._revocations_changed)
+            stack.callback(self.mesh.watch(self._mesh_changed))
+            await stack.enter_async_context(self.control)
+            self._tasks.start(self._sweep(), "metrics sweep")
+            start = self._tasks.start(self._start_serving(stack), "start")
+            start.add_done_callback(
+                lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
+            )
+            await self._stop.wait()
+            start.cancel()
+            await self._drain(servers)
+            if start.done() and not start.cancelled():
+                start.result()
+
+    def _log_start(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        log.info("starting mode=%s node=%s files=%d", self.config.proxy_mode.value.lower(), self.config.node, hard)
+        for warning in self.config.warnings:
+            log.warning("%s", warning)
+
+    async def _start_serving(self, stack: AsyncExitStack) -> None:
+        """Everything that waits for the control plane's first word."""
+        config = self.config
+        if config.proxy_mode is ProxyMode.SHARED:
+            check_privileges()
+        await self.control.ready.wait()
+        self.readiness.done(STATE_MANAGER)
+        heap.settle()
+        if config.proxy_mode is ProxyMode.DEDICATED:
+            assert config.workload is not None
+            self._own.append(await self._start(config.workload, None))
+        else:
+            if config.own_pod is not None:
+                self._own.append(await self._start(config.own_pod, None, only_tunnels=True))
+            await stack.enter_async_context(self.pods)
+        self.readiness.done(PROXY)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.metrics.expire(self.clock.monotonic())
+
+    async def _drain(self, servers: Servers) -> None:
+        """Everything that listens stops; what runs has until the deadline."""
+        deadline_s = self.config.drain_s
+        log.info("draining, at most %gs", deadline_s)
+        await servers.stop_listening()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pods.drain(deadline_s), name="drain pods")
+            for pod in self._own:
+                group.create_task(pod.drain(deadline_s), name="drain own")
+        log.info("shutdown complete component=proxy")

@@ -1,0 +1,47 @@
+"""``ztunnel proxy`` in an Istio mesh, from its environment to its exit status."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+from ztunnel.ambient.config import AmbientConfig, config_from
+
+
+def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
+    """The configuration an environment describes.
+
+    Raises:
+        SettingsError: all unusable values together.
+    """
+    return config_from(env, cpus=_cpus(), arguments=arguments)
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def run(config: AmbientConfig) -> int:
+    """Serve until told to stop; the process's exit status."""
+    import uvloop
+
+    from tproxy.errors import TproxyError
+    from xds.errors import ConfigError
+    from ztunnel.ambient.app import AmbientProxy
+
+    async def serve() -> None:
+        await AmbientProxy(config).run()
+
+    status = 0
+    try:
+        uvloop.run(serve())
+    except* (ConfigError, TproxyError) as group:
+        for error in _leaves(group):
+            print(f"Error: {error}", file=sys.stderr)
+        status = 1
+    return status
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,400 @@
+"""The proxy of one pod: its listeners, its tunnels, the table of its connections.
+
+Every socket is made in the pod's network namespace and stays there; the process is in it only for the moment of
+making one. In dedicated mode there is no namespace to enter, and the one workload is the "pod".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Hashable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from cryptography import x509
+
+from hbone.aio.connection import Connection, connect
+from hbone.aio.pool import Pool
+from hbone.pool import PoolSettings
+from tproxy.aio import sockets
+from tproxy.aio.netns import Netns
+from tproxy.errors import KernelRefused, NeedCapability
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh import Changes, WorkloadPolicies
+from xds.model.workload import Workload
+from ztunnel.ambient import socks5
+from ztunnel.ambient.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, OriginalSource, PodName
+from ztunnel.ambient.node import Described, Node
+from ztunnel.ambient.outcome import DRAINED, EarlyDeny
+from ztunnel.ambient.record import Record
+from ztunnel.identity.certificates import WorkloadCertificate
+from ztunnel.listeners import ListeningSocket
+from ztunnel.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.ambient.inbound import Joined
+
+log = logging.getLogger(__name__)
+
+#: How long the control plane may take to tell about a pod that just came.
+_WORKLOAD_WAIT_S = 5.0
+_BACKLOG = 1024
+
+
+class PoolKey(NamedTuple):
+    """What two tunnels must have in common to share a connection."""
+
+    address: SocketAddress
+    identities: tuple[str, ...]
+    certificate: WorkloadCertificate
+    generation: int
+
+
+class Live:
+    """One connection in the table.
+
+    Attributes:
+        original: what was dialled (outbound), or the service the client meant (inbound), for the dump.
+        actual: the application's address (inbound).
+        protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
+        facts: inbound: what policies judge.
+        connection: the tunnel connection that carries it.
+        reason: why it was ended by us.
+    """
+
+    __slots__ = ("_end", "actual", "connection", "facts", "original", "protocol", "reason", "record")
+
+    def __init__(self, record: Record, end: Callable[[str], object]) -> None:
+        self.record = record
+        self.original: str | None = None
+        self.actual: SocketAddress | None = None
+        self.protocol = "TCP"
+        self.facts: ConnectionFacts | None = None
+        self.connection: Connection | None = None
+        self.reason = ""
+        self._end = end
+
+    def ends_by(self, end: Callable[[str], object]) -> None:
+        """From now on the connection is ended by calling this with a reason."""
+        self._end = end
+        if self.reason:
+            end(self.reason)
+
+    def end(self, reason: str) -> None:
+        """End the connection."""
+        if not self.reason:
+            self.reason = reason
+            self._end(reason)
+
+
+class LocalWorkload:
+    """The workload a pod is, as soon and as long as the control plane says so."""
+
+    def __init__(self, node: Node, name: PodName) -> None:
+        self._node = node
+        self._name = name
+        self._current = node.mesh.local_workload(name.name, name.namespace, name.service_account)
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    @property
+    def current(self) -> Workload | None:
+        """What is known now."""
+        return self._current
+
+    def changed(self, changes: Changes) -> bool:
+        """The mesh changed; whether this workload did."""
+        before = self._current
+        if before is None or before.uid in changes.workloads:
+            name = self._name
+            self._current = self._node.mesh.local_workload(name.name, name.namespace, name.service_account)
+        if self._current is not None:
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(None)
+        return self._current is not before
+
+    async def get(self) -> Described:
+        """The workload, waiting for it.
+
+        Raises:
+            EarlyDeny: the control plane does not know it.
+        """
+        if self._current is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                async with asyncio.timeout(_WORKLOAD_WAIT_S):
+                    await future
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting.discard(future)
+        if self._current is None:
+            name = self._name
+            raise EarlyDeny(
+                "failed to fetch information about local workload: "
+                f"{name.service_account}.{name.namespace} ({name.name})"
+            )
+        return self._node.described(self._current)
+
+
+class Join(Protocol):
+    """See :meth:`ztunnel.ambient.inbound.Inbound.join`."""
+
+    async def __call__(
+        self, outer: Record, who: Described, own: WorkloadCertificate, authority: str, service: str | None
+    ) -> Joined | None:
+        """The inbound half, or ``None`` when the tunnel must go over the wire."""
+
+
+def ends_this_task() -> Callable[[str], object]:
+    """How to end a connection while nothing flows yet: cancel what it waits for."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancel
+
+
+class PodProxy:
+    """See the module.
+
+    Args:
+        node: what pods share.
+        name: which pod.
+        netns: where its sockets are made; ``None``: here.
+        only_tunnels: the proxy's own pod: it takes tunnels to itself and captures nothing.
+    """
+
+    def __init__(self, node: Node, name: PodName, netns: Netns | None, *, only_tunnels: bool = False) -> None:
+        self.node = node
+        self.name = name
+        self.netns = netns
+        self.local = LocalWorkload(node, name)
+        self.pool = Pool(
+            self._dial,
+            PoolSettings(
+                max_streams_per_connection=node.config.pool_max_streams,
+                idle_timeout_s=node.config.pool_unused_release_s,
+            ),
+        )
+        self.tasks = Tasks(f"{name.namespace}/{name.name}")
+        self.outbound: dict[Live, None] = {}
+        self.inbound: dict[Live, None] = {}
+        #: Tunnel connections that end here, with the peer's chain: drained, and re-checked for revocation.
+        self.tunnels: dict[Connection, tuple[x509.Certificate, ...]] = {}
+        self.preserves_source = {HBONE_PORT: False, PLAINTEXT_PORT: False}
+        #: The inbound side's way in for tunnels that never leave the node.
+        self.join: Join | None = None
+        #: Looks names up as the pod would; ``None`` without a DNS proxy.
+        self.resolver: socks5.Resolve | None = None
+        #: What else ends with the pod.
+        self.closing: list[Callable[[], Awaitable[None]]] = []
+        #: Told when other policies judge connections to this pod than did before.
+        self.on_policies: Callable[[Workload, WorkloadPolicies], None] | None = None
+        self._only_tunnels = only_tunnels
+        self._listeners: list[ListeningSocket] = []
+        self._judged_by: WorkloadPolicies | None = None
+        self._stop_watching = node.mesh.watch(self._changed)
+        self._empty = asyncio.Event()
+
+    # Sockets
+
+    @property
+    def ports(self) -> dict[int, str]:
+        """Ports to listen on and what they are for, in the order of binding."""
+        if not self.node.config.proxy:
+            return {}
+        if self._only_tunnels:
+            return {HBONE_PORT: "inbound"}
+        ports = {HBONE_PORT: "inbound", PLAINTEXT_PORT: "inbound plaintext", OUTBOUND_PORT: "outbound"}
+        if self.node.config.socks5:
+            ports[SOCKS_PORT] = "socks5"
+        return ports
+
+    def bind(self, accepted: dict[int, Callable[[socket.socket, tuple[str, int]], None]]) -> None:
+        """Bind and listen on every port.
+
+        Raises:
+            TproxyError: a port is taken, or a capability is missing.
+        """
+        try:
+            for port, component in self.ports.items():
+                listener, transparent = self._listener(port)
+                listener.accepted = accepted[port]
+                self._listeners.append(listener)
+                if port in self.preserves_source:
+                    self.preserves_source[port] = transparent and not self._only_tunnels
+                log.info(
+                    "listener established address=%s component=%s transparent=%s",
+                    listener.address,
+                    component,
+                    str(transparent).lower(),
+                )
+        except BaseException:
+            self._close_listeners()
+            raise
+        for listener in self._listeners:
+            listener.start()
+
+    def _listener(self, port: int) -> tuple[ListeningSocket, bool]:
+        config = self.node.config
+        hosts = ("127.0.0.1",) if port == SOCKS_PORT else ("::", "0.0.0.0") if config.ipv6 else ("0.0.0.0",)
+        wanted = config.original_source is not OriginalSource.OFF and not self._only_tunnels
+        for host in hosts:
+            try:
+                try:
+                    sock, transparent = self._listen(host, port, transparent=wanted), wanted
+                except NeedCapability:
+                    if config.original_source is OriginalSource.REQUIRED or not wanted:
+                        raise
+                    sock, transparent = self._listen(host, port, transparent=False), False
+            except KernelRefused as error:
+                if host == "::" and error.code in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    continue  # a pod without IPv6
+                raise
+            if port in (OUTBOUND_PORT, PLAINTEXT_PORT) and self.node.keepalive is not None:
+                sockets.set_keepalive(sock, self.node.keepalive)  # what it accepts inherits it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return ListeningSocket(sock, SocketAddress(host, port), _BACKLOG, self.node.poller), transparent
+        raise AssertionError("the last host of the list raises")
+
+    def _listen(self, host: str, port: int, *, transparent: bool) -> socket.socket:
+        shared = self.netns is not None
+        return sockets.listen(
+            host,
+            port,
+            transparent=transparent,
+            mark=self.node.config.packet_mark if shared else None,
+            reuse_port=shared and self.node.config.inpod_port_reuse,
+            netns=self.netns,
+            backlog=0,
+        )
+
+    async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:
+        """A TCP connection out of the pod, as ``source`` if that is not where it goes to.
+
+        Raises:
+            TproxyError: refused, unreachable, not within the time limit.
+        """
+        config, node = self.node.config, self.node
+        if source == address.host:
+            source = None  # a pod that talks to itself cannot be impersonated
+        mark = config.packet_mark if not self._only_tunnels else None
+        options: tuple[sockets.SocketOption, ...] = ()
+        if config.socket.user_timeout and config.socket.keepalive_time_s is not None:
+            limit_s = (
+                config.socket.keepalive_time_s
+                + config.socket.keepalive_retries * config.socket.keepalive_interval_s
+            )
+            options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
+        return await sockets.connect(
+            (address.host, address.port),
+            source=source,
+            mark=mark,
+            timeout_s=config.connect_timeout_s,
+            netns=self.netns,
+            keepalive=node.keepalive,
+            socket_options=options,
+        )
+
+    # Tunnels
+
+    async def certificate(self, workload: Workload) -> WorkloadCertificate:
+        """The workload's certificate.
+
+        Raises:
+            IdentityError: none can be had.
+        """
+        identity = workload.identity
+        certificates = self.node.certificates
+        return certificates.current(identity) or await certificates.fetch(identity)
+
+    async def _dial(self, key: Hashable) -> Connection:
+        assert isinstance(key, PoolKey)
+        sock = await self.connect(key.address)
+        context = key.certificate.client_context(key.identities)
+        return await connect(sock, context, self.node.client_settings, self.node.poller)
+
+    async def resolve_name(self, name: str, *, ipv6: bool) -> str | None:
+        """The first address of a name, as the pod's DNS proxy says."""
+        return None if self.resolver is None else await self.resolver(name, ipv6=ipv6)
+
+    # The table
+
+    def left(self, live: Live, table: dict[Live, None]) -> None:
+        """A connection is over; it need not have been in the table."""
+        table.pop(live, None)
+        if not self.inbound and not self.outbound:
+            self._empty.set()
+
+    # Change
+
+    def _changed(self, changes: Changes) -> None:
+        self.local.changed(changes)
+        workload = self.local.current
+        if workload is None:
+            return
+        policies = self.node.mesh.policies_for(workload)
+        if policies is not self._judged_by:
+            self._judged_by = policies
+            if self.on_policies is not None:
+                self.on_policies(workload, policies)
+
+    # The end
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    async def stop(self) -> None:
+        """End at once; again is fine."""
+        self._close_listeners()
+        self._stop_watching()
+        for connection in list(self.tunnels):
+            connection.abort("pod removed")
+        for live in (*self.inbound, *self.outbound):
+            live.end(DRAINED)
+        await self.tasks.close()
+        await self.pool.close()
+        while self.closing:
+            await self.closing.pop()()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop accepting, say GOAWAY, give what runs until the deadline, then abort."""
+        self._close_listeners()
+        for connection in list(self.tunnels):
+            connection.drain()
+        self._empty.clear()
+        if self.inbound or self.outbound:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), timeout_s)
+        left = len(self.inbound) + len(self.outbound)
+        if left:
+            log.warning("drain duration expired with pending connections, forcefully shutting down")
+        await self.stop()
+
+    def dump(self) -> dict[str, list[dict[str, object]]]:
+        """``connections`` of the dump; equal inbound ones collapse, as upstream's table is keyed by them."""
+        inbound = {
+            (str(live.record.source), live.original, str(live.actual), live.protocol): None
+            for live in self.inbound
+        }
+        return {
+            "inbound": [
+                {"actualDst": actual, "originalDst": original, "protocol": protocol, "src": src}
+                for src, original, actual, protocol in inbound
+            ],
+            "outbound": [
+                {
+                    "actualDst": str(live.record.destination),
+                    "originalDst": live.original,
+                    "protocol": live.protocol,
+                    "src": str(live.record.source),
+                }
+                for live in self.outbound
+            ],
+        }

@@ -1,0 +1,177 @@
+"""One user's connection from accept to its log line: opened once, completed once, or denied early."""
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from hbone.aio.relay import ByteCounts
+from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
+from xds.model.service import Service
+from xds.model.workload import Workload
+from ztunnel.ambient.logs import Bare
+from ztunnel.ambient.metrics import Side, TrafficSeries, traffic_labels
+from ztunnel.ambient.outcome import Failed, Flags
+
+if TYPE_CHECKING:
+    from ztunnel.ambient.node import Node
+
+_DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
+
+
+class Direction(StrEnum):
+    """Who reports."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+
+class Record:
+    """See the module.
+
+    Attributes:
+        source, destination: addresses for the log; the destination becomes the next hop once it is known.
+        hbone_authority: of the tunnel, if there is one.
+        source_workload, destination_workload: as the control plane describes them.
+        source_side, destination_side: labels.
+        source_identity, destination_identity: proven or, for ourselves, ours.
+        dry_run: what dry-run policies would have decided, if not as the others.
+        counts: bytes moved, from the side that asked to the one that answers and back.
+    """
+
+    __slots__ = (
+        "_node",
+        "_series",
+        "counts",
+        "destination",
+        "destination_identity",
+        "destination_side",
+        "destination_workload",
+        "direction",
+        "dry_run",
+        "hbone_authority",
+        "secured",
+        "service",
+        "source",
+        "source_identity",
+        "source_side",
+        "source_workload",
+        "started_s",
+    )
+
+    def __init__(
+        self, node: "Node", direction: Direction, source: SocketAddress, destination: SocketAddress
+    ) -> None:
+        self._node = node
+        self._series: TrafficSeries | None = None
+        self.direction = direction
+        self.source = source
+        self.destination = destination
+        self.hbone_authority = ""
+        self.source_workload: Workload | None = None
+        self.destination_workload: Workload | None = None
+        self.source_side = Side()
+        self.destination_side = Side()
+        self.source_identity: SpiffeId | None = None
+        self.destination_identity: SpiffeId | None = None
+        self.service: Service | None = None
+        self.secured = False
+        self.dry_run = ""
+        self.counts = ByteCounts()
+        self.started_s = node.clock.monotonic()
+
+    # Life
+
+    def opened(self) -> None:
+        """The connection counts from now on."""
+        node = self._node
+        self._series = node.metrics.opened(self._labels(), self._workloads(), self.counts, self.started_s)
+        if node.logs.access_level <= _DEBUG:
+            node.logs.write(node.clock.wall(), "debug", "access", "connection opened", self._fields())
+
+    def _labels(self) -> tuple[str, ...]:
+        return traffic_labels(
+            self.direction, self.source_side, self.destination_side, self.service, secured=self.secured
+        )
+
+    def _workloads(self) -> list[str]:
+        both = (self.source_workload, self.destination_workload)
+        return [workload.uid for workload in both if workload is not None]
+
+    def relabelled(self) -> None:
+        """The other side became known only now."""
+        if self._series is not None:
+            self._series = self._node.metrics.moved(
+                self._series, self._labels(), self.counts, self._node.clock.monotonic()
+            )
+
+    def complete(self, failure: Failed | None = None) -> None:
+        """The connection is over."""
+        series, self._series = self._series, None
+        if series is None:
+            return
+        node = self._node
+        now_s = node.clock.monotonic()
+        flags = failure.flags if failure is not None else Flags.NONE
+        series.used_s = now_s
+        series.finished(flags, self.counts)
+        if node.logs.access_level > (_INFO if failure is None else _ERROR):
+            return
+        counts = self.counts
+        sent, received = counts.sent, counts.received
+        if self.direction is Direction.INBOUND:
+            sent, received = received, sent
+        fields = self._fields()
+        fields += (("bytes_sent", sent), ("bytes_recv", received))
+        if self.dry_run:
+            fields.append(("policy.dry_run", self.dry_run))
+        fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
+        if failure is not None:
+            fields.append(("error", str(failure)))
+        level = "info" if failure is None else "error"
+        node.logs.write(node.clock.wall(), level, "access", "connection complete", fields)
+
+    def denied_early(self, reason: str) -> None:
+        """The connection ends before it counted."""
+        node = self._node
+        if node.logs.access_level <= _WARN:
+            fields = [
+                ("src.addr", Bare(self.source)),
+                ("dst.addr", Bare(self.destination)),
+                ("direction", str(self.direction)),
+                ("error", reason),
+            ]
+            node.logs.write(node.clock.wall(), "warn", "access", "connection failed", fields)
+
+    def _fields(self) -> list[tuple[str, str | int]]:
+        source, destination = self.source_side, self.destination_side
+        source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
+        destination_name = (
+            self.destination_workload.name
+            if self.destination_workload is not None
+            else destination.canonical_service
+        )
+        fields: list[tuple[str, str | int]] = [("src.addr", Bare(self.source))]
+        append = fields.append
+        if source_name:
+            append(("src.workload", source_name))
+        if source.namespace:
+            append(("src.namespace", source.namespace))
+        if self.secured and self.source_identity is not None:
+            append(("src.identity", str(self.source_identity)))
+        if source.cluster:
+            append(("src.cluster", source.cluster))
+        append(("dst.addr", Bare(self.destination)))
+        if self.hbone_authority:
+            append(("dst.hbone_addr", Bare(self.hbone_authority)))
+        if self.service is not None:
+            append(("dst.service", self.service.hostname))
+        if destination_name:
+            append(("dst.workload", destination_name))
+        if destination.namespace:
+            append(("dst.namespace", destination.namespace))
+        if self.secured and self.destination_identity is not None:
+            append(("dst.identity", str(self.destination_identity)))
+        if destination.cluster:
+            append(("dst.cluster", destination.cluster))
+        append(("direction", str(self.direction)))
+        return fields

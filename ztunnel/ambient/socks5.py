@@ -1,0 +1,105 @@
+"""The part of SOCKS5 (RFC 1928) that applications use to dial: CONNECT without authentication."""
+
+import asyncio
+import ipaddress
+from typing import Protocol
+
+from hbone.aio.socket import PlainSocket
+from xds.model.address import SocketAddress, canonical
+
+_VERSION, _NO_AUTHENTICATION, _NONE_ACCEPTABLE = 5, 0, 0xFF
+_CONNECT = 1
+_IPV4, _NAME, _IPV6 = 1, 3, 4
+SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
+#: A greeting and a request are at most 257 and 262 bytes; who takes longer than this is not a client.
+_TIMEOUT_S = 5.0
+
+
+class Resolve(Protocol):
+    """Looks a name up as the pod would."""
+
+    async def __call__(self, name: str, *, ipv6: bool) -> str | None:
+        """The first address, ``None`` when there is none or names are not resolved here."""
+
+
+class _Refused(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def reply(status: int) -> bytes:
+    """The answer to a request; the bound address is never told."""
+    return bytes((_VERSION, status, 0, _IPV4)) + bytes(6)
+
+
+async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
+    """Shake hands; success is told before anything is dialled, as upstream does.
+
+    Returns:
+        Where the client wants to go; ``None`` when it was refused, which it has been told.
+
+    Raises:
+        OSError: the client is gone.
+    """
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await _accept(client, resolve)
+    except TimeoutError as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        return None
+    except _Refused as refused:
+        client.send_first(reply(refused.status))
+        return None
+
+
+async def _accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
+    version, count = await _exactly(client, 2)
+    methods = await _exactly(client, count)
+    if version != _VERSION:
+        raise _Refused(COMMAND_NOT_SUPPORTED)
+    if _NO_AUTHENTICATION not in methods:
+        client.send_first(bytes((_VERSION, _NONE_ACCEPTABLE)))
+        return None
+    client.send_first(bytes((_VERSION, _NO_AUTHENTICATION)))
+    version, command, _, kind = await _exactly(client, 4)
+    if version != _VERSION or command != _CONNECT:
+        raise _Refused(COMMAND_NOT_SUPPORTED)
+    if kind == _IPV4:
+        host = canonical(ipaddress.IPv4Address(await _exactly(client, 4)))
+    elif kind == _IPV6:
+        host = canonical(ipaddress.IPv6Address(await _exactly(client, 16)))
+    elif kind == _NAME:
+        host = await _named(client, resolve)
+    else:
+        raise _Refused(COMMAND_NOT_SUPPORTED)
+    port = int.from_bytes(await _exactly(client, 2), "big")
+    if not port:
+        raise _Refused(GENERAL_FAILURE)
+    client.send_first(reply(SUCCEEDED))
+    return SocketAddress(host, port)
+
+
+async def _named(client: PlainSocket, resolve: Resolve) -> str:
+    (length,) = await _exactly(client, 1)
+    raw = await _exactly(client, length)
+    try:
+        name = raw.decode("ascii")
+    except UnicodeDecodeError:
+        raise _Refused(GENERAL_FAILURE) from None
+    ipv6 = ":" in canonical(client.sock.getpeername()[0])
+    host = await resolve(name, ipv6=ipv6) if name else None
+    if host is None:
+        raise _Refused(HOST_UNREACHABLE)
+    return host
+
+
+async def _exactly(client: PlainSocket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = await client.read(size - len(data))
+        if not more:
+            raise ConnectionResetError("the client ended in the middle of a SOCKS message")
+        data += more
+    return data
