@@ -18,8 +18,6 @@ def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
     """The workload identities among a leaf's URI names; the first is who the peer is for policies and logs."""
     found = []
     for name in names:
-        if not (name.isascii() and name.isprintable()):
-            continue  # a NUL or a line's end is there to deceive whoever reads the name next
         try:
             found.append(SpiffeId.parse(name))
         except ValueError:
