@@ -7,11 +7,18 @@ import yaml
 from google.protobuf.json_format import MessageToDict
 
 from tests.ztunnel.control_plane.meshes import BOOKINFO, document, mesh
+from xds.dialects.istio.addresses import compile_address
+from xds.dialects.istio.authorization import compile_authorization
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.mesh import Mesh
+from xds.model.workload import NamespacedHostname, Workload
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
 from xds.protocol.snapshot import Named, Snapshot
 from ztunnel.control_plane.mesh import parse_mesh
 from ztunnel.control_plane.workloads import WorkloadConfig
+from ztunnel.policy.engine import judge
 
 
 def resources(**changes: Any) -> dict[str, Named]:
@@ -196,3 +203,75 @@ def test_pods_of_a_node() -> None:
     config = WorkloadConfig(mesh())
     assert config.uids_on("worker") == {f"Kubernetes//Pod/default/{name}" for name in ("reviews-v1", "legacy")}
     assert config.uids_on("") == frozenset()
+
+
+# ---------------------------------------------------------------------- as a node proxy understands it
+
+
+def understood(**changes: Any) -> Mesh:
+    """The mesh that a node proxy makes of what it is sent."""
+    made = Mesh()
+    for named in WorkloadConfig(mesh(**changes)).resources():
+        data = named.message.SerializeToString()
+        if isinstance(named.message, wds.Address):
+            address = compile_address(data)
+            assert named.name == (address.uid if isinstance(address, Workload) else address.key)
+            made.apply([address])
+        else:
+            policy = compile_authorization(data)
+            assert (policy.key, policy.faults) == (named.name, ())
+            made.apply([policy])
+    return made
+
+
+def admits(made: Mesh, pod: str, client: str | None, port: int = 9080) -> bool:
+    destination = made.workload(f"Kubernetes//Pod/default/{pod}")
+    assert destination is not None
+    policies = made.policies_for(destination)
+    assert policies.missing == ()
+    source = SocketAddress("10.244.2.3", 1000)
+    peer = None
+    if client is not None:
+        peer = PeerCertificate(uri_sans=(f"spiffe://cluster.local/ns/default/sa/{client}",))
+    target = SocketAddress(destination.addresses[0], port)
+    facts = ConnectionFacts(source=source, direct_source=source, destination=target, peer=peer)
+    return judge(policies.enforced, facts).allowed
+
+
+def test_policies_mean_what_they_say() -> None:
+    made = understood()
+    assert admits(made, "reviews-v1", "bookinfo-productpage")
+    assert not admits(made, "reviews-v1", "bookinfo-reviews")
+    assert not admits(made, "reviews-v1", None)
+    assert admits(made, "productpage", None)
+    nobody = understood(policies={"nobody": {"pods": ["productpage"]}})
+    assert not admits(nobody, "productpage", "bookinfo-reviews")
+    everybody = understood(policies={"all": {"rules": [{}]}, "no-ssh": {"action": "DENY", "rules": [{}]}})
+    assert not admits(everybody, "productpage", "bookinfo-reviews")
+    some = understood(policies={"no-ssh": {"action": "DENY", "rules": [{"to": {"ports": [22]}}]}})
+    assert not admits(some, "productpage", "bookinfo-reviews", 22)
+    assert admits(some, "productpage", None, 80)
+
+
+def test_a_waypoint_is_let_in_and_nobody_else() -> None:
+    waypoint = {
+        "node": "worker",
+        "addresses": ["10.244.1.99"],
+        "service_account": "bookinfo-reviews",
+        "hbone": True,
+    }
+    made = understood(
+        pods={**BOOKINFO["pods"], "waypoint": waypoint},
+        waypoints={"bookinfo-reviews": {"pods": ["waypoint"]}},
+        policies={**BOOKINFO["policies"], "no-reviews": {"action": "DENY", "rules": [{}]}},
+    )
+    assert admits(made, "reviews-v1", "bookinfo-reviews"), "by the waypoint, which judges itself"
+    assert not admits(made, "reviews-v1", "bookinfo-productpage")
+    assert not admits(made, "reviews-v1", None)
+    assert not admits(made, "productpage", "bookinfo-reviews"), "what is behind no waypoint is as it was"
+    behind = made.workload("Kubernetes//Pod/default/reviews-v1")
+    assert behind is not None
+    assert behind.waypoint is not None
+    assert isinstance(behind.waypoint.destination, NamespacedHostname)
+    key = f"{behind.waypoint.destination.namespace}/{behind.waypoint.destination.hostname}"
+    assert list(made.endpoints(key)) == ["Kubernetes//Pod/default/waypoint"]
