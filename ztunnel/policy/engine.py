@@ -3,17 +3,18 @@
 :func:`holds` says what a condition means. :func:`judge` gives the same answers faster, in two steps that are made
 when a policy is first needed and kept with it:
 
-* A condition becomes a closure, so that nothing is looked at per connection but facts.
-* A tier becomes an index. Most policies can only hold of a peer, namespace, address or port they name; those are
-  looked up by what the connection has, and only the rest is tried one by one. Of 10,000 policies that name
-  principals a connection tries none that does not concern it (``bench/scale_istio.py``).
+* A tier becomes an index. Most policies can only hold of a peer, namespace, address or port they name, whole or by
+  its beginning, end or prefix length. Those are looked up by what the connection has, and only the rest is tried
+  one by one: of 10,000 policies that name principals a connection tries none that does not concern it
+  (``bench/scale_istio.py``).
+* A condition becomes a closure when it is first tried, so that nothing is looked at per connection but facts.
 """
 
 import ipaddress
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import assert_never
+from typing import Any, assert_never
 
 from xds.model import policy as p
 from xds.model.address import IpNetwork
@@ -30,26 +31,74 @@ class Decision:
     policy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+#: What kind of thing is looked up: the type of the condition; how it compares (of networks: the IP version); and
+#: how many characters or bits count.
+_Shape = tuple[type[Any], str | int, int]
+
+#: A connection must have this value of that shape for a policy to hold.
+_Need = tuple[_Shape, Hashable]
+
+
 class _Prepared:
     """A policy made ready.
 
     Attributes:
-        test: whether its condition holds.
-        needs: it can only hold of a connection that has one of these (see :func:`_has`); None: of any.
+        needs: it can only hold of a connection that has one of these; None: of any.
     """
 
-    test: _Test
-    needs: frozenset[Hashable] | None
+    __slots__ = ("_condition", "_test", "needs")
+
+    def __init__(self, condition: p.Condition) -> None:
+        self._condition = condition
+        self._test: _Test | None = None
+        self.needs = _needs(condition)
+
+    def test(self, facts: ConnectionFacts) -> bool:
+        """Whether the condition holds."""
+        if self._test is None:
+            self._test = compiled(self._condition)
+        return self._test(facts)
 
 
-@dataclass(frozen=True, slots=True)
 class _Index:
     """A tier made ready: places of policies, by what they need, and of those that may hold of anything."""
 
-    tests: tuple[_Test, ...]
-    by_need: Mapping[Hashable, tuple[int, ...]]
-    always: tuple[int, ...]
+    __slots__ = ("always", "by_shape", "prepared")
+
+    def __init__(self, tier: p.Tier) -> None:
+        self.prepared: list[_Prepared] = []
+        self.by_shape: dict[_Shape, dict[Hashable, list[int]]] = {}
+        self.always: list[int] = []
+        by_shape = self.by_shape
+        for place, policy in enumerate(tier.policies):
+            prepared = policy.prepared
+            if not isinstance(prepared, _Prepared):
+                prepared = _Prepared(policy.condition)
+                object.__setattr__(policy, "prepared", prepared)  # frozen for everybody else
+            self.prepared.append(prepared)
+            if prepared.needs is None:
+                self.always.append(place)
+                continue
+            for shape, value in prepared.needs:
+                places = by_shape.get(shape)
+                if places is None:
+                    places = by_shape[shape] = {}
+                if value in places:
+                    places[value].append(place)
+                else:
+                    places[value] = [place]
+
+    def candidates(self, facts: ConnectionFacts) -> Iterable[int]:
+        """Places of policies that may hold, in order."""
+        found = [
+            places[value]
+            for shape, places in self.by_shape.items()
+            for value in _values(shape, facts)
+            if value in places
+        ]
+        if not found:
+            return self.always
+        return sorted({*self.always}.union(*found))
 
 
 def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
@@ -58,22 +107,14 @@ def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
     Tiers are asked in order; inside a tier the first policy whose condition holds decides. ``PASS`` hands on
     to the next tier, the last one to the list's end verdict.
     """
-    has: tuple[Hashable, ...] | None = None
     for tier in rules.tiers:
         index = tier.prepared
         if not isinstance(index, _Index):
-            index = _index(tier)
-            object.__setattr__(tier, "prepared", index)  # frozen for everybody else
-        places = index.always
-        if index.by_need:
-            if has is None:
-                has = _has(facts)
-            found = [index.by_need[need] for need in has if need in index.by_need]
-            if found:
-                places = tuple(sorted({*places}.union(*found))) if places or len(found) > 1 else found[0]
+            index = _Index(tier)
+            object.__setattr__(tier, "prepared", index)
         verdict, name = tier.default, ""
-        for place in places:
-            if index.tests[place](facts):
+        for place in index.candidates(facts):
+            if index.prepared[place].test(facts):
                 policy = tier.policies[place]
                 verdict, name = policy.verdict, policy.name
                 break
@@ -82,73 +123,94 @@ def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
     return Decision(rules.end is p.Verdict.ALLOW)
 
 
-def _index(tier: p.Tier) -> _Index:
-    by_need: dict[Hashable, list[int]] = {}
-    always: list[int] = []
-    tests: list[_Test] = []
-    for place, policy in enumerate(tier.policies):
-        prepared = policy.prepared
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared(compiled(policy.condition), _needs(policy.condition))
-            object.__setattr__(policy, "prepared", prepared)
-        tests.append(prepared.test)
-        if prepared.needs is None:
-            always.append(place)
-        else:
-            for need in prepared.needs:
-                by_need.setdefault(need, []).append(place)
-    return _Index(tuple(tests), {need: tuple(places) for need, places in by_need.items()}, tuple(always))
+def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
+    """What a connection has of a shape."""
+    kind, how, length = shape
+    if kind is p.SourceIp or kind is p.DestinationIp:
+        version, number = _number((facts.source if kind is p.SourceIp else facts.destination).host)
+        return (number >> ((32 if version == 4 else 128) - length),) if version == how else ()
+    if kind is p.DestinationPort:
+        return (facts.destination.port,)
+    peer = facts.peer
+    identity = peer.identity if peer is not None else None
+    if kind is p.PeerServiceAccount:
+        return ((identity.namespace, identity.service_account),) if identity is not None else ()
+    texts: tuple[str, ...]
+    if kind is p.Authenticated:
+        texts = peer.names if peer is not None else ()
+    elif kind is p.PeerPrincipal:
+        texts = (peer.principal,) if peer is not None and identity is not None else ()
+    else:
+        texts = (identity.namespace if identity is not None else "",)
+    if how == "prefix":
+        return [text[:length] for text in texts]
+    return [text[-length:] for text in texts] if how == "suffix" else texts
 
 
-def _has(facts: ConnectionFacts) -> tuple[Hashable, ...]:
-    """What a connection has that a policy may need."""
-    has: list[Hashable] = [
-        (p.SourceIp, facts.source.host),
-        (p.DestinationIp, facts.destination.host),
-        (p.DestinationPort, facts.destination.port),
-    ]
-    if facts.peer is None:
-        return (*has, (p.PeerNamespace, ""))
-    has.extend((p.Authenticated, name) for name in facts.peer.names)
-    identity = facts.peer.identity
-    if identity is None:
-        return (*has, (p.PeerNamespace, ""))
-    has.append((p.PeerPrincipal, facts.peer.principal))
-    has.append((p.PeerNamespace, identity.namespace))
-    has.append((p.PeerServiceAccount, identity.namespace, identity.service_account))
-    return tuple(has)
-
-
-def _needs(condition: p.Condition) -> frozenset[Hashable] | None:
+def _needs(condition: p.Condition) -> list[_Need] | None:
     """What a connection must have one of for a condition to hold; None if that cannot be told."""
-    match condition:
-        case p.Never():
-            return frozenset()
-        case p.AnyOf(conditions):
-            needs: set[Hashable] = set()
-            for inner in conditions:
-                some = _needs(inner)
-                if some is None:
-                    return None
-                needs |= some
-            return frozenset(needs)
-        case p.AllOf(conditions):
-            known = [some for some in map(_needs, conditions) if some is not None]
-            return min(known, key=len, default=None)
-        case p.Authenticated(match) | p.PeerPrincipal(match) | p.PeerNamespace(match):
-            if match is None or match.kind != "exact" or match.ignore_case:
-                return None
-            return frozenset(((type(condition), match.value),))
-        case p.PeerServiceAccount(namespace, service_account):
-            return frozenset(((p.PeerServiceAccount, namespace, service_account),))
-        case p.DestinationPort(start, end):
-            return frozenset(((p.DestinationPort, start),)) if end == start + 1 else None
-        case p.SourceIp(network, False) | p.DestinationIp(network):
-            if network.num_addresses > 1:
-                return None
-            return frozenset(((type(condition), str(network.network_address)),))
-        case _:
+    reader = _NEEDS.get(type(condition))
+    return reader(condition) if reader is not None else None
+
+
+def _needs_of_any(condition: p.AnyOf) -> list[_Need] | None:
+    needs: list[_Need] = []
+    for inner in condition.conditions:
+        some = _needs(inner)
+        if some is None:
             return None
+        needs += some
+    return needs
+
+
+def _needs_of_all(condition: p.AllOf) -> list[_Need] | None:
+    known = [some for some in map(_needs, condition.conditions) if some is not None]
+    return min(known, key=len, default=None)
+
+
+def _needs_of_name(condition: p.Authenticated | p.PeerPrincipal | p.PeerNamespace) -> list[_Need] | None:
+    match = condition.name if isinstance(condition, p.Authenticated) else condition.match
+    # The empty beginning and end are of no use: everything has them, and the slice that takes an end takes all.
+    if match is None or match.ignore_case or not (match.value or match.kind == "exact"):
+        return None
+    if match.kind not in ("exact", "prefix", "suffix"):
+        return None
+    length = 0 if match.kind == "exact" else len(match.value)
+    return [((type(condition), match.kind, length), match.value)]
+
+
+def _needs_of_network(condition: p.SourceIp | p.DestinationIp) -> list[_Need] | None:
+    if isinstance(condition, p.SourceIp) and condition.direct:
+        return None
+    network = condition.network
+    value = int(network.network_address) >> (network.max_prefixlen - network.prefixlen)
+    return [((type(condition), network.version, network.prefixlen), value)]
+
+
+def _needs_of_port(condition: p.DestinationPort) -> list[_Need] | None:
+    if condition.end != condition.start + 1:
+        return None
+    return [((p.DestinationPort, "", 0), condition.start)]
+
+
+def _needs_of_account(condition: p.PeerServiceAccount) -> list[_Need]:
+    value = (condition.namespace, condition.service_account)
+    return [((p.PeerServiceAccount, "", 0), value)]
+
+
+#: By type and not by pattern: it is asked of each part of each policy at once when a mesh's policies come.
+_NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
+    p.Never: lambda _: [],
+    p.AnyOf: _needs_of_any,
+    p.AllOf: _needs_of_all,
+    p.Authenticated: _needs_of_name,
+    p.PeerPrincipal: _needs_of_name,
+    p.PeerNamespace: _needs_of_name,
+    p.PeerServiceAccount: _needs_of_account,
+    p.SourceIp: _needs_of_network,
+    p.DestinationIp: _needs_of_network,
+    p.DestinationPort: _needs_of_port,
+}
 
 
 def judge_all(lists: Iterable[p.PolicyList], facts: ConnectionFacts) -> Decision:
