@@ -30,6 +30,8 @@ OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 _PORT: Final = 53
 _MOST_SERVERS: Final = 8
 _CACHED: Final = 4096
+_CACHED_BYTES: Final = 1 << 20
+_ENTRY_BYTES: Final = 600  # what an entry takes besides the message, about
 _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
@@ -81,10 +83,17 @@ def search_domains(resolv_conf: str) -> tuple[str, ...]:
 
 
 class Cache:
-    """Answers until their time is up; the longest unused goes first."""
+    """Answers until their time is up; the longest unused goes first.
 
-    def __init__(self, capacity: int = _CACHED) -> None:
+    Args:
+        capacity: how many.
+        budget_bytes: how many bytes of them, since every pod of a node has such a cache.
+    """
+
+    def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
         self._capacity = capacity
+        self._budget_bytes = budget_bytes
+        self._bytes = 0
         self._kept: OrderedDict[tuple[object, ...], tuple[Kept, float]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -98,7 +107,7 @@ class Cache:
             return None
         kept, since_s = found
         if now_s - since_s >= kept.lifetime_s:
-            del self._kept[key]
+            self._drop(key)
             return None
         self._kept.move_to_end(key)
         return kept.aged(query, now_s - since_s)
@@ -108,10 +117,16 @@ class Cache:
         kept = keep(query, response)
         if kept is None or query.cache_key is None:
             return
+        self._drop(query.cache_key)
         self._kept[query.cache_key] = kept, now_s
-        self._kept.move_to_end(query.cache_key)
-        if len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
+        self._bytes += len(kept.wire) + _ENTRY_BYTES
+        while len(self._kept) > self._capacity or self._bytes > self._budget_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: tuple[object, ...]) -> None:
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._bytes -= len(found[0].wire) + _ENTRY_BYTES
 
 
 class Forwarder:

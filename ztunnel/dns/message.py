@@ -8,7 +8,7 @@ only the header, the question's spelling and the times to live are changed.
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Final
 
 import dns.exception
@@ -55,7 +55,8 @@ class Query:
     Attributes:
         wire: as it came.
         name: asked for, with its final dot, as spelled; empty for what is no question (opcodes other than QUERY).
-        kind: the record type's number; ``type_name`` its name (``A``, ``TYPE65280``).
+        kind: the record type's number; ``type_name`` its name, ``UNKNOWN`` for numbers that have none: it becomes a
+            label of metrics, of which clients must not make any number.
         udp_bytes: what the client takes by UDP.
         edns: whether it has an OPT record; ``edns_options`` whether there is something in it.
     """
@@ -140,9 +141,10 @@ def read_query(wire: bytes) -> Query:
     )
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _type_name(kind: int) -> str:
-    return dns.rdatatype.to_text(dns.rdatatype.RdataType.make(kind))
+    name = dns.rdatatype.to_text(dns.rdatatype.RdataType.make(kind))
+    return "UNKNOWN" if name.startswith("TYPE") else name
 
 
 def local_answer(

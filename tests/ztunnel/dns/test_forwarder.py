@@ -246,3 +246,14 @@ def test_the_cache_is_bounded_and_forgets_in_time() -> None:
     assert dns.message.from_wire(kept).answer[0].ttl == 30
     assert cache.get(query("n0.example.com"), 160.0) is None
     assert len(cache) == 1
+
+
+def test_the_cache_holds_so_many_bytes() -> None:
+    cache = Cache(budget_bytes=10_000)
+    for number in range(50):
+        asked = query(f"n{number}.example.com", kind="TXT")
+        (response,) = plain(f"a.example.com. 60 TXT {'x' * 200}")(dns.message.from_wire(asked.wire), "tcp")
+        cache.put(asked, response, 100.0)
+        cache.put(asked, response, 100.0)
+    assert 8 <= len(cache) <= 16
+    assert cache.get(query("n49.example.com", kind="TXT"), 100.0) is not None
