@@ -33,7 +33,7 @@ _TO_QUESTION: Final = b"\xc0\x0c"
 _NO_ERROR, _NXDOMAIN = 0, 3
 _DO: Final = 0x8000
 _LONGEST_TTL_S: Final = 86_400
-_POINTERS: Final = 128  # a name has at most so many labels
+_MOST_LABELS: Final = 128  # of a name
 
 
 class Malformed(Exception):
@@ -55,8 +55,8 @@ class Query:
     Attributes:
         wire: as it came.
         name: asked for, with its final dot, as spelled; empty for what is no question (opcodes other than QUERY).
-        kind: the record type's number; ``type_name`` its name, ``UNKNOWN`` for numbers that have none: it becomes a
-            label of metrics, of which clients must not make any number.
+        kind: the record type's number; ``type_name`` its name, ``UNKNOWN`` for numbers that have none: it becomes
+            a label of metrics, of which clients must not make any number.
         udp_bytes: what the client takes by UDP.
         edns: whether it has an OPT record; ``edns_options`` whether there is something in it.
     """
@@ -392,6 +392,6 @@ def _read_name(wire: bytes, position: int) -> tuple[str, int]:
         labels.append(wire[position + 1 : position + 1 + length])
         position += 1 + length
         total += 1 + length
-    if total > 254 or len(labels) > _POINTERS:
+    if total > 254 or len(labels) > _MOST_LABELS:
         raise ValueError("a name longer than 255 bytes")
     return dns.name.Name([*labels, b""]).to_text(), end
