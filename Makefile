@@ -41,6 +41,7 @@ bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 
 bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory, look-up, changes
 	$(PY) -m bench.scale
+	$(PY) -m bench.scale_istio
 
 proto: $(STAMP) ## regenerate xds/proto from its .proto files
 	$(PY) -m xds.proto.generate
