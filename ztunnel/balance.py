@@ -7,8 +7,9 @@ first asked for, so only services that this node's pods dial cost anything, and 
 tells.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 from weakref import WeakKeyDictionary
 
 from xds.model.mesh import Changes, Endpoint, Mesh
@@ -153,6 +154,21 @@ class Weighted:
         self._sums.append(covered)
         self._add(number - 1, weight)
 
+    @classmethod
+    def of(cls, weights: Mapping[WorkloadUid, int]) -> Self:
+        """All at once, which takes linear time."""
+        made = cls()
+        made._names = list(weights)
+        made._weights = list(weights.values())
+        made._places = {name: place for place, name in enumerate(made._names)}
+        made.total = sum(made._weights)
+        sums = made._sums = [0, *made._weights]
+        for number in range(1, len(sums)):
+            above = number + (number & -number)
+            if above < len(sums):
+                sums[above] += sums[number]
+        return made
+
     def remove(self, name: WorkloadUid) -> None:
         """Take a name away that is there; the last takes its place."""
         place = self._places.pop(name)
@@ -224,19 +240,10 @@ class Candidates:
     def _follow(self, mesh: Mesh) -> None:
         service = mesh.service(self.question.service)
         endpoints = mesh.endpoints(self.question.service)
-        changed: Collection[WorkloadUid]
         if self._changed is None:
-            self._ranks.clear()
-            self._rank_of.clear()
-            changed = endpoints.keys()
-        else:
-            changed = self._changed
-        for uid in changed:
-            endpoint = endpoints.get(uid)
-            workload = mesh.workload(uid) if endpoint is not None else None
-            rank = None
-            if service is not None and endpoint is not None and workload is not None:
-                rank = self._rank(service, endpoint, workload)
+            self._start(mesh, service, endpoints)
+        for uid in self._changed or ():
+            workload, rank = self._look(mesh, service, endpoints.get(uid))
             before = self._rank_of.get(uid)
             if before is not None and before != rank:
                 self._leave(uid, before)
@@ -245,10 +252,26 @@ class Candidates:
                 self._ranks.setdefault(rank, Weighted()).put(uid, workload.capacity)
         self._changed = set()
 
-    def _rank(self, service: Service, endpoint: Endpoint, workload: Workload) -> int | None:
-        if not workload.capacity or not fits(self.question, service, endpoint, workload):
-            return None
-        return rank_of(self.question, workload)
+    def _start(self, mesh: Mesh, service: Service | None, endpoints: Mapping[WorkloadUid, Endpoint]) -> None:
+        self._rank_of.clear()
+        weights: dict[int, dict[WorkloadUid, int]] = {}
+        for uid, endpoint in endpoints.items():
+            workload, rank = self._look(mesh, service, endpoint)
+            if rank is not None and workload is not None:
+                self._rank_of[uid] = rank
+                weights.setdefault(rank, {})[uid] = workload.capacity
+        self._ranks = {rank: Weighted.of(each) for rank, each in weights.items()}
+
+    def _look(
+        self, mesh: Mesh, service: Service | None, endpoint: Endpoint | None
+    ) -> tuple[Workload | None, int | None]:
+        """An endpoint's workload and rank; no rank: it is no candidate."""
+        workload = mesh.workload(endpoint.uid) if endpoint is not None else None
+        if service is None or endpoint is None or workload is None or not workload.capacity:
+            return workload, None
+        if not fits(self.question, service, endpoint, workload):
+            return workload, None
+        return workload, rank_of(self.question, workload)
 
     def _leave(self, uid: WorkloadUid, rank: int) -> None:
         del self._rank_of[uid]
@@ -262,10 +285,7 @@ def _draw_but(among: Weighted, choose: Choose, avoid: Collection[WorkloadUid]) -
         picked = among.draw(choose)
         if picked not in avoid:
             return picked
-    left = Weighted()
-    for name, weight in among:
-        if name not in avoid:
-            left.put(name, weight)
+    left = Weighted.of({name: weight for name, weight in among if name not in avoid})
     return left.draw(choose) if left.total else None
 
 

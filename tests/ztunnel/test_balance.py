@@ -228,6 +228,10 @@ class Naive(RuleBasedStateMachine):
         assert dict(self.tree) == self.weights
         assert Counter(self.tree.draw(_always(number)) for number in range(total)) == self.weights
 
+    @rule()
+    def made_at_once(self) -> None:
+        self.tree = Weighted.of({WorkloadUid(name): weight for name, weight in self.weights.items()})
+
 
 def _always(number: int) -> Callable[[int], int]:
     return lambda _: number
