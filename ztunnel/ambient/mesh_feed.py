@@ -80,7 +80,7 @@ class MeshFeed:
         Raises:
             UpdateRejected: as :meth:`receive_addresses`.
         """
-        policies, faults = await _compiled(update.resources, compile_authorization)
+        policies, faults = await _compiled(update.resources, lambda data, _: compile_authorization(data))
         for policy in policies:
             if policy.faults:
                 log.warning(
@@ -112,7 +112,7 @@ class MeshFeed:
 
 
 async def _compiled(
-    resources: Iterable[Resource], compile_one: Callable[[bytes], Value]
+    resources: Iterable[Resource], compile_one: Callable[[bytes, str], Value]
 ) -> tuple[list[Value], dict[str, str]]:
     """What could be compiled, and reasons by name for the rest."""
     values: list[Value] = []
@@ -123,7 +123,7 @@ async def _compiled(
         try:
             if not resource.body.type_url and not resource.body.value:
                 raise ConfigError("XDS payload without resource")
-            values.append(compile_one(resource.body.value))
+            values.append(compile_one(resource.body.value, resource.name))
         except ConfigError as error:
             faults[resource.name] = str(error)
     return values, faults

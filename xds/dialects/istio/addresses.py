@@ -88,8 +88,13 @@ _NOWHERE = Locality()
 _NO_SERVICES: Mapping[ServiceKey, Mapping[int, int]] = {}
 
 
-def compile_address(data: bytes) -> Workload | Service:
+def compile_address(data: bytes, name: str = "") -> Workload | Service:
     """Compile one packed ``Address``.
+
+    Args:
+        data: the message.
+        name: of the resource. Where it is the uid, which it should be, the workload's uid is this very object:
+            sources remember names, and a hundred bytes per workload count.
 
     Raises:
         ConfigError: with the reason that the NACK prints.
@@ -100,27 +105,28 @@ def compile_address(data: bytes) -> Workload | Service:
         raise ConfigError(f"decode: failed to decode Protobuf message: {error}") from None
     match message.WhichOneof("type"):
         case "workload":
-            return compile_workload(message.workload)
+            return compile_workload(message.workload, name)
         case "service":
             return compile_service(message.service)
         case _:
             raise ConfigError("unknown address type")
 
 
-def compile_workload(message: wds.Workload) -> Workload:
-    """One workload.
+def compile_workload(message: wds.Workload, name: str = "") -> Workload:
+    """One workload; see :func:`compile_address`.
 
     Raises:
         ConfigError: see :func:`compile_address`.
     """
-    if not message.uid:
+    uid = message.uid
+    if not uid:
         raise ConfigError("a workload needs a uid")
     if message.tunnel_protocol == wds.LEGACY_ISTIO_MTLS:
         raise ConfigError("unsupported tunnel protocol LEGACY_ISTIO_MTLS", "tunnel_protocol")
     capacity = message.capacity.value if message.HasField("capacity") else 1
     locality = message.locality
     return Workload(
-        uid=WorkloadUid(message.uid),
+        uid=WorkloadUid(name if name == uid else uid),
         namespace=intern(message.namespace),
         name=message.name,
         addresses=tuple([host_of(address) for address in message.addresses]),

@@ -242,6 +242,17 @@ def test_bytes_cut_anywhere_are_refused_or_a_value() -> None:
             pass
 
 
+def test_a_uid_is_the_resources_name_and_not_a_copy() -> None:
+    name = "".join(UID)
+    data = wds.Address(workload=wds.Workload(uid=UID)).SerializeToString()
+    value = compile_address(data, name)
+    assert isinstance(value, Workload)
+    assert value.uid is name
+    other = compile_address(data, "other")
+    assert isinstance(other, Workload)
+    assert other.uid == UID
+
+
 def test_equal_parts_of_workloads_are_one_object() -> None:
     fields: dict[str, Any] = {
         "services": {"shop/cart.example": wds.PortList(ports=[wds.Port(service_port=80, target_port=80)])},
