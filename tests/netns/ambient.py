@@ -1,7 +1,7 @@
-"""An Istio mesh in network namespaces: nodes with our node proxy and agent, the embedded control plane, applications.
+"""An Istio mesh in network namespaces: nodes with our proxy and agent, the embedded control plane, applications.
 
-The proxies are processes started as Istio's chart starts them, by their environment; agents and control plane run in
-the test's loop. Applications are toys of the test, in the pods' namespaces.
+The proxies are processes started as Istio's chart starts them, by their environment; agents and control plane run
+in the test's loop. Applications are toys of the test, in the pods' namespaces.
 """
 
 import asyncio
@@ -62,6 +62,14 @@ class NodeProxy:
             line for line in self.log() if line["scope"] == "access" and line["message"] != "connection opened"
         ]
         return [line for line in found if not direction or line["direction"] == direction]
+
+    async def ended(self, direction: str, destination: str) -> dict[str, Any]:
+        """The first access line about a connection to a workload."""
+
+        def found() -> list[dict[str, Any]]:
+            return [line for line in self.access(direction) if line.get("dst.workload") == destination]
+
+        return (await eventually(found, f"{direction} access line about {destination}"))[0]
 
     def get(self, port: int, path: str, method: str = "GET") -> tuple[int, str]:
         """A page of the proxy; from inside its namespace."""
@@ -193,7 +201,9 @@ class AmbientMesh:
 
     async def _start(self, stack: contextlib.AsyncExitStack, worker: Worker) -> NodeProxy:
         name = worker.place.name
-        agent = await stack.enter_async_context(NodeAgent(self.folder / f"{name}.zds", remove_on_exit=True))
+        agent = await stack.enter_async_context(
+            NodeAgent(self.folder / f"{name}.zds", grace_s=0.1, remove_on_exit=True)
+        )
         process = self.start_proxy(worker)
         proxy = NodeProxy(worker, self.folder, process, agent)
         for pod in worker.pods.values():

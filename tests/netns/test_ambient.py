@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns.ambient import HELLO, ask, eventually, mesh_of
+from tests.netns.ambient import HELLO, ask, mesh_of
 from tests.netns.toys import app
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
@@ -21,12 +21,13 @@ def test_captured_pods_of_one_node_and_of_two(tmp_path: Path) -> None:
                 async with app(server):
                     answer = await ask(client, server.ipv4, 8080)
                 assert answer == f"app {name} peer {client.ipv4}\n".encode() + HELLO
-                source, destination = mesh.node_of("client"), mesh.node_of(name)
-                outbound = await eventually(lambda proxy=source: proxy.access("outbound"), "outbound log")
-                inbound = await eventually(lambda proxy=destination: proxy.access("inbound"), "inbound log")
-                assert outbound[-1]["src.identity"] == "spiffe://cluster.local/ns/default/sa/client"
-                assert inbound[-1]["dst.identity"] == f"spiffe://cluster.local/ns/default/sa/{name}"
-                assert outbound[-1]["bytes_sent"] == len(answer)
-                assert inbound[-1]["bytes_recv"] == len(HELLO)
+                outbound = await mesh.node_of("client").ended("outbound", name)
+                inbound = await mesh.node_of(name).ended("inbound", name)
+                for line in (outbound, inbound):
+                    assert line["src.identity"] == "spiffe://cluster.local/ns/default/sa/client"
+                    assert line["dst.identity"] == f"spiffe://cluster.local/ns/default/sa/{name}"
+                    assert line["dst.hbone_addr"] == f"{server.ipv4}:8080"
+                assert (outbound["bytes_sent"], outbound["bytes_recv"]) == (len(HELLO), len(answer))
+                assert (inbound["bytes_sent"], inbound["bytes_recv"]) == (len(answer), len(HELLO))
 
     asyncio.run(main())
