@@ -77,6 +77,8 @@ class ControlPlane:
         self._mesh = parse_mesh(self._text)
         self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
         self._leaves: dict[SpiffeId, _Leaf] = {}
+        self._tls = bool(tls_hosts)
+        self._root_file = ca_directory / "root-cert.pem"
         self._node_proxies = {""}
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         self._server = SnapshotServer(
@@ -107,6 +109,8 @@ class ControlPlane:
             self._publish_workloads()
             self.ready.set()
             log.info("serving %s on %s", self._path, ", ".join(self._server.addresses))
+            if self._tls:
+                log.info("TCP has TLS; clients need a token each, and %s as their root", self._root_file)
             while True:
                 await asyncio.sleep(_POLL_S)
                 changed = self._reload()
@@ -205,6 +209,12 @@ class ControlPlane:
         """Snapshots are per node name and flavour."""
         name = node_name(node)
         if is_node_proxy(node):
+            if self._mesh.registry_only:
+                log.warning(
+                    "outbound: REGISTRY_ONLY cannot be said to Istio's node proxies: node %s will pass on what the "
+                    "mesh does not know",
+                    name,
+                )
             return f"{name if name in self._node_proxies else ''}/{_NODE_PROXY}"
         flavour = Flavour.STOCK_ENVOY if node.user_agent_name == "envoy" else Flavour.ZTUNNEL
         return f"{name}/{flavour}"

@@ -369,6 +369,20 @@ def test_on_demand_and_coming_back(tmp_path: Path) -> None:
     serve(tmp_path, body, tls=False)
 
 
+def test_what_cannot_be_said_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(plane: ControlPlane) -> None:
+        (tmp_path / "mesh.yaml").write_text(yaml.safe_dump(document(outbound="REGISTRY_ONLY")))
+        while not plane.mesh.registry_only:
+            await asyncio.sleep(0.02)
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/xds") as channel:
+            stream = Stream(channel)
+            await stream.send(ADDRESS, node=node("worker"))
+            await stream.next()
+        assert "node worker will pass on what the mesh does not know" in caplog.text
+
+    serve(tmp_path, body, tls=False)
+
+
 def test_a_malformed_id_is_told_so_and_envoys_dialect_is_as_it_was(tmp_path: Path) -> None:
     async def body(plane: ControlPlane) -> None:
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/xds") as channel:
