@@ -211,8 +211,8 @@ class ControlPlane:
         if is_node_proxy(node):
             if self._mesh.registry_only:
                 log.warning(
-                    "outbound: REGISTRY_ONLY cannot be said to Istio's node proxies: node %s will pass on what the "
-                    "mesh does not know",
+                    "outbound: REGISTRY_ONLY cannot be said to Istio's node proxies: node %s will pass on what "
+                    "the mesh does not know",
                     name,
                 )
             return f"{name if name in self._node_proxies else ''}/{_NODE_PROXY}"
