@@ -380,6 +380,11 @@ def socket_is_transparent() -> Phrase:
     return (SocketLookup(key=0), Compare(b"\x01"))
 
 
+def user_is(user: int) -> Phrase:
+    """``meta skuid user``: a process of this machine sends, and this user made its socket."""
+    return (Meta(MetaKey.SKUID, dreg=1), Compare(host_u32(user)))
+
+
 def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Phrase:
     """``tproxy ip to [address]:port``."""
     if address is None:
@@ -404,6 +409,11 @@ def keep_destination(family: Family) -> Phrase:
 def keep_source(family: Family) -> Phrase:
     """``snat to saddr``, the twin of :func:`keep_destination`."""
     return (*family_is(family), _load_source(family), Nat(NatKind.SOURCE, family, 1, 1))
+
+
+def translate_source(address: IpAddress) -> Phrase:
+    """``snat ip to address``."""
+    return (Immediate(address.packed), Nat(NatKind.SOURCE, family_of(address), 1, 1))
 
 
 def accept() -> Phrase:

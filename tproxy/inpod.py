@@ -15,6 +15,10 @@ A pod leaves in two steps. A deleted table takes its translations along and ever
 so ``draining`` first takes the redirects away and leaves the base chains, which keep translating what is open, and
 the marks, on which open connections to the application depend.
 
+The node has one table: what its kubelet sends to captured pods gets a source address that the pods' rules let
+pass. nftables cannot ask whether a packet comes from a process of the node, only of which user; all of that user's
+connections to pods bypass the mesh.
+
 Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that the change
 from one set to another is one transaction. Taken away one at a time, nearly every rule is missed by some flow of
 ``tests/netns``. Not missed are the two ``accept`` for replies (nat chains see only the first packet of a tracked
@@ -33,6 +37,7 @@ from tproxy.expressions import (
     accept,
     copy_ct_mark_to_mark,
     ct_mark_is,
+    destination_in,
     destination_is,
     destination_port,
     family_is,
@@ -48,13 +53,17 @@ from tproxy.expressions import (
     set_ct_zone,
     source_is,
     source_port,
+    translate_source,
+    user_is,
 )
 from tproxy.resources import (
     DSTNAT,
     MANGLE,
     RAW,
+    SRCNAT,
     Chain,
     ChainKind,
+    Element,
     Hook,
     HookPoint,
     IpAddress,
@@ -64,14 +73,20 @@ from tproxy.resources import (
     Ownership,
     Route,
     Rule,
+    Set,
+    SetKey,
     State,
     Table,
     Version,
 )
 
 POD = NamespaceName("pod")
+HOST = NamespaceName("host")
 TABLE = "ztunnel_pod"
 OWNERSHIP = Ownership(tables=frozenset({TABLE}), memory_table="ztunnel_pod_sysctls")
+
+PROBE_TABLE = "ztunnel_probes"
+PROBE_OWNERSHIP = Ownership(tables=frozenset({PROBE_TABLE}), memory_table="ztunnel_probes_sysctls")
 
 OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT, DNS_PORT = 15001, 15006, 15008, 15053
 PROXY_MARK, RETURN_MARK, MASK = 0x539, 0x111, 0xFFF
@@ -81,6 +96,7 @@ PROBE_SOURCES: tuple[IpAddress, ...] = (
     IPv6Address("fd16:9254:7127:1337:ffff:ffff:ffff:ffff"),
 )
 
+_COMMENT_BYTES = 120
 _DNS = 53
 _DNS_ZONE = 1
 _LOOPBACK: dict[Version, IpAddress] = {4: IPv4Address("127.0.0.1"), 6: IPv6Address("::1")}
@@ -111,6 +127,55 @@ class Capture:
     new_connections_only: bool = False
     probe_sources: tuple[IpAddress, ...] = PROBE_SOURCES
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A captured pod that the node's kubelet probes."""
+
+    uid: str
+    addresses: tuple[IpAddress, ...]
+
+
+def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = PROBE_SOURCES) -> State:
+    """All resources of the node, in the namespace ``HOST``.
+
+    Args:
+        pods: see there.
+        user: that kubelet runs as.
+        sources: what its probes come from, one address per version.
+    """
+    members = tuple(pods)
+    rules = []
+    sets = []
+    for source in sources:
+        name = f"probed_pods{source.version}"
+        # An address that is used again is in twice, as long as its last pod is on the way out.
+        owners = {address: member.uid for member in members for address in member.addresses}
+        elements = frozenset(
+            Element(address.packed, _comment(uid))
+            for address, uid in owners.items()
+            if address.version == source.version
+        )
+        sets.append(
+            Set(name, SetKey.IPV4_ADDRESS if source.version == 4 else SetKey.IPV6_ADDRESS, elements),
+        )
+        phrase = (
+            *protocol_is(TCP),
+            *user_is(user),
+            *destination_in(family_of(source), name),
+            *translate_source(source),
+        )
+        rules.append(Rule(phrase, "probes"))
+    # Before masquerading, as istio-cni's jump at the head of POSTROUTING.
+    chain = _base("postrouting", rules, "nat", HookPoint.POSTROUTING, SRCNAT - 10)
+    table = Table(PROBE_TABLE, Family.INET, chains=(chain,), sets=tuple(sets))
+    return State({HOST: Namespace(tables=(table,))})
+
+
+def _comment(uid: str) -> str:
+    # What Kubernetes makes up is much shorter; what people do need not be.
+    return f"uid {uid}".encode("ascii", "replace")[:_COMMENT_BYTES].decode()
 
 
 def pod(wanted: Capture) -> State:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from tproxy.aio.lab import Lab, Place
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.errors import ConnectFailed
-from tproxy.inpod import OWNERSHIP, POD, Capture, pod
+from tproxy.inpod import OWNERSHIP, POD, PROBE_SOURCES, Capture, pod
 from ztunnel.agent import node as node_module
 from ztunnel.agent.description import PodDescription, PodFaults
 from ztunnel.agent.errors import EnrolFailed
@@ -412,6 +413,42 @@ def test_a_name_that_means_another_namespace_now_is_enrolled_anew(
                     assert not has_rules(first)
 
     on_loop(body)
+
+
+def test_the_nodes_probes_reach_pods_as_long_as_they_are_captured(lab: Lab, tmp_path: Path) -> None:
+    """In a process of its own: the agent's node is the namespace it runs in."""
+    member, node = lab.pod("member"), lab.worker("w1").place
+    for probe in PROBE_SOURCES:
+        assert node.popen(["ip", "address", "add", str(probe), "dev", "lo"]).wait(WAIT_S) == 0
+    path = tmp_path / "pods.yaml"
+    path.write_text(file_of(member))
+    before = without_generation(everything(node.netns))
+    options = ["--probe-user", str(os.getuid()), "--remove"]
+    agent = node.popen(
+        [sys.executable, "-m", "ztunnel", "agent", "--socket", tmp_path / "zds.sock", "--state", path, *options],
+        cwd=ROOT,
+    )
+
+    async def body() -> None:
+        async with app(member):
+            # Until the pod is captured, and no proxy is there; at no time in between does a probe fail.
+            captured = False
+            async with asyncio.timeout(20):
+                while not captured:
+                    assert (await ask(node, member.ipv4)).startswith("app member")
+                    try:
+                        await ask(lab.pod("neighbour"), member.ipv4)
+                    except ConnectFailed:
+                        captured = True
+            assert await ask(node, member.ipv4) == f"app member peer {PROBE_SOURCES[0]}"
+            assert await ask(node, member.ipv6) == f"app member peer {PROBE_SOURCES[1]}"
+
+    try:
+        asyncio.run(body())
+    finally:
+        agent.terminate()
+        assert agent.wait(WAIT_S) == 0
+    assert without_generation(everything(node.netns)) == before
 
 
 def test_without_ipv6_on_lo_only_ipv4_is_captured(lab: Lab, socket_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -16,15 +17,19 @@ from tproxy.aio.sockets import connect, listen, original_destination, peer_addre
 from tproxy.expressions import Family, accept
 from tproxy.inpod import (
     DNS_PORT,
+    HOST,
     INBOUND_PLAINTEXT_PORT,
     OUTBOUND_PORT,
     OWNERSHIP,
     POD,
+    PROBE_OWNERSHIP,
     PROBE_SOURCES,
     PROXY_MARK,
     TUNNEL_PORT,
     Capture,
+    Probed,
     pod,
+    probes,
 )
 from tproxy.operations import AddChain, AddTable, AppendRule, DeleteTable, NftTransaction
 from tproxy.render.text import table_text
@@ -216,6 +221,31 @@ def test_probes_reach_the_application_directly(w1: Worker, member: Place, versio
             assert await ask(w1.place, own, source=probe) == f"app member peer {probe}"
             # Anything else of the node is not exempt.
             assert (await ask(w1.place, own)).startswith("15006 from ")
+
+    asyncio.run(main())
+
+
+@both_versions
+@pytest.mark.usefixtures("captured")
+def test_the_nodes_kubelet_probes_from_an_address_that_passes(w1: Worker, member: Place, version: int) -> None:
+    probe = next(source for source in PROBE_SOURCES if source.version == version)
+    members = [Probed(uid="uid-member", addresses=member.addresses)]
+
+    async def main() -> None:
+        before = without_generation(everything(w1.place.netns))
+        with contextlib.closing(BlockingKernel({HOST: w1.place.netns}, PROBE_OWNERSHIP)) as kernel:
+            async with toy_proxy(member), app(member):
+                own = member.address(version)
+                assert kernel.apply(probes(members, os.getuid()))
+                assert kernel.apply(probes(members, os.getuid())) == ()
+                assert await ask(w1.place, own) == f"app member peer {probe}"
+                # What only passes through the node, or comes from somebody else on it, stays what it is.
+                kernel.apply(probes(members, os.getuid() + 1))
+                assert (await ask(w1.place, own)).startswith("15006 from ")
+                kernel.apply(probes([], os.getuid()))
+                assert (await ask(w1.place, own)).startswith("15006 from ")
+            kernel.apply(nothing(probes([], 0)))
+        assert without_generation(everything(w1.place.netns)) == before
 
     asyncio.run(main())
 

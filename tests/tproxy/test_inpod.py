@@ -1,11 +1,12 @@
 """A pod's rules: reviewed golden files, and what each switch changes and leaves alone."""
 
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
 from tproxy.diff import diff
-from tproxy.inpod import POD, Capture, pod
+from tproxy.inpod import HOST, POD, Capture, Probed, pod, probes
 from tproxy.operations import FlushChain, NftTransaction
 from tproxy.render.text import rule_text, state_text
 from tproxy.resources import Chain, State, nothing
@@ -34,6 +35,23 @@ def rules(wanted: Capture, chain: str) -> list[str]:
 )
 def test_a_pod_reads_as_reviewed(name: str, wanted: Capture) -> None:
     assert state_text(pod(wanted)) + "\n" == (HERE / f"{name}.golden").read_text()
+
+
+def test_a_nodes_probes_read_as_reviewed() -> None:
+    pods = [Probed(uid="0b2c", addresses=(ip_address("10.244.1.10"), ip_address("fd00:10:244:1::10")))]
+    assert state_text(probes(pods, 0)) + "\n" == (HERE / "probes.golden").read_text()
+
+
+def test_any_uid_fits_into_a_comment() -> None:
+    [table] = probes([Probed(uid="ü" * 500, addresses=(ip_address("10.0.0.1"),))], 0).namespaces[HOST].tables
+    [element] = table.sets[0].elements
+    assert len(element.comment.encode()) == 120
+
+
+def test_an_address_that_is_used_again_is_the_later_pods() -> None:
+    pods = [Probed(uid=uid, addresses=(ip_address("10.0.0.1"),)) for uid in ("old", "new")]
+    [table] = probes(pods, 0).namespaces[HOST].tables
+    assert {element.comment for element in table.sets[0].elements} == {"uid new"}
 
 
 def test_without_ipv6_nothing_is_said_about_it() -> None:

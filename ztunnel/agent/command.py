@@ -43,6 +43,12 @@ def add_arguments(subparsers: Any) -> None:
         action="store_true",
         help="take all pods out of the mesh at the end; else they stay, for an upgrade",
     )
+    parser.add_argument(
+        "--probe-user",
+        type=int,
+        metavar="UID",
+        help="the user kubelet runs as; what that user's processes on the node send to pods is not captured",
+    )
     parser.add_argument("--check", action="store_true", help="only read the file and list its faults")
     parser.set_defaults(run=run)
 
@@ -78,7 +84,13 @@ async def _serve(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     record = args.record or args.socket.with_name(f"{args.socket.name}.pods.json")
-    agent = NodeAgent(args.socket, record=record, grace_s=args.grace, remove_on_exit=args.remove)
+    agent = NodeAgent(
+        args.socket,
+        record=record,
+        grace_s=args.grace,
+        remove_on_exit=args.remove,
+        probe_user=args.probe_user,
+    )
     async with agent:
         if args.state is None:
             await stop.wait()

@@ -4,14 +4,29 @@ Blocking: one thread of the agent does this for all pods, one after the other, a
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tproxy.aio.kernel import BlockingKernel
+from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
-from tproxy.inpod import INBOUND_PLAINTEXT_PORT, OUTBOUND_PORT, OWNERSHIP, POD, TUNNEL_PORT, Capture, pod
-from tproxy.resources import Namespace, State, Version
+from tproxy.inpod import (
+    HOST,
+    INBOUND_PLAINTEXT_PORT,
+    OUTBOUND_PORT,
+    OWNERSHIP,
+    POD,
+    PROBE_OWNERSHIP,
+    TUNNEL_PORT,
+    Capture,
+    Probed,
+    pod,
+    probes,
+)
+from tproxy.render import netlink
+from tproxy.render.dump import read_address, read_link
+from tproxy.resources import IpAddress, Namespace, State, Version
 from ztunnel.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
@@ -58,6 +73,38 @@ def take_rules(netns: Netns) -> int:
 def _apply(netns: Netns, wanted: State) -> int:
     with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
         return len(kernel.apply(wanted))
+
+
+def put_probes(pods: Iterable[Probed], user: int) -> None:
+    """Let the node's kubelet, which runs as ``user``, probe these pods and no others.
+
+    Raises:
+        TproxyError: not all of it could be done.
+    """
+    _apply_to_node(probes(pods, user))
+
+
+def take_probes() -> None:
+    """Take the node's table away."""
+    _apply_to_node(State({HOST: Namespace()}))
+
+
+def _apply_to_node(wanted: State) -> None:
+    with Netns.open(None) as node, contextlib.closing(BlockingKernel({HOST: node}, PROBE_OWNERSHIP)) as kernel:
+        kernel.apply(wanted)
+
+
+def addresses(netns: Netns) -> tuple[IpAddress, ...]:
+    """Where others reach the pod: the addresses of all its devices but ``lo``.
+
+    Raises:
+        TproxyError: they could not be read.
+    """
+    with NetlinkSocket(NETLINK_ROUTE, netns) as route:
+        links = map(read_link, route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK)))
+        names = {link.index: link.name for link in links if link.name != "lo"}
+        bodies = route.dump(netlink.rtnetlink_dump(netlink.RTM_GETADDR))
+    return tuple(found.interface.ip for body in bodies if (found := read_address(body, names)) is not None)
 
 
 def versions(netns: Netns) -> tuple[Version, ...]:

@@ -24,9 +24,18 @@ from weakref import WeakValueDictionary
 
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
+from tproxy.inpod import Probed
 from ztunnel.agent.description import PodDescription, PodFaults, parse_pods
 from ztunnel.agent.errors import AgentError, EnrolFailed
-from ztunnel.agent.namespaces import open_namespace, proxied_connections, put_rules, take_rules
+from ztunnel.agent.namespaces import (
+    addresses,
+    open_namespace,
+    proxied_connections,
+    put_probes,
+    put_rules,
+    take_probes,
+    take_rules,
+)
 from ztunnel.agent.record import Enrolled, read_record, write_record
 from ztunnel.agent.server import Announced, ZdsServer
 from ztunnel.inpod.backoff import Backoff
@@ -86,17 +95,25 @@ class NodeAgent:
         record: where enrolled pods are written down, see ``record.py``; None: nowhere.
         grace_s: how long open connections of a pod that leaves may go on.
         remove_on_exit: take all pods out of the mesh when the agent ends.
+        probe_user: as whom the node's kubelet runs, whose probes go directly to pods; None: there is no kubelet.
 
     Raises:
         OSError: on entering: the socket cannot be had, or the record not read.
     """
 
     def __init__(
-        self, socket: Path, *, record: Path | None = None, grace_s: float = 10.0, remove_on_exit: bool = False
+        self,
+        socket: Path,
+        *,
+        record: Path | None = None,
+        grace_s: float = 10.0,
+        remove_on_exit: bool = False,
+        probe_user: int | None = None,
     ) -> None:
         self._record = record
         self._grace_s = grace_s
         self._remove_on_exit = remove_on_exit
+        self._probe_user = probe_user
         self._pods: dict[PodUid, _Pod] = {}
         self._wanted: dict[PodUid, PodDescription] = {}
         self._edited = asyncio.Event()
@@ -104,6 +121,7 @@ class NodeAgent:
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
         self._unseen: set[PodUid] = set()  # of the record: nobody has looked at them since the start
+        self._probed: dict[PodUid, Probed] = {}
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
         self._tasks = Tasks("agent")
@@ -134,6 +152,8 @@ class NodeAgent:
         await self._tasks.close()
         if self._remove_on_exit:
             await asyncio.gather(*(self.remove(uid) for uid in list(self._pods)))
+            if self._probe_user is not None:
+                await self._in_thread(take_probes)
         await self._server.__aexit__(*exception)
         for pod in self._pods.values():
             pod.netns.close()
@@ -204,6 +224,10 @@ class NodeAgent:
         self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
         self._write_record()
         try:
+            # Before its rules: kubelet would kill a pod whose probes fail while it waits for a proxy.
+            found = await self._in_thread(addresses, netns)
+            self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
+            await self._let_probe()
             await self._in_thread(put_rules, netns, description)
         except (TproxyError, OSError) as error:
             await self._forget(description.uid, netns)
@@ -279,6 +303,14 @@ class NodeAgent:
         self._tell()
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
+    async def _let_probe(self) -> None:
+        if self._probe_user is None:
+            return
+        try:
+            await self._in_thread(put_probes, list(self._probed.values()), self._probe_user)
+        except (TproxyError, OSError) as error:
+            log.error("kubelet's probes will be captured error=%s", error)
+
     async def _ended(self, pod: _Pod, grace_s: float) -> None:
         """Until nothing is connected through the proxy any more, or time is up."""
         try:
@@ -299,6 +331,8 @@ class NodeAgent:
                 await self._in_thread(take_rules, netns)
             except (TproxyError, OSError) as error:
                 log.error("pod's rules not taken away uid=%s error=%s", uid, error)
+        if self._probed.pop(uid, None) is not None:
+            await self._let_probe()
         self._recorded.pop(uid, None)
         self._write_record()
 

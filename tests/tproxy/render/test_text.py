@@ -1,6 +1,6 @@
 """What people read: golden files, reviewed once against the interception tables, and loaded by nft then."""
 
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,8 @@ def test_node_in_host_namespace_reads_as_reviewed() -> None:
         (e.source_port(UDP, 53), "udp sport 53"),
         (e.redirect_to(15006), "redirect to :15006"),
         (e.tproxy_to(Family.IPV6, 15001), "tproxy ip6 to :15001"),
+        (e.user_is(1000), "meta skuid 0x3e8"),
+        (e.translate_source(ip_address("fd00::1")), "snat ip6 to fd00::1"),
         (e.opens_connection(), "tcp flags & (fin | syn | rst | ack) == syn"),
         (e.set_ct_zone(1), "ct zone set 0x1"),
         (e.destination_in(Family.IPV6, "mesh_pods6"), "ip6 daddr @mesh_pods6"),
