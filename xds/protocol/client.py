@@ -8,7 +8,7 @@ rides with the answer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -34,12 +34,14 @@ class Received:
         nonces: of all the responses in here, oldest first.
         stream: which stream it came on; an answer after a reconnect changes state but sends nothing.
         arrived_s: when the newest came; times to live count from then.
+        versions: of the resources by name, where they were collected on the way; it saves collecting them at once.
     """
 
     update: Update
     nonces: tuple[str, ...]
     stream: int
     arrived_s: float
+    versions: dict[str, str] | None = field(default=None, compare=False, repr=False)
 
     def then(self, newer: "Received") -> "Received":
         """Return both as one.

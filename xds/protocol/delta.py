@@ -167,9 +167,12 @@ class DeltaClient:
         """
         rest = DeltaDiscoveryResponse()
         resources: list[Resource] = []
+        versions: dict[str, str] = {}
         for number, (field_number, piece) in enumerate(_pieces(data), start=1):
             if field_number == _RESOURCES:
-                resources.append(_resource(WireResource.FromString(piece)))
+                resource = _resource(WireResource.FromString(piece))
+                resources.append(resource)
+                versions[resource.name] = resource.version
             else:
                 rest.MergeFromString(piece)
             if number % _STEP == 0:
@@ -186,7 +189,9 @@ class DeltaClient:
             resources=tuple(resources),
             removed=tuple(rest.removed_resources),
         )
-        yield Received(update=update, nonces=(rest.nonce,), stream=self._stream, arrived_s=now_s)
+        yield Received(
+            update=update, nonces=(rest.nonce,), stream=self._stream, arrived_s=now_s, versions=versions
+        )
 
     def accept(self, received: Received) -> None:
         """See :meth:`ClientState.accept`."""
@@ -205,7 +210,12 @@ class DeltaClient:
         state = self._types[update.type_url]
         state.version = update.version
         if self._options.dialect.one_by_one:
-            state.held.update({r.name: r.version for r in update.resources if r.name not in rejected})
+            versions = received.versions
+            if versions is None:
+                versions = {resource.name: resource.version for resource in update.resources}
+            for name in rejected:
+                versions.pop(name, None)
+            state.held.update(versions)
         else:
             for resource in update.resources:
                 if state.wants(resource.name) and resource.name not in rejected:
