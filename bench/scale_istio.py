@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chain import version
+from xds.aio.feed import Feed, GrpcSubscription
 from xds.dialects.istio.authorization import compile_authorization
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
@@ -47,6 +48,8 @@ from ztunnel.route import Client, route_for
 _SIZES = (10, 1000, 20_000)
 _ENDPOINTS = (10, 1000, 10_000)
 _POLICIES, _RULES = 10_000, 10
+#: Turns of the loop in which the resources of a response are freed, and some more.
+_LET_GO = 100
 _FIRST_POD = int(ipaddress.ip_address("10.0.0.0"))
 _FIRST_VIP = int(ipaddress.ip_address("172.16.0.0"))
 
@@ -142,25 +145,45 @@ def timed_us(run: Callable[[], object], times: int) -> float:
 class Stream:
     """The client's half of a stream, without a stream."""
 
-    def __init__(self, feed: MeshFeed) -> None:
-        self._feed = feed
+    def __init__(self, feed: MeshFeed, tasks: asyncio.TaskGroup) -> None:
         self._client = DeltaClient(ClientOptions(node=Node(), dialect=ISTIO))
-        self._client.want(ADDRESS, None)
+        self._feed = Feed(ADDRESS, self._client, lambda: None, keeps_bodies=False)
+        self._feed.set(GrpcSubscription(self._feed, feed.receive_addresses, 0, None), None)
+        self._feed.tell()
         self._client.stream_opened()
         self._client.requests_to_send()
+        self._delivering = tasks.create_task(self._feed.deliver_forever())
 
     async def arrives(self, data: bytes) -> None:
-        received = None
-        for received in self._client.receive_in_steps(data, 0.0):  # noqa: B007 - the last
+        """Take a packed response, up to its ACK."""
+        for event in self._client.receive_in_steps(data, 0.0):
+            if isinstance(event, Received):
+                self._feed.arrived(event)
+            del event
             await asyncio.sleep(0)
-        assert isinstance(received, Received)
-        await self._feed.receive_addresses(received.update)
-        self._client.accept(received)
-        self._client.requests_to_send()
+        while not self._client.requests_to_send():
+            await asyncio.sleep(0)
+
+    def end(self) -> None:
+        self._delivering.cancel()
+
+
+@contextlib.asynccontextmanager
+async def streaming(mesh: Mesh) -> AsyncIterator[Stream]:
+    async with asyncio.TaskGroup() as tasks:
+        stream = Stream(MeshFeed(mesh), tasks)
+        yield stream
+        stream.end()
 
 
 async def measure_mesh(services: int, workloads: int) -> dict[str, Any]:
     """A mesh of so many services with so many workloads each."""
+    mesh = Mesh(node="node-1")
+    async with streaming(mesh) as stream:
+        return await _measure_mesh(mesh, stream, services, workloads)
+
+
+async def _measure_mesh(mesh: Mesh, stream: Stream, services: int, workloads: int) -> dict[str, Any]:
     if os.environ.get("BENCH_SERVICES_ONLY"):
         workloads = 0
     parts = packed(*(service_message(number) for number in range(services)))
@@ -172,12 +195,13 @@ async def measure_mesh(services: int, workloads: int) -> dict[str, Any]:
     heap.give_back()
     heap.expect_growth()
     before = rss()
-    stall, mesh = Stall(), Mesh(node="node-1")
-    stream = Stream(MeshFeed(mesh))
+    stall = Stall()
     begun_s, cpu_s = time.perf_counter(), time.process_time()
     async with stall.watched():
         await stream.arrives(parts)
-    applied_s, applied_cpu_s = time.perf_counter() - begun_s, time.process_time() - cpu_s
+        applied_s, applied_cpu_s = time.perf_counter() - begun_s, time.process_time() - cpu_s
+        for _ in range(_LET_GO):
+            await asyncio.sleep(0)
     gc.collect()
     heap.give_back()
     grown = rss() - before
@@ -219,7 +243,11 @@ async def measure_mesh(services: int, workloads: int) -> dict[str, Any]:
 async def measure_endpoints(count: int) -> dict[str, Any]:
     """One service with so many endpoints."""
     mesh = Mesh()
-    stream = Stream(MeshFeed(mesh))
+    async with streaming(mesh) as stream:
+        return await _measure_endpoints(mesh, stream, count)
+
+
+async def _measure_endpoints(mesh: Mesh, stream: Stream, count: int) -> dict[str, Any]:
     await stream.arrives(packed(service_message(0), *(workload_message(0, n, n) for n in range(count))))
     client = Client(workload=next(mesh.workloads()), host="10.0.0.0")
     destination = SocketAddress("172.16.0.0", 80)
