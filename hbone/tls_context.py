@@ -23,8 +23,17 @@ from hbone.settings import Role
 _ffi: Final[Any] = Binding.ffi
 _lib: Final[Any] = Binding.lib
 
-Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | None]
-"""Judges the peer's verified chain, leaf first; the reason of a refusal, or None to accept."""
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a peer is refused, where that is not its name."""
+
+    reason: TlsReason
+    detail: str
+
+
+Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
+"""Judges the peer's verified chain, leaf first and root last; what is wrong with its name, or None to accept."""
 
 _EXPIRY_ERRORS: Final = frozenset((9, 10))  # X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
 # X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: unknown status is no revocation, and
@@ -221,7 +230,7 @@ def _set_verify(raw: SSL.Context, mode: int, verify: Verify | None, *, allow_exp
             certificate = _lib.X509_STORE_CTX_get_current_cert(store)
             _lib.X509_up_ref(certificate)
             seen.chain[depth] = crypto.X509._from_raw_x509_ptr(certificate).to_cryptography()
-            refusal = None
+            refusal: str | Refusal | None = None
             if depth == 0 and verify is not None:
                 refusal = verify([seen.chain[key] for key in sorted(seen.chain)])
         except Exception as error:  # noqa: BLE001  must not unwind through C; handshake() raises it
@@ -229,8 +238,11 @@ def _set_verify(raw: SSL.Context, mode: int, verify: Verify | None, *, allow_exp
             refusal = "verification failed"
         if refusal is None:
             return 1
-        seen.reason, seen.detail = TlsReason.SAN, refusal
-        _lib.X509_STORE_CTX_set_error(store, _REJECTED)
+        if isinstance(refusal, str):
+            refusal = Refusal(TlsReason.SAN, refusal)
+        seen.reason, seen.detail = refusal.reason, refusal.detail
+        revoked = refusal.reason is TlsReason.REVOKED
+        _lib.X509_STORE_CTX_set_error(store, _REVOKED if revoked else _REJECTED)
         return 0
 
     kept = _ffi.callback("int (*)(int, X509_STORE_CTX *)", callback)

@@ -12,7 +12,7 @@ from OpenSSL import SSL
 from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
-from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion
+from hbone.tls_context import ClientCertificate, Refusal, TlsContext, TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
 
 ROOT = Authority()
@@ -214,6 +214,14 @@ def test_the_verify_hook_refuses_inside_the_handshake(side: str) -> None:
     assert peer.by_peer
     assert "bad certificate" in peer.detail
     assert [list(chain) for chain in seen] == [[LEAF.certificate, ROOT.certificate]]
+
+
+def test_the_verify_hook_may_say_that_the_peer_is_revoked() -> None:
+    strict = replace(settings(), verify=lambda chain: Refusal(TlsReason.REVOKED, "on our list"))
+    outcome = Outcome(*sessions(settings(), strict))
+    assert outcome.reasons == (TlsReason.REVOKED, TlsReason.REVOKED)
+    assert outcome.server is not None
+    assert outcome.server.detail == "on our list"
 
 
 def test_a_bug_in_the_hook_is_raised() -> None:

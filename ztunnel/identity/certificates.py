@@ -16,7 +16,7 @@ from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVer
 from xds.model.identity import SpiffeId
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.identity.csr import IdentityError, IssuedCertificate
-from ztunnel.identity.peer import of_trust_domain, one_of
+from ztunnel.identity.peer import none_revoked, of_trust_domain, one_of
 from ztunnel.identity.schedule import Fetch, Phase, Priority, Schedule
 from ztunnel.tasks import Tasks
 
@@ -108,15 +108,15 @@ class WorkloadCertificate:
         generation: goes up with each renewal and each change of the revocation list; part of pool keys.
     """
 
-    __slots__ = ("_clients", "_policy", "_revoked_pem", "_server", "generation", "issued")
+    __slots__ = ("_clients", "_policy", "_revoked", "_server", "generation", "issued")
 
     def __init__(
-        self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked_pem: bytes | None = None
+        self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
     ) -> None:
         self.issued = issued
         self.generation = generation
         self._policy = policy
-        self._revoked_pem = revoked_pem
+        self._revoked = revoked
         self._server: TlsContext | None = None
         self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
 
@@ -148,12 +148,11 @@ class WorkloadCertificate:
             certificate_chain_pem=self.issued.chain_pem,
             private_key_pem=self.issued.key_pem,
             trusted_ca_pem=self.issued.roots_pem,
-            crl_pem=self._revoked_pem,
             client_certificate=ClientCertificate.REQUIRED,
             min_version=TlsVersion.TLS_1_2 if self._policy.tls_1_2 else TlsVersion.TLS_1_3,
             groups=self._policy.groups,
             alpn_required=alpn_required,
-            verify=verify,
+            verify=verify if self._revoked is None else none_revoked(self._revoked, verify),
         )
 
 
@@ -338,8 +337,8 @@ class CertificateManager:
 
     def _put(self, identity: SpiffeId, issued: IssuedCertificate) -> None:
         self._generation += 1
-        revoked_pem = self._revocations.current.pem if self._revocations is not None else None
-        certificate = WorkloadCertificate(issued, self._generation, self._policy, revoked_pem)
+        revoked = self._revocations.current if self._revocations is not None else None
+        certificate = WorkloadCertificate(issued, self._generation, self._policy, revoked)
         self._certificates[identity] = certificate
         for changed in list(self._watchers):
             changed(certificate)

@@ -1,8 +1,8 @@
 """Certificates that were revoked: a file of revocation lists, read again whenever it changes.
 
-Handshakes are checked by OpenSSL, which gets :attr:`RevocationLists.pem`; connections that live when a list comes
-are checked by :meth:`RevocationLists.is_revoked`, by the same rules: the whole chain, unknown status allowed, and
-lists that have run out still count.
+:meth:`RevocationLists.is_revoked` judges peers in handshakes and those of connections that live when a list comes:
+the whole chain, unknown status allowed, and lists that have run out still count. Not OpenSSL, which would want the
+lists copied into each of many contexts, and of several lists of one issuer believes only the newest.
 
 A file that turns bad leaves the last good lists in force. One that is missing or bad from the start revokes
 nothing until it is right; it is looked at for as long as the process lives, and an ERROR says that nothing is
@@ -13,7 +13,6 @@ somebody put the wrong file there.
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,20 +32,18 @@ class CrlError(Exception):
     """A file that is no revocation list."""
 
 
-@dataclass(slots=True)
 class _List:
-    """One list; the serial numbers are read when first asked for, and a signature is checked once per key."""
+    """One list; its signature is checked once per key."""
 
-    crl: x509.CertificateRevocationList
-    _serials: frozenset[int] | None = None
-    _signers: dict[bytes, bool] = field(default_factory=dict)
+    def __init__(self, crl: x509.CertificateRevocationList) -> None:
+        self._crl = crl
+        self._serials = frozenset(
+            entry.serial_number for entry in crl if _reason(entry) is not x509.ReasonFlags.remove_from_crl
+        )
+        self._signers: dict[bytes, bool] = {}
 
     def names(self, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
         """Whether the issuer, in this list, revoked the certificate."""
-        if self._serials is None:
-            self._serials = frozenset(
-                entry.serial_number for entry in self.crl if _reason(entry) is not x509.ReasonFlags.remove_from_crl
-            )
         return certificate.serial_number in self._serials and self._is_signed_by(issuer)
 
     def _is_signed_by(self, issuer: x509.Certificate) -> bool:
@@ -54,7 +51,7 @@ class _List:
         spki = issuer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         if spki not in self._signers:
             try:
-                self._signers[spki] = self.crl.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]
+                self._signers[spki] = self._crl.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]
             except (TypeError, ValueError):  # a kind of key that signs no lists
                 self._signers[spki] = False
         return self._signers[spki]
@@ -76,17 +73,12 @@ def _blocks(pem: bytes) -> Iterator[bytes]:
 
 
 class RevocationLists:
-    """Some lists, never changed.
-
-    Attributes:
-        pem: all of them, for new TLS contexts; None: none, so that nothing needs checking.
-    """
+    """Some lists, never changed."""
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = ()) -> None:
         self._by_issuer: dict[bytes, list[_List]] = {}
         for crl in crls:
             self._by_issuer.setdefault(crl.issuer.public_bytes(), []).append(_List(crl))
-        self.pem: bytes | None = b"".join(crl.public_bytes(Encoding.PEM) for crl in crls) or None
 
     def __len__(self) -> int:
         return sum(len(lists) for lists in self._by_issuer.values())
@@ -161,7 +153,8 @@ class RevocationFile:
             await asyncio.sleep(self._look_every_s)
             state, before = file_state(self._path), self._seen
             self._seen = state
-            if state == before and state != self._read and self._load():
+            # In a thread: lists of large authorities take seconds to read.
+            if state == before and state != self._read and await asyncio.to_thread(self._load):
                 for changed in list(self._watchers):
                     changed()
 

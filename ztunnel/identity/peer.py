@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from cryptography import x509
 
+from hbone.errors import TlsReason
 from hbone.tls import uri_sans
-from hbone.tls_context import Verify
+from hbone.tls_context import Refusal, Verify
 from xds.model.identity import SpiffeId
+from ztunnel.identity.crl import RevocationLists
 
 _REFUSED = "identity verification error: peer did not present the expected"
 
@@ -48,6 +50,17 @@ def one_of(identities: Sequence[str]) -> Verify:
         return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(shown)}"
 
     return verify
+
+
+def none_revoked(lists: RevocationLists, verify: Verify) -> Verify:
+    """Another judgement, once it is clear that nothing of the chain is revoked."""
+
+    def verify_both(chain: Sequence[x509.Certificate]) -> str | Refusal | None:
+        if lists.is_revoked(chain):
+            return Refusal(TlsReason.REVOKED, "certificate revoked by a revocation list")
+        return verify(chain)
+
+    return verify_both
 
 
 def _listed(identities: Iterable[SpiffeId]) -> str:

@@ -7,10 +7,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 from cryptography import x509
 
+from hbone.errors import TlsReason
 from tests.hbone.certificates import Authority
-from tests.ztunnel.identity.material import CART, WEB, certificate
+from tests.ztunnel.identity.material import CART, WEB, certificate, handshake
 from xds.model.identity import SpiffeId
-from ztunnel.identity.certificates import CertificateManager, IdentityError, IssuedCertificate, WorkloadCertificate
+from ztunnel.identity.certificates import (
+    CertificateManager,
+    IdentityError,
+    IssuedCertificate,
+    TlsPolicy,
+    WorkloadCertificate,
+)
 from ztunnel.identity.crl import RevocationLists
 
 ROOT = Authority()
@@ -220,8 +227,11 @@ def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest
         assert seen == [after]
         assert after.issued is before.issued
         assert after.generation > before.generation
-        assert after.server_context().settings.crl_pem == f.lists.current.pem
-        assert before.server_context().settings.crl_pem is None
+        peer = WorkloadCertificate(issued, 1, TlsPolicy())
+        assert handshake(peer.client_context((str(WEB),)), before.server_context())[1].error is None
+        refused = handshake(peer.client_context((str(WEB),)), after.server_context())[1].error
+        assert refused is not None
+        assert refused.reason is TlsReason.REVOKED
 
     run(body)
     assert "our own certificate is revoked" in caplog.text

@@ -6,11 +6,13 @@ import pytest
 
 from hbone.errors import TlsReason
 from hbone.settings import Role
+from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import TlsContext, TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
 from tests.ztunnel.identity.material import CART, WEB, End, certificate, handshake, issued
 from xds.model.identity import SpiffeId
 from ztunnel.identity.certificates import TlsPolicy, WorkloadCertificate
+from ztunnel.identity.crl import RevocationLists
 
 ROOT = Authority()
 MIDDLE = Authority("middle", ROOT)
@@ -43,8 +45,8 @@ BAD: dict[str, tuple[Callable[[], Leaf], Refusal, Refusal]] = {
     "revoked": (lambda: REVOKED, (TlsReason.REVOKED, "revoked"), (TlsReason.REVOKED, "revoked")),
     "revoked intermediate": (
         lambda: REVOKED_MIDDLE.issue(str(CART)),
-        (TlsReason.REVOKED, "certificate 1 of the chain"),
-        (TlsReason.REVOKED, "certificate 1 of the chain"),
+        (TlsReason.REVOKED, "revoked"),
+        (TlsReason.REVOKED, "revoked"),
     ),
     "missing intermediate": (
         lambda: MIDDLE.issue(str(CART), intermediates=False),
@@ -83,7 +85,7 @@ BAD: dict[str, tuple[Callable[[], Leaf], Refusal, Refusal]] = {
 def workload(leaf: Leaf | None = None, policy: TlsPolicy | None = None) -> WorkloadCertificate:
     """WEB, which knows what is revoked."""
     own = certificate(ROOT) if leaf is None else issued(leaf, ROOT.pem)
-    return WorkloadCertificate(own, 1, policy or TlsPolicy(), CRL)
+    return WorkloadCertificate(own, 1, policy or TlsPolicy(), RevocationLists.parse(CRL))
 
 
 def lax(role: Role, leaf: Leaf | None, **changes: object) -> TlsContext:
@@ -110,7 +112,7 @@ def assert_refused(judge: End, peer: End, reason: TlsReason, words: str) -> None
 
 
 def test_workloads_talk() -> None:
-    cart = WorkloadCertificate(certificate(ROOT, CART), 1, TlsPolicy(), CRL)
+    cart = WorkloadCertificate(certificate(ROOT, CART), 1, TlsPolicy(), RevocationLists.parse(CRL))
     client, server = handshake(workload().client_context((str(CART),)), cart.server_context())
     assert (client.error, server.error) == (None, None)
     assert (client.received, server.received) == (b"hello", b"hello")
@@ -161,7 +163,7 @@ def test_one_fault_among_whatever_is_right_is_enough(names: str, root: str, date
     start, end = _DATES[dates]
     leaf = _ROOTS[root].issue(*uris, from_day=start, to_day=end)
     lists = _ROOTS[root].revoke(*([leaf.certificate] if revoked else []))
-    ours = WorkloadCertificate(certificate(ROOT), 1, TlsPolicy(), CRL + lists)
+    ours = WorkloadCertificate(certificate(ROOT), 1, TlsPolicy(), RevocationLists.parse(CRL + lists))
     trusted = root == "ours" and dates == "now" and not revoked
     client, server = handshake(lax(Role.CLIENT, leaf), ours.server_context())
     _assert_verdict(server, client, trusted and server_takes)
@@ -175,6 +177,9 @@ def _assert_verdict(judge: End, peer: End, accepted: bool) -> None:
     else:
         assert judge.error is not None
         assert_refused(judge, peer, judge.error.reason, "")
+        if judge.error.reason is TlsReason.REVOKED:
+            assert peer.error is not None
+            assert "certificate revoked" in peer.error.detail, "the alert says so"
 
 
 def test_a_server_refuses_a_client_without_certificate() -> None:
@@ -269,3 +274,31 @@ def test_client_contexts_are_kept_within_a_bound() -> None:
     assert own.client_context((str(CART),)) is first
     assert len(own._clients) == 256
     assert own.server_context() is own.server_context()
+
+
+def test_what_a_client_offers() -> None:
+    session = TlsSession(workload().client_context((str(CART),)))
+    room = memoryview(bytearray(sealed_bytes(1000)))
+    assert not session.handshake()
+    offered = _extensions(bytes(room[: session.seal(b"", room)]))
+    assert 0 not in offered, "no server name"
+    groups = offered[10][2:]
+    assert [groups[i : i + 2].hex() for i in range(0, len(groups), 2)] == ["001d", "0017", "0018", "11ec"]
+    assert offered[51][2:4].hex() == "001d", "one key share, X25519"
+    assert len(offered[51]) == 2 + 4 + 32
+    assert offered[43] == b"\x02\x03\x04", "TLS 1.3 and nothing else"
+    assert offered[16] == b"\x00\x03\x02h2"
+
+
+def _extensions(record: bytes) -> dict[int, bytes]:
+    """Of a ClientHello in one record (RFC 8446, 4.1.2)."""
+    position = 5 + 4 + 2 + 32
+    position += 1 + record[position]  # session id
+    position += 2 + int.from_bytes(record[position : position + 2], "big")  # cipher suites
+    position += 1 + record[position] + 2  # compression methods; length of the extensions
+    found = {}
+    while position < len(record):
+        kind, length = (int.from_bytes(record[position + i : position + i + 2], "big") for i in (0, 2))
+        found[kind] = record[position + 4 : position + 4 + length]
+        position += 4 + length
+    return found
