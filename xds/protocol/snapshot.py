@@ -160,6 +160,8 @@ class _SotwType:
     version: str = ""
     """Sent last; empty before the first response."""
     sent_names: frozenset[str] | None = frozenset()
+    again: bool = False
+    """Whether a response is due although nothing changed."""
     waiting: bool = False
     """For the verdict on the response sent last."""
 
@@ -186,14 +188,18 @@ class SotwServer:
             return None
         if request.response_nonce != state.nonce:
             return None
+        before = state.names
         # An empty list goes on meaning all where it did; after names it means none.
         if "*" in names:
             state.names = None
         elif names or state.names is not None:
             state.names = names
+        if state.names is not None and before is not None:
+            # Names that are new since the last request may have been there before: the client dropped what it had.
+            # The same names once more, without an answer: it lost it.
+            repeated = state.names == before and not state.waiting
+            state.again = state.again or repeated or not state.names <= before
         if not state.waiting:
-            if state.names is not None and state.names == state.sent_names:
-                state.version = ""  # the same names once more: the client lost what it had
             return None
         state.waiting = False
         error = request.error_detail.message if request.HasField("error_detail") else None
@@ -215,13 +221,13 @@ class SotwServer:
             resources = [of_type[name] for name in sorted(names)]
             version = _digest(part.encode() for r in resources for part in (r.name, r.version))
             new_names = state.names is not None and not state.names <= (state.sent_names or frozenset())
-            if version == state.version and not new_names:
+            if version == state.version and not new_names and not state.again:
                 continue
             if state.version and state.names == frozenset():
                 continue
             self._sent += 1
             state.nonce, state.version, state.waiting = str(self._sent), version, True
-            state.sent_names = state.names
+            state.sent_names, state.again = state.names, False
             responses.append(
                 DiscoveryResponse(
                     version_info=version,

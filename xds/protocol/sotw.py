@@ -38,6 +38,8 @@ class _Type:
     """Whether this stream has carried a request of the type."""
     dirty: bool = False
     """Whether a request is due because the names changed."""
+    repeat: bool = False
+    """Whether it must be a request of its own: names in an answer tell a server nothing if it knows them."""
     named: bool = False
     """Whether this stream has carried names of the type, so that an empty list no longer means all."""
     unanswered: int = 0
@@ -71,7 +73,8 @@ class SotwClient:
             self._lifetimes.ended(type_url, state.wanted - names)
         # All cannot be taken back on a stream, and none of it can be asked for again: resources nobody
         # wants any more are ignored as they come.
-        if names != state.wanted or any(True for _ in again):
+        state.repeat = state.repeat or any(True for _ in again)
+        if names != state.wanted or state.repeat:
             state.dirty = True
         state.wanted = None if names is None else set(names)
         state.in_order = None
@@ -87,8 +90,8 @@ class SotwClient:
             state.wanted.difference_update(dropped)
             state.in_order = None
             state.dirty = True
-        elif any(True for _ in again):
-            state.dirty = True
+        if any(True for _ in again):
+            state.dirty = state.repeat = True
         self._lifetimes.ended(type_url, dropped)
 
     def stream_opened(self) -> None:
@@ -167,7 +170,7 @@ class SotwClient:
                 if state.wanted == set():
                     state.dirty = False
                     continue
-                state.opened, state.dirty = True, False
+                state.opened, state.dirty, state.repeat = True, False, False
                 requests.append(self._request(state, ""))
                 continue
             requests.extend(state.answers)
@@ -176,9 +179,9 @@ class SotwClient:
                 del requests[-1].resource_names[:]
                 requests[-1].resource_names.extend(state.names())
                 state.answers.clear()
-                state.dirty = False
-            elif state.dirty and not state.unanswered:
-                state.dirty = False
+                state.dirty = state.repeat
+            if state.dirty and not state.unanswered:
+                state.dirty = state.repeat = False
                 # An empty list means all to a server unless names were on this stream before.
                 requests.append(self._request(state, state.nonce))
         for request in requests:

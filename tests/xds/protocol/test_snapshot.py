@@ -126,6 +126,17 @@ def test_sotw_new_names_are_answered_and_other_changes_are_not_pushed() -> None:
     assert names_in(second) == ["a", "b"]
 
 
+def test_sotw_names_that_were_dropped_are_answered_when_they_come_back() -> None:
+    server = sotw(endpoints("a"))
+    server.receive(DiscoveryRequest(type_url=EDS, resource_names=["a"], node=NODE))
+    (first,) = server.responses_to_send()
+    for names in (["a"], []):
+        server.receive(DiscoveryRequest(type_url=EDS, resource_names=names, response_nonce=first.nonce))
+        assert server.responses_to_send() == []
+    server.receive(DiscoveryRequest(type_url=EDS, resource_names=["a"], response_nonce=first.nonce))
+    assert [names_in(response) for response in server.responses_to_send()] == [["a"]]
+
+
 def test_sotw_empty_names_of_named_types_ask_for_nothing() -> None:
     server = sotw(endpoints("a"))
     server.receive(DiscoveryRequest(type_url=EDS, node=NODE))

@@ -133,6 +133,22 @@ def test_change_of_names_rides_with_the_answer_that_is_due() -> None:
     assert client.requests_to_send() == []
 
 
+def test_what_was_dropped_and_is_wanted_again_needs_a_request_of_its_own() -> None:
+    client = started(eds=frozenset("a"))
+    client.requests_to_send()
+    event = received(client, endpoints("1", "n1", "a"))
+    client.want(EDS, frozenset())
+    client.want(EDS, frozenset("a"), again="a")
+    client.accept(event)
+    answer, request = client.requests_to_send()
+    assert (
+        answer
+        == request
+        == DiscoveryRequest(type_url=EDS, version_info="1", response_nonce="n1", resource_names=["a"])
+    )
+    assert client.requests_to_send() == []
+
+
 def test_one_type_waiting_does_not_hold_back_another() -> None:
     client = started(cds=None, eds=frozenset("a"))
     client.requests_to_send()
