@@ -33,6 +33,8 @@ _HELP = {
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }
 
+_COMMANDS = ("proxy", "version", "agent", "control-plane", "intercept")
+
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ztunnel", description="A node's tunnel proxy for ambient meshes.")
@@ -64,8 +66,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    args = _parser(given).parse_args(given)
+    # Without a command it is the proxy, as upstream.
+    given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
+    parser = _parser(given)
+    if given[0] == "help":
+        parser.print_help()
+        return 0
+    if not given[0].startswith("-") and given[0] not in _COMMANDS:
+        print(f"unknown command: {given[0]}", file=sys.stderr)
+        parser.print_help(sys.stderr)
+        return 1
+    args = parser.parse_args(given)
     if args.command == "version":
         return _version()
     if args.command == "proxy":
