@@ -6,6 +6,7 @@ Names, defaults and meanings are the Rust ztunnel's. What is ours alone: ``ZTUNN
 """
 
 import difflib
+import ipaddress
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from ztunnel.ambient.logs import InvalidLevel, LogFilter
 from ztunnel.config import SettingsError
 from ztunnel.identity.credentials import Endpoint
 
@@ -73,6 +75,7 @@ class AmbientConfig:
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
         auth_token: path or literal; ``None``: the default file when it is there.
         packet_mark: ``None``: none is set.
+        dns_host: an address the DNS proxy serves on; empty: loopback, in both families.
         connect_retries: further endpoints tried before the application is told.
         metric_series: most label sets per metric; what comes later is counted under ``unknown``.
         worker_threads: what was asked for, for the dump and ``concurrency``.
@@ -99,9 +102,9 @@ class AmbientConfig:
     ca_root_ca: str = _ROOT_CERT
     alt_xds_hostname: str = ""
     alt_ca_hostname: str = ""
-    auth_token: str | None = None
-    xds_headers: tuple[tuple[str, str], ...] = ()
-    ca_headers: tuple[tuple[str, str], ...] = ()
+    auth_token: str | None = field(default=None, repr=False)
+    xds_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    ca_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     xds_on_demand: bool = False
     local_xds_path: str = ""
     local_xds: str = ""
@@ -135,6 +138,7 @@ class AmbientConfig:
     admin_port: int = 15000
     stats_port: int = 15020
     readiness_port: int = 15021
+    dns_host: str = ""
     dns_port: int = DNS_PORT
     connect_retries: int = 2
     connect_timeout_s: float = 10.0
@@ -212,6 +216,7 @@ class _Environment:
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
         self.faults: list[str] = []
+        self.warnings: list[str] = []
         self.asked: set[str] = set()
 
     def get(self, name: str, read: Callable[[str], ValueT], default: ValueT) -> ValueT:
@@ -279,12 +284,20 @@ def config_from(
     _tunnels(seen, values)
     _limits(seen, values, proxy_config, cpus)
     _dns(seen, values, metadata)
-    values["log_filter"] = seen.text("RUST_LOG", "info")
+    values["log_filter"] = seen.get("RUST_LOG", _log_filter, "info")
     values["log_json"] = seen.get("LOG_FORMAT", _one_of("plain", "json"), "plain") == "json"
     _validate(seen, values)
     if seen.faults:
         raise SettingsError(seen.faults)
-    return AmbientConfig(**values, warnings=tuple(_unknown(env, seen.asked)))
+    return AmbientConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.asked)))
+
+
+def _log_filter(text: str) -> str:
+    try:
+        LogFilter(text)
+    except InvalidLevel as error:
+        raise ValueError(f"{error.clause} is neither a level nor target=level") from error
+    return text
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -327,7 +340,10 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
 
 
 def _string_map(value: Any) -> dict[str, str]:
-    return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    # YAML reads an unquoted true as a boolean; the metadata means the word.
+    return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
 
 
 def _modes(seen: _Environment, values: dict[str, Any]) -> None:
@@ -361,6 +377,10 @@ def _names(seen: _Environment, values: dict[str, Any]) -> None:
     values["instance_ip"] = seen.text("INSTANCE_IP", "1.1.1.1")
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
     metadata = {
         key.removeprefix("ISTIO_META_"): value
@@ -371,9 +391,10 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
     parsed = {}
     for key, text in seen.prefixed("ISTIO_METAJSON_"):
         try:
-            parsed[key] = json.loads(text)
+            parsed[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
-            seen.faults.append(f"invalid env var ISTIO_METAJSON_{key}={text} ({error})")
+            # As upstream: the control plane is told less, which is no reason not to start.
+            seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
     values["metadata_json"] = parsed
     return metadata
 
@@ -400,8 +421,9 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
         headers = []
         for key, value in seen.prefixed(prefix):
             lower = key.lower()
+            # Values may be credentials and stay out of messages.
             if not re.fullmatch(r"[0-9a-z_.-]+", lower) or lower.endswith("-bin") or lower.startswith("grpc-"):
-                seen.faults.append(f"invalid env var {prefix}{key}={value} (not the name of a gRPC header)")
+                seen.faults.append(f"invalid env var {prefix}{key} (not the name of a gRPC header)")
             elif not re.fullmatch(r"[\x20-\x7e]*", value):
                 seen.faults.append(f"invalid env var {prefix}{key} (not a printable ASCII value)")
             else:
@@ -429,7 +451,8 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
         keepalive_retries=seen.get("KEEPALIVE_RETRIES", _number(1, 127), 9),
         user_timeout=seen.get("USER_TIMEOUT_ENABLED", _boolean, False),
     )
-    values["original_source"] = seen.get("ENABLE_ORIG_SRC", OriginalSource, OriginalSource.AUTO)
+    wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
+    values["original_source"] = OriginalSource(wanted)
     values["ipv6"] = seen.get("IPV6_ENABLED", _boolean, True)
 
 
@@ -457,14 +480,14 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
 
 def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any], cpus: int) -> None:
     deadline: float | None = seen.get("CONNECTION_TERMINATION_DEADLINE", duration_s, None)
-    grace = seen.get("TERMINATION_GRACE_PERIOD_SECONDS", duration_s, 0.0)
+    grace: float | None = seen.get("TERMINATION_GRACE_PERIOD_SECONDS", duration_s, None)
     if deadline is None:
-        deadline = 5.0 if not grace else grace - 5 if grace > 10 else max(grace - 1, 1)
+        deadline = 5.0 if grace is None else grace - 5 if grace > 10 else max(grace - 1, 1.0)
     values["drain_s"] = deadline
     values["worker_threads"] = _worker_threads(seen, proxy_config, cpus)
     for name, key, default in (("admin_port", "proxyAdminPort", 15000), ("stats_port", "statsPort", 15020)):
         port = proxy_config.get(key, default)
-        if not isinstance(port, int) or not 0 < port < 65536:
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
             seen.faults.append(f"PROXY_CONFIG: {key}: {port!r} is not a port")
             port = default
         values[name] = port
@@ -485,21 +508,36 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int)
 
     default = max(limit, request) if limit else max(math.ceil(available / 4), request, 2)
     concurrency = proxy_config.get("concurrency")
-    if isinstance(concurrency, int) and concurrency >= 0:
+    if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
         default = concurrency or available
+    elif concurrency is not None:
+        seen.faults.append(f"PROXY_CONFIG: concurrency: {concurrency!r} is not a number of threads")
     return seen.get("ZTUNNEL_WORKER_THREADS", threads, default)
 
 
 def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]) -> None:
     capture = metadata.get("DNS_CAPTURE", "true").lower() == "true"
     values["dns_proxy"] = capture
+    values["dns_host"], values["dns_port"] = "", DNS_PORT
     address = metadata.get("DNS_PROXY_ADDR")
     if address is not None:
-        _, colon, port = address.rpartition(":")
-        if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        try:
+            values["dns_host"], values["dns_port"] = _dns_address(address)
+        except ValueError:
             seen.faults.append(f"DNS_PROXY_ADDR={address}: must be localhost:port or ip:port")
-        else:
-            values["dns_port"] = int(port)
+
+
+def _dns_address(text: str) -> tuple[str, int]:
+    """Host and port, the host empty for ``localhost``."""
+    host, _, port = text.rpartition(":")
+    number = _number(1, 65535)(port)
+    if host == "localhost":
+        return "", number
+    bracketed = host.startswith("[") and host.endswith("]")
+    address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+    if bracketed != (address.version == 6):
+        raise ValueError(text)
+    return str(address), number
 
 
 def _validate(seen: _Environment, values: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from xds.model.address import SocketAddress
 from ztunnel.admin.process import version_number
 from ztunnel.ambient import mesh_dump
 from ztunnel.ambient.config import AmbientConfig, OriginalSource, PodName, ProxyMode
@@ -119,8 +120,18 @@ def build_info(istio_version: str) -> str:
     return f"version.BuildInfo{{{', '.join(shown)}}}"
 
 
+def logged_config(config: AmbientConfig) -> Mapping[str, Any]:
+    """The settings in force, for the log: of headers the names only, since values may be credentials."""
+    headers = {
+        key: [name for name, _ in values]
+        for key, values in (("xdsHeaders", config.xds_headers), ("caHeaders", config.ca_headers))
+    }
+    return {**config_entry(config), **headers}
+
+
 def _duration(seconds: float) -> Mapping[str, int]:
-    return {"secs": int(seconds), "nanos": round(seconds % 1 * 1e9)}
+    nanos = round(seconds * 1e9)
+    return {"secs": nanos // 1_000_000_000, "nanos": nanos % 1_000_000_000}
 
 
 def _pod_name(name: PodName | None) -> Mapping[str, str] | None:
@@ -161,7 +172,9 @@ def config_entry(config: AmbientConfig) -> Mapping[str, Any]:
         "inboundAddr": everywhere(15008),
         "inboundPlaintextAddr": everywhere(15006),
         "outboundAddr": everywhere(15001),
-        "dnsProxyAddr": {"Localhost": [config.ipv6, config.dns_port]},
+        "dnsProxyAddr": {"SocketAddr": str(SocketAddress(config.dns_host, config.dns_port))}
+        if config.dns_host
+        else {"Localhost": [config.ipv6, config.dns_port]},
         "illegalPorts": sorted(config.illegal_ports),
         "network": config.network,
         "localNode": config.node or None,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from ztunnel.telemetry.access_log import AccessLogs, LogFile
 
-#: As in the Rust ztunnel, whose filter says so whatever is asked for.
+#: In the Rust ztunnel every filter begins so.
 ALWAYS = "hickory_server::server=off"
 TRACE = 5
 _LEVELS = {
@@ -62,6 +62,7 @@ class LogFilter:
     def __init__(self, text: str = "info") -> None:
         self.default = "error"  # what the Rust filter does when no default is given
         self.targets: dict[str, str] = {}
+        self.add(ALWAYS)
         self.add(text)
 
     def add(self, text: str) -> None:
@@ -98,8 +99,7 @@ class LogFilter:
 
     def __str__(self) -> str:
         ordered = sorted(self.targets.items(), key=lambda item: (-len(item[0]), item[0]))
-        clauses = [f"{target}={level}" for target, level in ordered]
-        return ",".join([*clauses, self.default] if ALWAYS in clauses else [ALWAYS, *clauses, self.default])
+        return ",".join([*(f"{target}={level}" for target, level in ordered), self.default])
 
 
 def target_of(logger: str) -> str:
@@ -224,13 +224,14 @@ class LogStream(logging.Handler):
                 self._writer.hand_over(self._file)
             elif self._timer is None:
                 try:
-                    self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self._flush)
+                    self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
                 except RuntimeError:  # no loop yet, no loop any more, or another thread
                     self._writer.hand_over(self._file)
         finally:
             self.release()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Hand over what waits for others to be written with."""
         self.acquire()
         try:
             self._timer = None

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _DEBUG = 10
 _RESOLV_CONF = Path("/etc/resolv.conf")
 _BACKLOG = 128
+_LOOPBACK = ("127.0.0.1", "::1")
 
 
 class _Options(TypedDict):
@@ -68,13 +69,14 @@ class PodDns:
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
         try:
-            for host in ("127.0.0.1", "::1") if config.ipv6 else ("127.0.0.1",):
+            hosts = (config.dns_host,) if config.dns_host else _LOOPBACK if config.ipv6 else _LOOPBACK[:1]
+            for host in hosts:
                 try:
                     options = self._options()
                     udp.append(sockets.datagrams(host, config.dns_port, **options))
                     tcp.append(sockets.listen(host, config.dns_port, backlog=_BACKLOG, **options))
                 except KernelRefused:
-                    if host == "127.0.0.1":
+                    if host == hosts[0]:
                         raise
                     # A pod whose loopback has no IPv6.
         except BaseException:
