@@ -94,7 +94,7 @@ class Servers:
     def _ready(self, request: PageRequest) -> Page:
         if request.path != "/healthz/ready":
             return text("", 404, PLAIN)
-        if request.method not in ("GET", "HEAD"):
+        if request.method != "GET":
             return text("", 405, PLAIN)
         pending = self._proxy.readiness.pending
         if not pending:
@@ -121,7 +121,7 @@ class Servers:
                 self._proxy.shut_down()
                 return text("shutdown now\n", content_type=PLAIN)
             case "/debug/pprof/profile":
-                return text("profiling is not built in; use py-spy on this process\n", 500, PLAIN)
+                return _profile(request)
             case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
                 return text("jemalloc not enabled\n", 500, PLAIN)
             case _:
@@ -140,3 +140,12 @@ class Servers:
             return text(f"{error}\n{_USAGE}", 400, PLAIN)
         log.info("new log filter is %s", logs.levels)
         return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
+
+
+def _profile(request: PageRequest) -> Page:
+    """What upstream says to values it does not take; then that there is no profiler here."""
+    for name, largest in (("seconds", 300), ("frequency", 1000)):
+        value = request.query.get(name)
+        if value is not None and not (value.isascii() and value.isdigit() and 1 <= int(value) <= largest):
+            return text(f"invalid {name} value; expected 1-{largest}\n", 400, PLAIN)
+    return text("profiling is not built in; use py-spy on this process\n", 500, PLAIN)

@@ -8,7 +8,9 @@ stops at once, so that a successor with the same ports takes new connections, an
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import random
 import resource
 import signal
@@ -31,6 +33,7 @@ from ztunnel.ambient.config import (
     PodName,
     ProxyMode,
 )
+from ztunnel.ambient.config_dump import build_info, logged_config
 from ztunnel.ambient.control import ControlPlane
 from ztunnel.ambient.inbound import Inbound
 from ztunnel.ambient.logs import LogStream
@@ -54,7 +57,7 @@ from ztunnel.telemetry.stats import Stats
 
 log = logging.getLogger(__name__)
 
-STATE_MANAGER, PROXY, POD_MANAGER = "state manager", "proxy", "workload proxy manager"
+STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 #: Series of vanished workloads are looked for this often.
 _SWEEP_S = 60.0
 #: Without updates for so long, free pages go back to the system; a guess.
@@ -128,9 +131,11 @@ class AmbientProxy:
         self.control = ControlPlane(config, self.mesh, self.metrics)
         self.node.ask = self.control.ask if self.control.on_demand else None
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
-        tasks = {STATE_MANAGER, PROXY}
+        tasks = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
-            tasks.add(POD_MANAGER)
+            tasks.add(POD_MANAGER)  # which stands for the proxies of all pods
+        else:
+            tasks |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
         self.readiness = Readiness(tasks)
         self._own: list[PodProxy] = []
         self._tasks = Tasks("proxy")
@@ -262,6 +267,16 @@ class AmbientProxy:
         """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
         self._stop.set()
 
+    def _interrupted(self) -> None:
+        """SIGINT: the first drains, the second means now."""
+        if not self._stop.is_set():
+            self.shut_down()
+            return
+        log.warning("interrupted again, exiting without waiting for connections")
+        self.logs.flush()
+        self.writer.drain()
+        os._exit(0)
+
     async def run(self) -> None:
         """Serve until told to stop.
 
@@ -273,8 +288,8 @@ class AmbientProxy:
         self.logs.install()
         self._log_start()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.shut_down)
+        loop.add_signal_handler(signal.SIGTERM, self.shut_down)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
             stack.callback(self.poller.close)
@@ -303,7 +318,10 @@ class AmbientProxy:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        log.info("version: %s", build_info(self.config.version_tag))
         log.info("starting mode=%s node=%s files=%d", self.config.proxy_mode.value.lower(), self.config.node, hard)
+        # One line of JSON, which is YAML too.
+        log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
         for warning in self.config.warnings:
             log.warning("%s", warning)
 
@@ -323,6 +341,7 @@ class AmbientProxy:
                 self._own.append(await self._start(config.own_pod, None, only_tunnels=True))
             await stack.enter_async_context(self.pods)
         self.readiness.done(PROXY)
+        self.readiness.done(DNS_PROXY)
 
     async def _sweep(self) -> None:
         while True:
@@ -333,8 +352,8 @@ class AmbientProxy:
         """Everything that listens stops; what runs has until the deadline."""
         deadline_s = self.config.drain_s
         log.info("draining, at most %gs", deadline_s)
-        await servers.stop_listening()
         async with asyncio.TaskGroup() as group:
+            group.create_task(servers.stop_listening(), name="stop servers")
             group.create_task(self.pods.drain(deadline_s), name="drain pods")
             for pod in self._own:
                 group.create_task(pod.drain(deadline_s), name="drain own")

@@ -50,6 +50,7 @@ class ControlPlane:
         self._pending = {AUTHORIZATION} if config.xds_on_demand else {ADDRESS, AUTHORIZATION}
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._began_s = asyncio.get_running_loop().time()
+        metrics.xds_terminations = self.terminations
 
     def _ads(self) -> AdsClient:
         config = self._config
@@ -195,7 +196,9 @@ class ControlPlane:
 
     def terminations(self) -> dict[str, int]:
         """Streams that ended, by reason."""
-        return {} if self._client is None else {str(end): count for end, count in self._client.stats.ended.items()}
+        if self._client is None:
+            return {}
+        return {str(end): count for end, count in self._client.stats.ended.items() if count}
 
     def static_config(self) -> object:
         """The local file, for the dump."""

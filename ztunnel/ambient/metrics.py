@@ -191,7 +191,8 @@ class Metrics:
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: dict[tuple[str, ...], int] = {}
-        self.xds_terminations: dict[str, int] = {}
+        #: By reason, asked for when a page is.
+        self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
         self.xds_bytes: dict[str, int] = {}
         self.dns_requests: dict[tuple[str, ...], int] = {}
@@ -242,14 +243,6 @@ class Metrics:
                 return known
         series = self._traffic[labels] = TrafficSeries(labels)
         return series
-
-    def moved(
-        self, old: TrafficSeries, labels: tuple[str, ...], counts: ByteCounts, now_s: float
-    ) -> TrafficSeries:
-        """The connection turned out to be another's: double HBONE learns its peer late."""
-        old.opened -= 1
-        old.running.discard(counts)
-        return self.opened(labels, old.workloads, counts, now_s)
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
         """Workloads came or went; ``exists``: those of ``changes`` that are still there."""
@@ -360,7 +353,7 @@ class Metrics:
             "istio_xds_connection_terminations",
             "counter",
             "The total number of completed connections to the control plane (unstable)",
-            _by_one(self.xds_terminations),
+            _by_one(self.xds_terminations()),
             ("reason",),
         )
         yield _family(

@@ -165,9 +165,14 @@ class Node:
             self.suspects.clear(uid)
 
     async def told(self, key: str) -> bool:
-        """On demand: ask for a key unless that was done before; whether anything may have changed."""
+        """On demand: ask for a key unless that was done before; whether anything may have changed.
+
+        Raises:
+            TimeoutError: there was no answer. The key does not count as asked for: what nobody has told about
+                must not be taken for something outside the mesh.
+        """
         if self.ask is None or key in self.asked:
             return False
-        self.asked.add(key)
         await self.ask(key)
+        self.asked.add(key)
         return True

@@ -151,6 +151,7 @@ class Outbound:
         who = await self._pod.local.get()
         record.source_workload, record.source_side = who.workload, who.side
         upstream = await self._open(live, who, destination)
+        record.settled()
         failure = None
         try:
             running = relay(client, upstream.end, record.counts)
@@ -184,17 +185,21 @@ class Outbound:
         failure: Failed | None = None
         while True:
             avoid = node.suspects.current(node.clock.monotonic())
-            route = await self._route(client, destination, avoid.union(failed) if failed else avoid)
-            route, target = await self._addressed(route, who, destination)
+            try:
+                route = await self._route(client, destination, avoid.union(failed) if failed else avoid)
+                route, target = await self._addressed(route, who, destination)
+            except EarlyDeny as denial:
+                if failure is not None:  # the last endpoint is gone: what it failed with says more
+                    raise failure from denial
+                raise
             if failure is not None and target in tried:
                 raise failure
             tried.add(target)
             _note(live, route, target, who, node.described)
             if failure is None:
-                record.opened()
+                record.opened(settled=False)
             else:
                 node.metrics.connect_retries += 1
-                record.relabelled()
             try:
                 return await self._dial(live, route, target, who)
             except _DIAL_ERRORS as error:
@@ -219,7 +224,10 @@ class Outbound:
             except RouteRefused as refused:
                 raise EarlyDeny(str(refused)) from refused
             except Missing as missing:
-                await node.told(missing.key)
+                try:
+                    await node.told(missing.key)
+                except TimeoutError as error:
+                    raise EarlyDeny(f"the control plane did not answer about {missing.key} in time") from error
         raise EarlyDeny(f"no valid routing destination for workload: {destination}")
 
     async def _addressed(
@@ -313,7 +321,6 @@ class Outbound:
         record.destination_workload = None
         record.destination_identity = SpiffeId.parse(names[0]) if names else None
         record.destination_side = Side.of_baggage(parse_baggage(headers), names[0] if names else "")
-        record.relabelled()
 
     async def _join(self, live: Live, route: Tunnel, target: SocketAddress, who: Described) -> Joined | None:
         """The inbound side of a pod of this node, without the wire between."""

@@ -40,6 +40,7 @@ class Record:
 
     __slots__ = (
         "_node",
+        "_opened",
         "_series",
         "counts",
         "destination",
@@ -62,6 +63,7 @@ class Record:
         self, node: "Node", direction: Direction, source: SocketAddress, destination: SocketAddress
     ) -> None:
         self._node = node
+        self._opened = False
         self._series: TrafficSeries | None = None
         self.direction = direction
         self.source = source
@@ -81,10 +83,17 @@ class Record:
 
     # Life
 
-    def opened(self) -> None:
-        """The connection counts from now on."""
+    def opened(self, *, settled: bool = True) -> None:
+        """The connection will be accounted for from now on.
+
+        Args:
+            settled: it is known who it is with. If not, it counts once :meth:`settled` says so or at its end:
+                counters that go down again would be taken for those of a new process.
+        """
         node = self._node
-        self._series = node.metrics.opened(self._labels(), self._workloads(), self.counts, self.started_s)
+        self._opened = True
+        if settled:
+            self.settled()
         if node.logs.access_level <= _DEBUG:
             node.logs.write(node.clock.wall(), "debug", "access", "connection opened", self._fields())
 
@@ -97,18 +106,20 @@ class Record:
         both = (self.source_workload, self.destination_workload)
         return [workload.uid for workload in both if workload is not None]
 
-    def relabelled(self) -> None:
-        """The other side became known only now."""
-        if self._series is not None:
-            self._series = self._node.metrics.moved(
-                self._series, self._labels(), self.counts, self._node.clock.monotonic()
-            )
+    def settled(self) -> None:
+        """Who the connection is with does not change any more."""
+        if self._series is None:
+            now_s = self._node.clock.monotonic()
+            self._series = self._node.metrics.opened(self._labels(), self._workloads(), self.counts, now_s)
 
     def complete(self, failure: Failed | None = None) -> None:
         """The connection is over."""
-        series, self._series = self._series, None
-        if series is None:
+        if not self._opened:
             return
+        self._opened = False
+        self.settled()
+        series, self._series = self._series, None
+        assert series is not None
         node = self._node
         now_s = node.clock.monotonic()
         flags = failure.flags if failure is not None else Flags.NONE
