@@ -167,7 +167,7 @@ def _boolean(text: str) -> bool:
     return text == "true"
 
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 
 
 def duration_s(text: str) -> float:
@@ -196,7 +196,7 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
 
 def _quantity(text: str) -> int:
     """CPUs of a Kubernetes quantity, rounded up."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text, re.ASCII)
     if match is None:
         raise ValueError("must be a CPU quantity such as 2, 1.5 or 500m")
     return math.ceil(float(match[1]) / (1000 if match[2] else 1))
@@ -320,9 +320,10 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
         if text is None:
             continue
         try:
-            loaded = yaml.safe_load(text) or {}
+            loaded = yaml.safe_load(text)
             if key is not None and isinstance(loaded, dict):
-                loaded = loaded.get(key) or {}
+                loaded = loaded.get(key)
+            loaded = {} if loaded is None else loaded
         except yaml.YAMLError as error:
             seen.faults.append(f"{place}: not YAML: {str(error).splitlines()[0]}")
             continue
@@ -501,7 +502,7 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int)
     available = limit or old_limit or cpus
 
     def threads(text: str) -> int:
-        if text.endswith("%") and text[:-1].isdigit():
+        if text.endswith("%") and text[:-1].isascii() and text[:-1].isdigit():
             return max(1, math.ceil(available * int(text[:-1]) / 100))
         count = _number(0, 4096)(text)
         return count or available
