@@ -26,6 +26,8 @@ from ztunnel.control_plane.server import ControlPlane
 from ztunnel.inpod.pods import PodInfo, PodUid
 
 ROOT = Path(__file__).parents[2]
+#: What a local file says of a mesh whose addresses are known.
+Local = Callable[["AmbientMesh"], Mapping[str, Any]]
 WAIT_S = 20.0
 HELLO = b"hello world"
 
@@ -43,13 +45,16 @@ async def eventually(condition: Callable[[], Any], what: str, wait_s: float = WA
 
 
 class NodeProxy:
-    """One running node proxy and its agent."""
+    """One running proxy, the agent of its node, and the pods it is for."""
 
-    def __init__(self, worker: Worker, folder: Path, process: "subprocess.Popen[bytes]", agent: NodeAgent) -> None:
-        self.worker = worker
+    def __init__(
+        self, place: Place, folder: Path, process: "subprocess.Popen[bytes]", agent: NodeAgent, pods: list[str]
+    ) -> None:
+        self.place = place
         self.process = process
         self.agent = agent
-        self.log_path = folder / f"{worker.place.name}.log"
+        self.pods = pods
+        self.log_path = folder / f"{place.name}.log"
 
     def log(self) -> list[dict[str, Any]]:
         """Every line so far."""
@@ -65,11 +70,38 @@ class NodeProxy:
 
     async def ended(self, direction: str, destination: str) -> dict[str, Any]:
         """The first access line about a connection to a workload."""
+        return (await self.lines(direction, 1, dst_workload=destination))[0]
+
+    async def lines(self, direction: str, count: int, **fields: object) -> list[dict[str, Any]]:
+        """Access lines with these fields, ``_`` for ``.`` in their names, once there are as many."""
+
+        def found() -> list[dict[str, Any]] | None:
+            lines = [
+                line
+                for line in self.access(direction)
+                if all(line.get(key.replace("_", ".", 1)) == value for key, value in fields.items())
+            ]
+            return lines if len(lines) >= count else None
+
+        lines: list[dict[str, Any]] = await eventually(found, f"{count} {direction} access lines with {fields}")
+        return lines
+
+    async def failed(self, text: str, direction: str = "") -> dict[str, Any]:
+        """The first access line whose error contains a text."""
 
         def found() -> list[dict[str, Any]]:
-            return [line for line in self.access(direction) if line.get("dst.workload") == destination]
+            return [line for line in self.access(direction) if text in line.get("error", "")]
 
-        return (await eventually(found, f"{direction} access line about {destination}"))[0]
+        return dict((await eventually(found, f"{direction} access line with error {text!r}"))[0])
+
+    def connections(self) -> list[dict[str, Any]]:
+        """Those of all pods, as the dump shows them, each with its direction."""
+        return [
+            connection | {"direction": direction}
+            for pod in self.dump()["workloadState"].values()
+            for direction, listed in pod.get("connections", {}).items()
+            for connection in listed
+        ]
 
     def get(self, port: int, path: str, method: str = "GET") -> tuple[int, str]:
         """A page of the proxy; from inside its namespace."""
@@ -82,7 +114,7 @@ class NodeProxy:
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
 
-        return self.worker.place.run(fetch)
+        return self.place.run(fetch)
 
     def ready(self) -> bool:
         """What the readiness port says."""
@@ -118,7 +150,9 @@ class AmbientMesh:
         pods: more about each pod, as the mesh file says it.
         captured: pods the agents enrol; all unless told.
         env: more environment of the proxies.
-        only_local: the proxies get no control plane but what ``env`` says.
+        local: the proxies get their mesh from a local file with this content, made once addresses are known, and
+            only certificates from the control plane.
+        dedicated: a proxy in each captured pod instead of one per node.
     """
 
     def __init__(
@@ -130,6 +164,8 @@ class AmbientMesh:
         pods: Mapping[str, Mapping[str, Any]] | None = None,
         captured: list[str] | None = None,
         env: Mapping[str, str] | None = None,
+        local: Local | None = None,
+        dedicated: bool = False,
     ) -> None:
         self.lab = Lab(nodes)
         self.folder = folder
@@ -137,6 +173,8 @@ class AmbientMesh:
         self.pods = dict(pods or {})
         self.captured = captured if captured is not None else [name for names in nodes.values() for name in names]
         self.env = dict(env or {})
+        self.local = local
+        self.dedicated = dedicated
         self.proxies: dict[str, NodeProxy] = {}
         self.control_plane: ControlPlane | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -146,12 +184,14 @@ class AmbientMesh:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self.lab)
             self.write_mesh()
+            if self.local is not None:
+                self.write_local(self.local)
             await self.start_control_plane()
             stack.push_async_callback(self.stop_control_plane)
             for worker in self.lab.workers.values():
-                self.proxies[worker.place.name] = await self._start(stack, worker)
+                await self._start(stack, worker)
             for proxy in self.proxies.values():
-                await eventually(proxy.ready, f"{proxy.worker.place.name} ready")
+                await eventually(proxy.ready, f"{proxy.place.name} ready")
             self._stack = stack.pop_all()
         return self
 
@@ -183,6 +223,31 @@ class AmbientMesh:
         new.write_text(yaml.safe_dump(described))
         new.rename(path)
 
+    def write_local(self, local: Local) -> None:
+        """Write the local file; running proxies follow it."""
+        path = self.folder / "local.yaml"
+        new = path.with_suffix(".new")
+        new.write_text(yaml.safe_dump({"policies": [], "services": [], **local(self)}))
+        new.rename(path)
+
+    def workloads(self, **more: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every pod as a local file says it, and ``more`` about some by name; captured ones take tunnels."""
+        return [
+            {
+                "uid": f"Kubernetes//Pod/default/{pod.name}",
+                "name": pod.name,
+                "namespace": "default",
+                "serviceAccount": str(self.pods.get(pod.name, {}).get("service_account", pod.name)),
+                "workloadIps": [str(address) for address in pod.addresses],
+                "protocol": "HBONE" if pod.name in self.captured else "TCP",
+                "node": worker.place.name,
+                "services": {},
+                **more.get(pod.name, {}),
+            }
+            for worker in self.lab.workers.values()
+            for pod in worker.pods.values()
+        ]
+
     async def start_control_plane(self) -> None:
         """Serve the mesh file."""
         plane = ControlPlane(self.folder / "mesh.yaml", [f"unix:{self.folder}/xds.sock"], self.folder / "ca")
@@ -199,21 +264,35 @@ class AmbientMesh:
 
     # Nodes
 
-    async def _start(self, stack: contextlib.AsyncExitStack, worker: Worker) -> NodeProxy:
+    async def _start(self, stack: contextlib.AsyncExitStack, worker: Worker) -> None:
         name = worker.place.name
         agent = await stack.enter_async_context(
             NodeAgent(self.folder / f"{name}.zds", grace_s=0.1, remove_on_exit=True)
         )
+        captured = [pod for pod in worker.pods.values() if pod.name in self.captured]
+        if self.dedicated:
+            for pod in captured:
+                # Only for the rules: nobody answers the announcement.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await agent.enrol(self.described(pod))
+                env = {
+                    "PROXY_MODE": "dedicated",
+                    "PROXY_WORKLOAD_INFO": f"default/{pod.name}/{self.described(pod).info.service_account}",
+                    "PACKET_MARK": "1337",
+                }
+                process = self.start_proxy(worker, pod, **env)
+                self.proxies[pod.name] = NodeProxy(pod, self.folder, process, agent, [pod.name])
+            return
         process = self.start_proxy(worker)
-        proxy = NodeProxy(worker, self.folder, process, agent)
-        for pod in worker.pods.values():
-            if pod.name in self.captured:
-                await agent.enrol(self.described(pod))
-        return proxy
+        self.proxies[name] = NodeProxy(worker.place, self.folder, process, agent, list(worker.pods))
+        for pod in captured:
+            await agent.enrol(self.described(pod))
 
-    def start_proxy(self, worker: Worker, **env: str) -> "subprocess.Popen[bytes]":
-        """A node proxy process, as Istio's chart starts it."""
+    def start_proxy(self, worker: Worker, place: Place | None = None, **env: str) -> "subprocess.Popen[bytes]":
+        """A proxy process, as Istio's chart starts it; in the node's namespace unless told."""
         name = worker.place.name
+        place = place or worker.place
         socket = f"unix:{self.folder}/xds.sock"
         environment = {
             **{key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ},
@@ -231,12 +310,13 @@ class AmbientMesh:
             "TERMINATION_GRACE_PERIOD_SECONDS": "30",
             "LOG_FORMAT": "json",
             "RUST_LOG": "info",
+            **({"XDS_ADDRESS": "", "LOCAL_XDS_PATH": f"{self.folder}/local.yaml"} if self.local else {}),
             **self.env,
             **env,
         }
-        output = (self.folder / f"{name}.log").open("ab")
+        output = (self.folder / f"{place.name}.log").open("ab")
         with output:
-            return worker.place.popen(
+            return place.popen(
                 [sys.executable, "-m", "ztunnel", "proxy", "ztunnel"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -253,7 +333,7 @@ class AmbientMesh:
     def node_of(self, pod: str) -> NodeProxy:
         """The proxy of a pod's node."""
         for proxy in self.proxies.values():
-            if pod in proxy.worker.pods:
+            if pod in proxy.pods:
                 return proxy
         raise KeyError(pod)
 
@@ -274,6 +354,14 @@ async def ask(place: Place, host: object, port: int, payload: bytes = HELLO, wai
             while data := await loop.sock_recv(sock, 65536):
                 received += data
             return received
+
+
+async def refused(place: Place, host: object, port: int) -> bool:
+    """Whether an application gets nothing: an end or a reset, for its bytes may have been on their way."""
+    try:
+        return await ask(place, host, port) == b""
+    except ConnectionResetError:
+        return True
 
 
 @contextlib.asynccontextmanager

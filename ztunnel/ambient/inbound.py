@@ -308,7 +308,13 @@ class Inbound:
     # Tunnels of this very node
 
     async def join(
-        self, outer: Record, who: Described, own: WorkloadCertificate, authority: str, service: str | None
+        self,
+        outer: Record,
+        who: Described,
+        own: WorkloadCertificate,
+        local: SocketAddress,
+        authority: str,
+        service: str | None,
     ) -> Joined | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
@@ -318,6 +324,7 @@ class Inbound:
         Args:
             outer: the outbound half; both count the same bytes.
             who: the pod it is in; ``own``: that pod's certificate.
+            local: of this pod's addresses the one that would be dialled.
             authority: what the CONNECT would name; ``service``: what ``forwarded`` would.
 
         Returns:
@@ -327,15 +334,14 @@ class Inbound:
             Failed: refused, as over the wire.
         """
         pod = self._pod
-        here = pod.local.current
-        if here is None:
+        here, host = pod.local.current, _own_address(who.workload, outer.source.host, local.host)
+        if here is None or host is None:
             return None
         there = await pod.certificate(here)
         if not _would_shake_hands(own, there):
             return None
-        local = SocketAddress(next(iter(here.addresses), ""), HBONE_PORT)
         described = self._node.described(here)
-        client = outer.source
+        client = SocketAddress(host, outer.source.port)
         peer = _Peer(client, local, described, None, (str(own.issued.identity),), own.issued.identity)
         record = Record(self._node, Direction.INBOUND, client, local)
         record.counts = outer.counts
@@ -459,6 +465,12 @@ class Inbound:
 
 def _address(name: tuple[str, int]) -> SocketAddress:
     return SocketAddress(canonical(name[0]), name[1])
+
+
+def _own_address(workload: Workload, seen: str, towards: str) -> str | None:
+    """What the pod of a workload would dial from: never the loopback or foreign address of who asked it to."""
+    same_family = [host for host in workload.addresses if (":" in host) == (":" in towards)]
+    return seen if seen in same_family else next(iter(same_family), None)
 
 
 def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:

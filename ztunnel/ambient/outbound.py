@@ -333,7 +333,7 @@ class Outbound:
             return None
         own = await self._pod.certificate(who.workload)
         service = route.service.hostname if route.service is not None else None
-        return await pod.join(live.record, who, own, route.authority, service)
+        return await pod.join(live.record, who, own, target, route.authority, service)
 
 
 def _note(

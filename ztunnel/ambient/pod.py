@@ -146,7 +146,13 @@ class Join(Protocol):
     """See :meth:`ztunnel.ambient.inbound.Inbound.join`."""
 
     async def __call__(
-        self, outer: Record, who: Described, own: WorkloadCertificate, authority: str, service: str | None
+        self,
+        outer: Record,
+        who: Described,
+        own: WorkloadCertificate,
+        local: SocketAddress,
+        authority: str,
+        service: str | None,
     ) -> Joined | None:
         """The inbound half, or ``None`` when the tunnel must go over the wire."""
 

@@ -19,10 +19,15 @@ _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
 
 
 class Direction(StrEnum):
-    """Who reports."""
+    """Who reports, in access lines."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
+
+    @property
+    def reporter(self) -> str:
+        """The same in metrics."""
+        return "source" if self is Direction.OUTBOUND else "destination"
 
 
 class Record:
@@ -99,7 +104,11 @@ class Record:
 
     def _labels(self) -> tuple[str, ...]:
         return traffic_labels(
-            self.direction, self.source_side, self.destination_side, self.service, secured=self.secured
+            self.direction.reporter,
+            self.source_side,
+            self.destination_side,
+            self.service,
+            secured=self.secured,
         )
 
     def _workloads(self) -> list[str]:

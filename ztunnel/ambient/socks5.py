@@ -1,6 +1,7 @@
 """The part of SOCKS5 (RFC 1928) that applications use to dial: CONNECT without authentication."""
 
 import asyncio
+import contextlib
 import ipaddress
 from typing import Protocol
 
@@ -13,6 +14,8 @@ _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
 #: A greeting and a request are at most 257 and 262 bytes; who takes longer than this is not a client.
 _TIMEOUT_S = 5.0
+#: How long its name may take to be looked up; resolvers give up on a name that is not there later than that.
+_LOOKUP_S = 5.0
 
 
 class Resolve(Protocol):
@@ -43,18 +46,28 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
         OSError: the client is gone.
     """
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            return await _accept(client, resolve)
-    except TimeoutError as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        return None
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                wanted = await _request(client)
+        except TimeoutError as error:
+            if error.errno:
+                raise  # of the socket
+            return None
+        if wanted is None:
+            return None
+        destination = await _resolved(client, *wanted, resolve)
+        client.send_first(reply(SUCCEEDED))
+        return destination
     except _Refused as refused:
         client.send_first(reply(refused.status))
         return None
 
 
-async def _accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
+async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
+    """The name (bytes) or address that is asked for, and the port.
+
+    All of a request is read before it is refused: what is left unread would turn the answer into a reset.
+    """
     version, count = await _exactly(client, 2)
     methods = await _exactly(client, count)
     if version != _VERSION:
@@ -66,33 +79,38 @@ async def _accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None
     version, command, _, kind = await _exactly(client, 4)
     if version != _VERSION or command != _CONNECT:
         raise _Refused(COMMAND_NOT_SUPPORTED)
+    host: bytes | str
     if kind == _IPV4:
         host = canonical(ipaddress.IPv4Address(await _exactly(client, 4)))
     elif kind == _IPV6:
         host = canonical(ipaddress.IPv6Address(await _exactly(client, 16)))
     elif kind == _NAME:
-        host = await _named(client, resolve)
+        (length,) = await _exactly(client, 1)
+        host = await _exactly(client, length)
     else:
         raise _Refused(COMMAND_NOT_SUPPORTED)
     port = int.from_bytes(await _exactly(client, 2), "big")
     if not port:
         raise _Refused(GENERAL_FAILURE)
-    client.send_first(reply(SUCCEEDED))
-    return SocketAddress(host, port)
+    return host, port
 
 
-async def _named(client: PlainSocket, resolve: Resolve) -> str:
-    (length,) = await _exactly(client, 1)
-    raw = await _exactly(client, length)
+async def _resolved(client: PlainSocket, host: bytes | str, port: int, resolve: Resolve) -> SocketAddress:
+    if isinstance(host, str):
+        return SocketAddress(host, port)
     try:
-        name = raw.decode("ascii")
+        name = host.decode("ascii")
     except UnicodeDecodeError:
         raise _Refused(GENERAL_FAILURE) from None
     ipv6 = ":" in canonical(client.sock.getpeername()[0])
-    host = await resolve(name, ipv6=ipv6) if name else None
-    if host is None:
+    found = None
+    if name:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOKUP_S):
+                found = await resolve(name, ipv6=ipv6)
+    if found is None:
         raise _Refused(HOST_UNREACHABLE)
-    return host
+    return SocketAddress(found, port)
 
 
 async def _exactly(client: PlainSocket, size: int) -> bytes:
