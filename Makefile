@@ -18,8 +18,8 @@ $(STAMP): requirements/dev.lock pyproject.toml
 
 setup: $(STAMP) ## the virtual environment, from requirements/dev.lock
 
-demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; KEEP=1 stays up
-	@$(PY) -m deploy.demo $(if $(KEEP),--keep)
+demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it; KEEP=1 stays up
+	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(KEEP),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q

@@ -45,20 +45,33 @@ def _environment(process: Path) -> bytes:
         return b""
 
 
-def test_everything_comes_out_as_expected(tmp_path: Path) -> None:
-    demo = start(tmp_path)
+@pytest.mark.parametrize(("mode", "expectations"), [("node", 18), ("inpod", 28)])
+def test_everything_comes_out_as_expected(tmp_path: Path, mode: str, expectations: int) -> None:
+    demo = start(tmp_path, "--mode", mode)
     output, _ = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, output
     assert "FAIL" not in output
     assert output.rstrip().endswith("Everything came out as expected.")
-    assert output.count("  ok  ") == 18
+    assert output.count("  ok  ") == expectations
     assert left_behind(demo.pid, tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["Setting the stage", "productpage calls the service", "Still running"])
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals, moment: str) -> None:
-    demo = start(tmp_path, "--keep")
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        ("node", "Setting the stage"),
+        ("node", "productpage calls the service"),
+        ("node", "Still running"),
+        ("inpod", "productpage looks up"),
+        ("inpod", "the proxy of worker2 is replaced"),
+        ("inpod", "Still running"),
+    ],
+)
+def test_an_interrupted_demo_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, mode: str, moment: str
+) -> None:
+    demo = start(tmp_path, "--mode", mode, "--keep")
     assert demo.stdout is not None
     for line in demo.stdout:
         if line.startswith(moment):

@@ -1,0 +1,402 @@
+"""Interception in every pod's own namespace, today's Istio: workloads and authorization instead of listeners.
+
+The proxies get nothing but what Istio's chart would put into their environment, and where the sockets of this
+machine's control plane and agents are.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Self
+
+import dns.exception
+import dns.message
+import dns.query
+import dns.rdatatype
+
+from deploy.demo.stage import (
+    NODES,
+    OUTSIDE,
+    PORT,
+    VERSIONS,
+    VIP,
+    ZTUNNEL_COMMAND,
+    Call,
+    Demo,
+    Unexpected,
+    account,
+    connect,
+    netns_path,
+    short,
+)
+from tproxy.aio.lab import Place
+
+HOSTNAME = "reviews.default.svc.cluster.local"
+#: Nobody is there: what is sent to it is answered in the pod, or not at all.
+NAME_SERVER = "10.96.0.10"
+#: Enough that each of three endpoints, drawn at random, is among them: one run in ten million would differ.
+_CALLS = 40
+_SETTLE_S = 10.0
+_TUNNEL_PORT = 15008
+#: Where the second generation of worker2's proxy runs: in a namespace of its own, as the next pod of a DaemonSet.
+_NEXT = "ztunnel-next"
+
+
+@dataclass
+class InPodDemo(Demo):
+    """A node agent writes the rules of each pod and announces it to the proxy, which listens inside the pod."""
+
+    setting = "two nodes, their pods, a control plane that speaks WDS, an agent and a proxy per node"
+    places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
+
+    _proxies: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+
+    def start(self) -> None:
+        """See :class:`Demo`."""
+        for name, worker in self.lab.workers.items():
+            members = [pod for pod in NODES[name] if pod != OUTSIDE]
+            self._announce(name, members)
+            agent = [*ZTUNNEL_COMMAND, "agent", "--state", f"pods-{name}.yaml", "--socket", f"{name}.zds"]
+            self.run(worker.place, "agent", [*agent, "--grace", "0.2"])
+            print(f"  {name}: an agent for {len(members)} pods")
+        self.start_applications()
+        self.start_control_plane()
+        for name, worker in self.lab.workers.items():
+            self._proxies[name] = self._start_proxy(name, worker.ztunnel)
+        for name, worker in self.lab.workers.items():
+            self.wait(f"the proxy of {name}", partial(self._is_ready, worker.ztunnel))
+        self.wait_for_applications()
+
+    def _announce(self, node: str, members: list[str]) -> None:
+        """Say which pods of a node shall be in the mesh; its agent follows."""
+        pods = {
+            name: {"netns": self.lab.pod(name).netns.name, "service_account": account(name)} for name in members
+        }
+        self.replace(f"pods-{node}.yaml", json.dumps({"pods": pods}, indent=1))
+
+    def _start_proxy(self, node: str, place: Place) -> "subprocess.Popen[bytes]":
+        environment = {
+            **{key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ},
+            "CA_ADDRESS": f"unix:{self.socket}",
+            "XDS_ADDRESS": f"unix:{self.socket}",
+            "INPOD_UDS": str(self.folder / f"{node}.zds"),
+            "LOG_FORMAT": "json",
+            "RUST_LOG": "info",
+            "RUST_BACKTRACE": "1",
+            "ISTIO_META_CLUSTER_ID": "Kubernetes",
+            "INPOD_ENABLED": "true",
+            "TERMINATION_GRACE_PERIOD_SECONDS": "30",
+            "POD_NAME": place.name,
+            "POD_NAMESPACE": "istio-system",
+            "NODE_NAME": node,
+            "INSTANCE_IP": str(place.ipv4),
+            "SERVICE_ACCOUNT": "ztunnel",
+        }
+        return self.run_proxy(node, place, [*ZTUNNEL_COMMAND, "proxy", "ztunnel"], environment)
+
+    def _is_ready(self, place: Place) -> bool:
+        return self.page(place, 15021, "/healthz/ready") == (200, "ready\n")
+
+    def acts(self) -> None:
+        """See :class:`Demo`."""
+        self._act_name()
+        self._act_balance()
+        self._act_pod_address()
+        self._act_node_local()
+        self._act_outside()
+        self._act_refused()
+        self._act_policy()
+        self._act_removal()
+        self._act_successor()
+        self._act_answers()
+
+    # What the proxies say
+
+    def _records(self) -> list[dict[str, object]]:
+        """New access log lines, the client's side first."""
+        lines = [line for line in self.new_lines() if line.get("scope") == "access"]
+        return sorted(lines, key=lambda line: line.get("direction") != "outbound")
+
+    def _show(self, title: str, call: Call, expected: bool, records: list[dict[str, object]]) -> None:
+        """A call and what the proxies say about it."""
+        self.judge(expected, f"{title}: {call}")
+        for record in records:
+            print(f"      {_row(record)}")
+
+    def _dump(self, place: Place) -> dict[str, object]:
+        dump = json.loads(self.page(place, 15000, "/config_dump")[1])
+        assert isinstance(dump, dict)
+        return dump
+
+    # The play
+
+    def _act_name(self) -> None:
+        """A pod asks for the service's name; the answer comes from the proxy, inside the pod."""
+        print(f"\nproductpage looks up {HOSTNAME}, at a name server that is not there")
+        query = dns.message.make_query(HOSTNAME, dns.rdatatype.A)
+        began = time.perf_counter()
+        with self.lab.pod("productpage").netns.entered():
+            try:
+                answer = dns.query.udp(query, NAME_SERVER, timeout=5.0)
+                found = [str(item) for rrset in answer.answer for item in rrset]
+            except (OSError, dns.exception.Timeout) as error:
+                found = [type(error).__name__]
+        took_ms = (time.perf_counter() - began) * 1000
+        self.judge(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms")
+
+    def _act_balance(self) -> None:
+        """The service's address, many times: every version, on both nodes."""
+        print(f"\nproductpage calls the service reviews at {VIP}:{PORT}, {_CALLS} times")
+        self.new_lines()
+        calls = [self.call("productpage", VIP) for _ in range(_CALLS)]
+        records = self._records()
+        answers = Counter(call.answered_by for call in calls)
+        shares = ", ".join(f"{name or 'none'} {count}" for name, count in sorted(answers.items()))
+        self.judge(set(answers) == set(VERSIONS), f"every version answered: {shares}")
+        client = str(self.lab.pod("productpage").ipv4)
+        kept = {call.peer for call in calls} == {client}
+        self.judge(kept, f"each saw the client's own address, {client}")
+        far = [line for line in records if line.get("dst.workload") == "reviews-v1"]
+        captured = [line for line in records if line["direction"] == "outbound"]
+        self.judge(
+            len(captured) == _CALLS and all(line.get("dst.identity") for line in captured),
+            f"{len(captured)} connections were captured, each with an identity at both ends",
+        )
+        for line in far[:1] + [line for line in far if line["direction"] == "inbound"][:1]:
+            print(f"      {_row(line)}")
+
+    def _act_pod_address(self) -> None:
+        """A pod's own address on the other node, of both IP versions."""
+        print("\nproductpage calls a pod of the other node by its address")
+        server, client = self.lab.pod("reviews-v1"), self.lab.pod("productpage")
+        for version in (4, 6):
+            call = self.call("productpage", str(server.address(version)))
+            kept = call.peer == str(client.address(version))
+            self._show(f"pod, IPv{version}", call, call.answered_by == "reviews-v1" and kept, self._records())
+
+    def _act_node_local(self) -> None:
+        """Pods of one node: judged as on the wire, without being there."""
+        print("\nproductpage calls a pod of its own node")
+        before = self.tap.report.packets
+        call = self.call("productpage", str(self.lab.pod("reviews-v2").ipv4))
+        records = self._records()
+        known = len(records) == 2 and all(
+            line.get("src.identity") and line.get("dst.identity") for line in records
+        )
+        self._show("own node", call, call.answered_by == "reviews-v2" and known, records)
+        packets = self.tap.report.packets - before
+        self.judge(packets == 0, f"{packets} packets crossed the wire between the nodes")
+
+    def _act_outside(self) -> None:
+        """From outside the mesh, in plain text: let in where no policy forbids it."""
+        print("\na pod outside the mesh calls one inside")
+        call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
+        self._show("outside", call, call.answered_by == "ratings", self._records())
+        call = self.call(OUTSIDE, str(self.lab.pod("reviews-v1").ipv4))
+        self._show("outside, to a protected pod", call, bool(call.error), self._records())
+
+    def _act_refused(self) -> None:
+        """An identity that the policy does not name, on the other node and on this one."""
+        print("\na pod with another identity calls reviews; its policy names productpage only")
+        for title, server in (("refused", "reviews-v1"), ("refused, own node", "reviews-v2")):
+            call = self.call("intruder", str(self.lab.pod(server).ipv4))
+            records = self._records()
+            denied = any("policy rejection" in str(line.get("error")) for line in records)
+            self._show(title, call, bool(call.error) and denied, records)
+
+    def _act_policy(self) -> None:
+        """The policy changes while a connection is open."""
+        print(
+            "\nthe policy in the mesh file changes: only intruder may call reviews; a connection is open meanwhile"
+        )
+        connection = connect(self.lab.pod("productpage"), VIP, PORT)
+        before = self.call_on(connection, "productpage", VIP)
+        self.judge(before.answered_by in VERSIONS, f"before: {before}")
+        assert connection.sock is not None
+        connection.sock.settimeout(_SETTLE_S)
+        began = time.monotonic()
+        self.replace("mesh.yaml", self.mesh(viewer="intruder"))
+        try:
+            closed = connection.sock.recv(1) == b""
+        except ConnectionResetError:
+            closed = True
+        except TimeoutError:
+            closed = False
+        connection.close()
+        took_s = time.monotonic() - began
+        self.judge(
+            closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
+        )
+        after = self.call("productpage", VIP)
+        self._show("after", after, bool(after.error), self._records())
+        self.replace("mesh.yaml", self.mesh())
+        self._wait_or_fail(
+            "productpage may call again once the file is as it was",
+            lambda: set(VERSIONS) <= {self.call("productpage", VIP).answered_by for _ in range(_CALLS)},
+        )
+        self._records()
+
+    def _act_removal(self) -> None:
+        """One pod leaves the mesh: the agent takes its rules, the proxy its listeners."""
+        print("\nreviews-v3 leaves the mesh and the service")
+        place = self.lab.pod("reviews-v3")
+        ztunnel = self.lab.worker("worker2").ztunnel
+        was_captured = _tunnel_port_is_open(place)
+        staying = tuple(name for name in VERSIONS if name != "reviews-v3")
+        self.replace("mesh.yaml", self.mesh(reviews=staying, outside=(OUTSIDE, "reviews-v3")))
+        self._announce("worker2", [pod for pod in NODES["worker2"] if pod != "reviews-v3"])
+
+        def gone() -> bool:
+            state = self._dump(ztunnel)["workloadState"]
+            assert isinstance(state, dict)
+            return "default/reviews-v3" not in state and not _tunnel_port_is_open(place)
+
+        self._wait_or_fail("its listeners are gone, and so it is from the dump", lambda: was_captured and gone())
+        self._records()
+        answers = {self.call("productpage", VIP).answered_by for _ in range(_CALLS)}
+        self._records()
+        self.judge(answers == set(staying), f"the service goes on with {', '.join(sorted(answers))}")
+        call = self.call("reviews-v3", str(self.lab.pod("reviews-v2").ipv4))
+        records = self._records()
+        plain = [line["direction"] for line in records] == ["inbound"] and "src.identity" not in records[0]
+        self._show("reviews-v3 has no identity any more", call, bool(call.error) and plain, records)
+
+    def _act_successor(self) -> None:
+        """A second generation of the proxy beside the first, which then ends."""
+        print("\nthe proxy of worker2 is replaced while pods go on calling")
+        connection = connect(self.lab.pod("productpage"), VIP, PORT)
+        before = self.call_on(connection, "productpage", VIP)
+        old = self._proxies["worker2"]
+        with _Caller(self) as caller:
+            self._proxies["worker2"] = self._start_proxy("worker2", self.lab.pod(_NEXT))
+            self.wait("the second generation", partial(self._is_ready, self.lab.pod(_NEXT)))
+            so_far = caller.count
+            old.send_signal(signal.SIGTERM)
+            self.wait("more calls", lambda: caller.count >= so_far + _CALLS)
+            during = self.call_on(connection, "productpage", VIP)
+            connection.close()
+            try:
+                status = old.wait(_SETTLE_S)
+            except subprocess.TimeoutExpired:
+                status = -1
+            at_end = caller.count
+            self.wait("calls without the first generation", lambda: caller.count >= at_end + _CALLS)
+        failures = [call for call in caller.calls if call.error]
+        self.judge(not failures, f"{len(caller.calls)} new connections meanwhile, {len(failures)} failed")
+        for call in failures[:3]:
+            print(f"      {call}")
+        same = before.answered_by == during.answered_by != ""
+        self.judge(same, f"the open connection went on with {during.answered_by or during.error}")
+        self.judge(status == 0, f"the first generation ended by itself, status {status}")
+        self.new_lines()
+
+    def _act_answers(self) -> None:
+        """What the proxy says about itself."""
+        place = self.lab.pod(_NEXT)
+        print("\ncurl -s 127.0.0.1:15000/config_dump, :15020/metrics and :15021/healthz/ready, on worker2")
+        dump = self._dump(place)
+        state, services = dump["workloadState"], dump["services"]
+        assert isinstance(state, dict)
+        assert isinstance(services, list)
+        up = sorted(pod for pod, shown in state.items() if shown["state"] == "Up")
+        for key in ("workloads", "services", "policies", "certificates"):
+            found = dump[key]
+            assert isinstance(found, list)
+            print(f"      {key:13} {len(found)}")
+        print(f"      workloadState {', '.join(up)}")
+        expected = [f"default/{pod}" for pod in NODES["worker2"] if pod != "reviews-v3"]
+        self.judge(up == sorted(expected), "the dump has every captured pod of the node, up")
+        endpoints = next((len(item["endpoints"]) for item in services if item["hostname"] == HOSTNAME), 0)
+        self.judge(endpoints == 2, f"and the service with {endpoints} endpoints")
+        metrics = self.page(place, 15020, "/metrics")[1]
+        opened = [line for line in metrics.splitlines() if line.startswith("istio_tcp_connections_opened_total{")]
+        mutual = sum(float(line.split()[-1]) for line in opened if "mutual_tls" in line)
+        self.judge(mutual > 0, f"the metrics count {mutual:g} connections over mutual TLS since the replacement")
+        status, text = self.page(place, 15021, "/healthz/ready")
+        self.judge((status, text) == (200, "ready\n"), f"readiness: {status} {text.strip()}")
+
+    def _wait_or_fail(self, what: str, condition: Callable[[], bool]) -> None:
+        """An expectation that needs a moment to come true."""
+        began = time.monotonic()
+        try:
+            self.wait(what, condition, _SETTLE_S)
+        except Unexpected:
+            self.judge(False, f"{what}: not within {_SETTLE_S:g} s")
+        else:
+            self.judge(True, f"{what}, after {time.monotonic() - began:.1f} s")
+
+    def explain(self) -> None:
+        """See :class:`Demo`."""
+        inside = netns_path(self.lab.pod(_NEXT))
+        pod = netns_path(self.lab.pod("productpage"))
+        print("\nStill running; ctrl-C ends it. From another terminal:")
+        print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
+        print(f"  pods           {self.folder}/pods-*.yaml   (edit them: the agents follow)")
+        print(f"  logs           {self.folder}/*.log")
+        print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
+        print(f"  its rules      nsenter --net={pod} nft list ruleset")
+        print(f"  everything     nsenter --net={inside} curl -s 127.0.0.1:15000/config_dump")
+        print(f"  more log       nsenter --net={inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
+
+
+class _Caller:
+    """Calls the service from productpage again and again, each time by a new connection, while entered."""
+
+    def __init__(self, demo: Demo) -> None:
+        self.calls: list[Call] = []
+        self._demo = demo
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caller", daemon=True)
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return len(self.calls)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                call = self._demo.call("productpage", VIP)
+            except OSError as error:
+                call = Call("productpage", VIP, "", type(error).__name__, 0.0)
+            self.calls.append(call)
+
+
+def _tunnel_port_is_open(pod: Place) -> bool:
+    """Whether a proxy listens inside a pod."""
+    with pod.socket() as sock:
+        sock.settimeout(1.0)
+        return sock.connect_ex(("127.0.0.1", _TUNNEL_PORT)) == 0
+
+
+def _row(record: dict[str, object]) -> str:
+    """One access log line as one line of the table."""
+    who = " -> ".join(short(record[key]) for key in ("src.identity", "dst.identity") if key in record)
+    workloads = " -> ".join(str(record.get(key, "-")) for key in ("src.workload", "dst.workload"))
+    received, sent = record.get("bytes_recv"), record.get("bytes_sent")
+    parts = (
+        f"{record['node']:8}",
+        f"{record['direction']:8}",
+        f"{workloads:26}",
+        f"to {record['dst.addr']:26}",
+        "" if received is None else f"{received} B in {sent} B out",
+        str(record.get("duration", "")),
+        who and f"as {who}",
+        str(record.get("error", "")),
+    )
+    return "  ".join(part for part in parts if part)

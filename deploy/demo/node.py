@@ -1,0 +1,200 @@
+"""Interception on the node, Envoy's dialect: the listeners of the 2022 ambient mesh, hop by hop."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from deploy.demo.stage import (
+    OUTSIDE,
+    PORT,
+    VERSIONS,
+    VIP,
+    ZTUNNEL_COMMAND,
+    Call,
+    Demo,
+    Unexpected,
+    connect,
+    netns_path,
+    short,
+)
+from tproxy.aio.kernel import BlockingKernel
+from tproxy.aio.lab import Place
+from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
+
+
+@dataclass
+class NodeDemo(Demo):
+    """TPROXY on each node leads its pods to the proxy; the control plane sends listeners and clusters."""
+
+    setting = "two nodes, their pods, a control plane, a proxy per node"
+
+    def start(self) -> None:
+        """Interception, applications, control plane, proxies; returns when all are ready."""
+        for worker in self.lab.workers.values():
+            members = [name for name in worker.pods if name != OUTSIDE]
+            netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
+            with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as kernel:
+                changes = kernel.apply(node(worker.wanted(members)))
+            print(f"  {worker.place.name}: interception of {len(members)} pods in place, {len(changes)} changes")
+        self.start_applications()
+        self.start_control_plane("--json-log")
+        for name, worker in self.lab.workers.items():
+            proxy = [*ZTUNNEL_COMMAND, "proxy", "--control-plane", f"unix:{self.socket}", "--node", name]
+            self.run_proxy(name, worker.ztunnel, [*proxy, "--log-flush", "100ms"])
+        for name, worker in self.lab.workers.items():
+            self.wait(f"the proxy of {name}", partial(self._is_live, worker.ztunnel))
+        self.wait_for_applications()
+
+    def _is_live(self, ztunnel: Place) -> bool:
+        """Whether a proxy has listeners and everything they need."""
+        return self.page(ztunnel, 15000, "/ready")[1].startswith("LIVE")
+
+    def acts(self) -> None:
+        """See :class:`Demo`."""
+        self._act_rotation()
+        self._act_pod_address()
+        self._act_outside()
+        self._act_refused()
+        self._act_move()
+        self._act_dump()
+
+    def _hops(self) -> list[dict[str, object]]:
+        """New access log lines, in the order of the path."""
+        return sorted(self.new_lines(), key=lambda line: _place_on_path(str(line["hop"])))
+
+    def _show(self, title: str, call: "Call", expected: bool, hops: list[dict[str, object]]) -> None:
+        """A call and what the proxies say about it."""
+        self.judge(expected, f"{title}: {call}")
+        seen = set()
+        for hop in hops:
+            key = (hop["node"], hop["hop"], hop["chain"], hop["upstream"])
+            if (
+                str(hop["hop"]).endswith(("capture listener", "inbound listener", "listener plaintext"))
+                or key in seen
+            ):
+                continue  # a listener's own line repeats the filter's
+            seen.add(key)
+            print(f"      {_row(hop)}")
+
+    def _act_rotation(self) -> None:
+        """The service's address, six times: every version in turn, on both nodes."""
+        print(f"\nproductpage calls the service reviews at {VIP}:{PORT}")
+        answers = []
+        for _ in range(6):
+            call = self.call("productpage", VIP)
+            hops = self._hops()
+            answers.append(call.answered_by)
+            self._show("service", call, call.answered_by.startswith("reviews-v"), hops)
+        even = sorted(answers) == sorted([*VERSIONS] * 2)
+        self.judge(even, f"each version answered twice: {', '.join(answers)}")
+
+    def _act_pod_address(self) -> None:
+        """A pod's own address, on the other node: one hop less, the client's address kept."""
+        print("\nproductpage calls a pod of the other node by its address")
+        call = self.call("productpage", str(self.lab.pod("reviews-v1").ipv4))
+        kept = call.peer == str(self.lab.pod("productpage").ipv4)
+        self._show("pod, IPv4", call, call.answered_by == "reviews-v1" and kept, self._hops())
+        call = self.call("productpage", str(self.lab.pod("reviews-v1").ipv6))
+        kept = call.peer == str(self.lab.pod("productpage").ipv6)
+        self._show("pod, IPv6", call, call.answered_by == "reviews-v1" and kept, self._hops())
+
+    def _act_outside(self) -> None:
+        """From outside the mesh, in plain text: let in where no policy forbids it."""
+        print("\na pod outside the mesh calls one inside")
+        call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
+        self._show("outside", call, call.answered_by == "ratings", self._hops())
+        call = self.call(OUTSIDE, str(self.lab.pod("reviews-v1").ipv4))
+        self._show("outside, to a protected pod", call, bool(call.error), self._hops())
+
+    def _act_refused(self) -> None:
+        """An identity that the policy does not name."""
+        print("\na pod with another identity calls reviews; its policy names productpage only")
+        call = self.call("intruder", VIP)
+        hops = self._hops()
+        denied = any("rbac_access_denied" in str(hop["termination"]) for hop in hops)
+        self._show("refused", call, bool(call.error) and denied, hops)
+
+    def _act_move(self) -> None:
+        """The control plane moves traffic while a connection stays open."""
+        print("\nthe mesh file changes: reviews is only reviews-v2 now; one connection stays open meanwhile")
+        connection = connect(self.lab.pod("productpage"), VIP, PORT)
+        before = self.call_on(connection, "productpage", VIP)
+        self.replace("mesh.yaml", self.mesh(reviews=("reviews-v2",)))
+        moved = [""]
+
+        def all_moved() -> bool:
+            moved[:] = [self.call("productpage", VIP).answered_by for _ in range(3)]
+            return set(moved) == {"reviews-v2"}
+
+        began = time.monotonic()
+        try:
+            self.wait("the change", all_moved, 10.0)
+        except Unexpected:
+            self.judge(False, f"new connections still go to {', '.join(moved)}")
+        else:
+            self.judge(
+                True, f"new connections go to reviews-v2 only, {time.monotonic() - began:.1f} s after the edit"
+            )
+        after = self.call_on(connection, "productpage", VIP)
+        same = before.answered_by == after.answered_by != ""
+        self.judge(same, f"the open connection goes on with {after.answered_by or after.error}")
+        connection.close()
+        self._hops()
+
+    def _act_dump(self) -> None:
+        """What the proxy says it is configured with."""
+        print("\ncurl -s 127.0.0.1:15000/config_dump?include_eds, on worker2")
+        dump = json.loads(self.page(self.lab.worker("worker2").ztunnel, 15000, "/config_dump?include_eds")[1])
+        kinds = [config["@type"].rpartition(".")[2] for config in dump["configs"]]
+        for index, kind in enumerate(kinds):
+            print(f"      configs[{index}]  {kind}")
+        wanted = ["BootstrapConfigDump", "ClustersConfigDump", "EndpointsConfigDump"]
+        self.judge(kinds[:1] + [k for k in kinds if k in wanted[1:]] == wanted, "the dump has its order")
+        endpoints = next(c for c in dump["configs"] if c["@type"].endswith("EndpointsConfigDump"))
+        mine = "bookinfo-productpage_to_http_reviews"
+        for entry in endpoints.get("dynamic_endpoint_configs", []):
+            config = entry["endpoint_config"]
+            if mine in config.get("cluster_name", ""):
+                text = json.dumps(config["endpoints"][0]["lb_endpoints"][0], indent=1)
+                print("\n".join("      " + line for line in text.splitlines()))
+                self.judge("reviews" in config["cluster_name"], "the endpoint of the moved service is there")
+                return
+        self.judge(False, "no endpoints of the service in the dump")
+
+    def explain(self) -> None:
+        """How to look around."""
+        inside = netns_path(self.lab.worker("worker2").ztunnel)
+        pod = netns_path(self.lab.pod("productpage"))
+        print("\nStill running; ctrl-C ends it. From another terminal:")
+        print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
+        print(f"  logs           {self.folder}/*.log")
+        print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
+        print(f"  admin          nsenter --net={inside} curl -s 127.0.0.1:15000/help")
+        print(f"  connections    nsenter --net={inside} curl -s 127.0.0.1:15000/connections")
+
+
+def _row(hop: dict[str, object]) -> str:
+    """One hop as one line of the table."""
+    upstream = str(hop["upstream"] or "-").replace(
+        "outbound_tunnel_lis_spiffe://cluster.local/ns/default/sa/", "…/"
+    )
+    who = " -> ".join(short(hop[key]) for key in ("client_identity", "server_identity") if hop[key])
+    said = next((str(hop[key]) for key in ("termination", "failure") if hop[key]), "")
+    parts = (
+        f"{hop['node']:8}",
+        f"{str(hop['hop'])[:38]:38}",
+        f"to {upstream[:46]:46}",
+        f"{hop['bytes_received']} B in {hop['bytes_sent']} B out",
+        f"{hop['duration_ms']} ms",
+        who and f"as {who}",
+        said,
+    )
+    return "  ".join(part for part in parts if part)
+
+
+def _place_on_path(hop: str) -> int:
+    """Where a hop comes on the way from client to application; the clock's milliseconds do not tell."""
+    words = ("capture", "outbound tunnel", "passthrough", "inbound")
+    return next((place for place, word in enumerate(words) if hop.startswith(word)), len(words))

@@ -1,0 +1,309 @@
+"""What every demo stands on: a lab with the pods of bookinfo, programs in it, one line per expectation."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from deploy.demo.wire import WireReport, WireTap
+from tproxy.aio.lab import Lab, Place
+
+VIP = "10.96.183.192"
+PORT = 9080
+NODES = {
+    "worker": ["reviews-v1", "ratings", "visitor"],
+    "worker2": ["productpage", "reviews-v2", "reviews-v3", "intruder"],
+}
+VERSIONS = ("reviews-v1", "reviews-v2", "reviews-v3")
+OUTSIDE = "visitor"
+SERVERS = (*VERSIONS, "ratings")
+SECRET = b"the secret of this page is plain to see"
+ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
+_ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
+
+
+class Unexpected(Exception):
+    """Something did not come out as promised."""
+
+
+def account(pod: str) -> str:
+    """The service account of a pod."""
+    return _ACCOUNTS.get(pod, "bookinfo-reviews" if pod.startswith("reviews") else "default")
+
+
+@dataclass
+class Demo(ABC):
+    """The running demo: where things are, and how many expectations failed."""
+
+    setting: ClassVar[str]
+    places: ClassVar[Mapping[str, list[str]]] = NODES
+
+    lab: Lab
+    folder: Path
+    colour: bool
+    failures: int = 0
+    tap: WireTap = field(init=False)
+    _logs: dict[Path, str] = field(default_factory=dict)
+    _read_until: dict[Path, int] = field(default_factory=dict)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything; returns when all are ready.
+
+        Raises:
+            Unexpected: something did not become ready.
+        """
+
+    @abstractmethod
+    def acts(self) -> None:
+        """Everything there is to show, in order."""
+
+    @abstractmethod
+    def explain(self) -> None:
+        """Print how to look around."""
+
+    # The stage
+
+    @property
+    def socket(self) -> Path:
+        """Where control plane and proxies meet; a file, so namespaces do not matter."""
+        return self.folder / "xds.sock"
+
+    def replace(self, name: str, text: str) -> None:
+        """Write one of the demo's files, whole or not at all."""
+        new = self.folder / f"{name}.new"
+        new.write_text(text)
+        new.replace(self.folder / name)
+
+    def mesh(
+        self,
+        *,
+        reviews: tuple[str, ...] = VERSIONS,
+        viewer: str = "bookinfo-productpage",
+        outside: tuple[str, ...] = (OUTSIDE,),
+    ) -> str:
+        """The mesh file.
+
+        Args:
+            reviews: the pods of the service.
+            viewer: the account that its policy lets in.
+            outside: pods that are not in the mesh.
+        """
+        pods = {}
+        for worker, names in NODES.items():
+            for name in names:
+                pods[name] = {
+                    "node": worker,
+                    "addresses": [str(address) for address in self.lab.pod(name).addresses],
+                    "service_account": account(name),
+                    "mesh": name not in outside,
+                }
+        document = {
+            "nodes": {worker: {} for worker in NODES},
+            "pods": pods,
+            "services": {"reviews": {"addresses": [VIP], "ports": {"http": PORT}, "pods": list(reviews)}},
+            "policies": {
+                "reviews-viewer": {
+                    "action": "ALLOW",
+                    "service_account": "bookinfo-reviews",
+                    "rules": [{"from": {"principals": [f"cluster.local/ns/default/sa/{viewer}"]}}],
+                }
+            },
+        }
+        return json.dumps(document, indent=1)
+
+    def start_control_plane(self, *arguments: str) -> None:
+        """Start serving the mesh file."""
+        self.replace("mesh.yaml", self.mesh())
+        serve = [*ZTUNNEL_COMMAND, "control-plane", "mesh.yaml", "--listen", f"unix:{self.socket}", *arguments]
+        self.run(next(iter(self.lab.workers.values())).place, "control-plane", serve)
+
+    def start_applications(self) -> None:
+        """Start the pods' applications."""
+        for name in SERVERS:
+            self.run(self.lab.pod(name), "app", [sys.executable, "-m", "deploy.demo.app", name, str(PORT)])
+
+    def wait_for_applications(self) -> None:
+        """Return when all of them answer."""
+        for name in SERVERS:
+            self.wait(f"the application of {name}", partial(self.listens, self.lab.pod(name)))
+
+    def run_proxy(
+        self, node: str, place: Place, command: list[str], environment: Mapping[str, str] = os.environ
+    ) -> "subprocess.Popen[bytes]":
+        """Start a proxy of a node, whose log :meth:`new_lines` reads."""
+        self._logs[self.folder / f"proxy-{place.name}.log"] = node
+        return self.run(place, "proxy", command, environment)
+
+    def run(
+        self, place: Place, name: str, command: list[str], environment: Mapping[str, str] = os.environ
+    ) -> "subprocess.Popen[bytes]":
+        """Start a program in a namespace; its output goes to a file."""
+        log = (self.folder / f"{name}-{place.name}.log").open("wb")
+        here = Path(__file__).resolve().parents[2]
+        path = os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH"))))
+        with log:
+            return place.popen(
+                command,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, "PYTHONPATH": path},
+            )
+
+    @staticmethod
+    def wait(what: str, ready: Callable[[], bool], limit_s: float = 20.0) -> None:
+        """Ask again until it is so."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if ready():
+                    return
+            if time.monotonic() > deadline:
+                raise Unexpected(f"{what} was not ready within {limit_s:g} s")
+            time.sleep(0.05)
+
+    def listens(self, pod: Place) -> bool:
+        """Whether a pod's application answers, asked from inside the pod: no proxy is involved."""
+        with pod.socket() as sock:
+            sock.settimeout(1.0)
+            sock.connect(("127.0.0.1", PORT))
+        return True
+
+    def page(self, place: Place, port: int, path: str) -> tuple[int, str]:
+        """GET from one of a proxy's servers, inside its namespace."""
+        connection = connect(place, "127.0.0.1", port)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    # The play
+
+    def call(self, pod: str, host: str) -> "Call":
+        """One HTTP request from a pod."""
+        connection = connect(self.lab.pod(pod), host, PORT)
+        try:
+            return self.call_on(connection, pod, host)
+        finally:
+            connection.close()
+
+    def call_on(self, connection: http.client.HTTPConnection, pod: str, host: str) -> "Call":
+        """One request on an open connection."""
+        began = time.perf_counter()
+        try:
+            connection.request("GET", "/reviews/0")
+            text = connection.getresponse().read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            return Call(pod, host, "", type(error).__name__, time.perf_counter() - began)
+        return Call(pod, host, text, "", time.perf_counter() - began)
+
+    def new_lines(self, quiet_s: float = 0.35) -> list[dict[str, object]]:
+        """What all proxies have logged as JSON since the last call, with their node, once no more comes."""
+        lines: list[dict[str, object]] = []
+        last = time.monotonic()
+        while time.monotonic() - last < quiet_s:
+            time.sleep(0.05)
+            for path, node in self._logs.items():
+                data = path.read_bytes()
+                start = self._read_until.get(path, 0)
+                end = self._read_until[path] = data.rfind(b"\n") + 1
+                found = [json.loads(line) for line in data[start:end].splitlines() if line.startswith(b"{")]
+                if found:
+                    last = time.monotonic()
+                    lines += [{"node": node, **line} for line in found]
+        return lines
+
+    def judge(self, expected: bool, text: str) -> None:
+        """One expectation."""
+        self.failures += not expected
+        mark = "ok  " if expected else "FAIL"
+        if self.colour:
+            mark = f"\033[{32 if expected else 31}m{mark}\033[0m"
+        print(f"  {mark} {text}")
+
+    def _act_wire(self, report: WireReport) -> None:
+        """Nothing but TLS between the nodes."""
+        print("\nthe wire between the nodes, during all of the above")
+        text = f"{report.packets} packets with payload, {report.records} TLS records, {report.tls_bytes} bytes"
+        self.judge(
+            report.records > 0 and not report.plain, f"{text}; {len(report.plain)} payloads that are not TLS"
+        )
+        for plain in report.plain[:5]:
+            print(f"      {plain}")
+        self.judge(report.secrets_seen == 0, f"the pages' text was seen {report.secrets_seen} times")
+
+    def play(self) -> None:
+        """Everything, in order, with an eye on the wire between the nodes."""
+        place = self.lab.worker("worker2").place
+        with place.netns.entered():
+            raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        self.tap = WireTap(raw, "eth0", SECRET)
+        try:
+            self.acts()
+        finally:
+            report = self.tap.stop()
+        self._act_wire(report)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request: who, where to, what came back and how long it took."""
+
+    pod: str
+    host: str
+    text: str
+    error: str
+    seconds: float
+
+    @property
+    def answered_by(self) -> str:
+        """The application that answered."""
+        return self.text.partition(" ")[0]
+
+    @property
+    def peer(self) -> str:
+        """The client as the application saw it."""
+        found = re.search(r"called by (\S+):", self.text)
+        return found[1].removeprefix("::ffff:") if found else ""
+
+    def __str__(self) -> str:
+        what = f"{self.answered_by}, which saw {self.peer}" if self.text else f"closed ({self.error})"
+        return f"{self.pod} -> {self.host}: {what}, {self.seconds * 1000:.1f} ms"
+
+
+def short(identity: object) -> str:
+    """The last part of an identity."""
+    return str(identity).rpartition("/")[2]
+
+
+def netns_path(place: Place) -> str:
+    """Of a namespace, for ``nsenter``."""
+    return f"/run/netns/{place.netns.name}"
+
+
+def connect(place: Place, host: str, port: int) -> http.client.HTTPConnection:
+    """An HTTP connection whose socket lives in a namespace."""
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    sock = place.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.settimeout(5)
+    try:
+        sock.connect((host, port))
+    except OSError:
+        sock.close()
+        raise
+    connection.sock = sock
+    return connection
