@@ -158,14 +158,13 @@ class HboneEnds:
             )
 
     async def _handle(self, tunnel: Tunnel, handler: Handler, authority: str) -> None:
-        with self._socket_of(tunnel) as sock, contextlib.suppress(OSError):
+        sock, carried = self._socket_of(tunnel)
+        with sock, contextlib.suppress(OSError):
             await handler(sock, authority)
-            sock.shutdown(socket.SHUT_WR)
-            while await asyncio.get_running_loop().sock_recv(sock, 65536):
-                pass
+        await carried  # the tunnel ends with the request, so what was written must have left
 
-    def _socket_of(self, tunnel: Tunnel) -> socket.socket:
-        """A tunnel as an ordinary socket, so that handlers need not know what it is."""
+    def _socket_of(self, tunnel: Tunnel) -> tuple[socket.socket, "asyncio.Task[None]"]:
+        """A tunnel as an ordinary socket, so that handlers need not know what it is; and what carries its bytes."""
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.setblocking(False)
@@ -179,8 +178,7 @@ class HboneEnds:
                 carrier.close()
                 tunnel.close()
 
-        self._tasks.start(carry(), "carry")
-        return near
+        return near, self._tasks.start(carry(), "carry")
 
     def gateway(self, account: str, *, headers: tuple[Header, ...] = (), first: bytes = b"") -> Handler:
         """A handler for the outer tunnels of double HBONE: speaks TLS and HTTP/2 within, as ``account``."""
@@ -236,7 +234,7 @@ class HboneEnds:
 
     async def tunnel(self, connection: Connection, authority: str, *more: Header) -> socket.socket:
         """A tunnel, as a socket."""
-        return self._socket_of(await connection.open(connect_to(authority, *more)))
+        return self._socket_of(await connection.open(connect_to(authority, *more)))[0]
 
 
 def connect_to(authority: str, *more: Header) -> tuple[Header, ...]:
