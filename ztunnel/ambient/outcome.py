@@ -108,7 +108,7 @@ def described(error: BaseException, *, tunnel: bool) -> Failed:
             return Failed(f"http2 handshake failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
         case TproxyError():
             return Failed(f"io error: {error}")
-        case TimeoutError():
+        case TimeoutError() if error.errno is None:
             return Failed("http status: the peer did not answer in time")
         case OSError():
             return Failed(f"io error: {io_text(error)}")
