@@ -66,12 +66,12 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
     """The name (bytes) or address that is asked for, and the port.
 
-    All of a request is read before it is refused: what is left unread would turn the answer into a reset.
+    All of a request is read before it is refused, as far as its end is known: what is left unread would turn the answer into a reset.
     """
     version, count = await _exactly(client, 2)
-    methods = await _exactly(client, count)
     if version != _VERSION:
-        raise _Refused(COMMAND_NOT_SUPPORTED)
+        raise _Refused(COMMAND_NOT_SUPPORTED)  # of who speaks something else nothing more can be understood
+    methods = await _exactly(client, count)
     if _NO_AUTHENTICATION not in methods:
         client.send_first(bytes((_VERSION, _NONE_ACCEPTABLE)))
         return None
