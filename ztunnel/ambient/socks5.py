@@ -13,6 +13,7 @@ _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
 #: A greeting and a request are at most 257 and 262 bytes; who takes longer than this is not a client.
+_MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
 #: How long its name may take to be looked up; resolvers give up on a name that is not there later than that.
 _LOOKUP_S = 5.0
@@ -59,21 +60,25 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
         client.send_first(reply(SUCCEEDED))
         return destination
     except _Refused as refused:
-        client.send_first(reply(refused.status))
+        _refuse(client, reply(refused.status))
         return None
 
 
-async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """The name (bytes) or address that is asked for, and the port.
+def _refuse(client: PlainSocket, answer: bytes) -> None:
+    client.send_first(answer)
+    # A socket that is closed with bytes unread is reset, and a reset overtakes the answer.
+    with contextlib.suppress(OSError):
+        client.sock.recv(_MOST_BYTES)
 
-    All of a request is read before it is refused, as far as its end is known: what is left unread would turn the answer into a reset.
-    """
+
+async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
+    """The name (bytes) or address that is asked for, and the port; ``None``: refused, and told so."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
         raise _Refused(COMMAND_NOT_SUPPORTED)  # of who speaks something else nothing more can be understood
     methods = await _exactly(client, count)
     if _NO_AUTHENTICATION not in methods:
-        client.send_first(bytes((_VERSION, _NONE_ACCEPTABLE)))
+        _refuse(client, bytes((_VERSION, _NONE_ACCEPTABLE)))
         return None
     client.send_first(bytes((_VERSION, _NO_AUTHENTICATION)))
     version, command, _, kind = await _exactly(client, 4)

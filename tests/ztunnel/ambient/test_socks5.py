@@ -43,13 +43,16 @@ def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tup
         client = PlainSocket(ours, poller)
         try:
             with theirs:
-                accepting = asyncio.ensure_future(socks5.accept(client, resolve))
-                for piece in pieces:
-                    theirs.sendall(piece)
-                    await asyncio.sleep(0)
-                if end:
-                    theirs.shutdown(socket.SHUT_WR)
-                wanted = await asyncio.wait_for(accepting, 10)
+
+                async def send() -> None:
+                    for piece in pieces:
+                        theirs.sendall(piece)
+                        await asyncio.sleep(0)
+                    if end:
+                        theirs.shutdown(socket.SHUT_WR)
+
+                async with asyncio.timeout(10):
+                    wanted, _ = await asyncio.gather(socks5.accept(client, resolve), send())
                 client.close()
                 told = b""
                 while data := await asyncio.to_thread(theirs.recv, 4096):
