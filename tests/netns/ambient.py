@@ -215,6 +215,14 @@ class AmbientMesh:
                 }
                 for worker in self.lab.workers.values()
                 for pod in worker.pods.values()
+            }
+            | {
+                f"istio-system/ztunnel-{name}": {
+                    "node": name,
+                    "addresses": [str(address) for address in worker.place.addresses],
+                    "service_account": "ztunnel",
+                }
+                for name, worker in self.lab.workers.items()
             },
             **self.mesh,
         }

@@ -164,7 +164,7 @@ class HboneEnds:
         await carried  # the tunnel ends with the request, so what was written must have left
 
     def _socket_of(self, tunnel: Tunnel) -> tuple[socket.socket, "asyncio.Task[None]"]:
-        """A tunnel as an ordinary socket, so that handlers need not know what it is; and what carries its bytes."""
+        """A tunnel as an ordinary socket, so that handlers need not know what it is; and what carries it."""
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.setblocking(False)

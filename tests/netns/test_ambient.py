@@ -229,6 +229,22 @@ def test_requests_over_socks(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_metrics_through_the_proxys_own_tunnel_listener(tmp_path: Path) -> None:
+    # test_hbone_metrics_access
+    async def main() -> None:
+        async with mesh_of({"w1": ["client"], "w2": ["other"]}, tmp_path) as mesh:
+            for node in ("w1", "w2"):
+                host, request = mesh.proxies[node].place.ipv4, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+                answer = await ask(mesh.lab.pod("client"), host, 15020, request)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert b"istio_build" in answer
+                line = await mesh.proxies[node].ended("inbound", f"ztunnel-{node}")
+                assert line["src.identity"] == IDENTITY.format("client")
+                assert line["dst.hbone_addr"] == f"{host}:15020"
+
+    asyncio.run(main())
+
+
 def test_certificates_are_prefetched_and_forgotten(tmp_path: Path) -> None:
     # test_prefetch_forget_certs
     async def main() -> None:
@@ -239,12 +255,13 @@ def test_certificates_are_prefetched_and_forgotten(tmp_path: Path) -> None:
             def identities() -> set[str]:
                 return {entry["identity"] for entry in proxy.dump()["certificates"]}
 
-            own = {IDENTITY.format(name) for name in ("client", "leaving")}
+            ztunnel = "spiffe://cluster.local/ns/istio-system/sa/ztunnel"
+            own = {IDENTITY.format("client"), IDENTITY.format("leaving"), ztunnel}
             assert await eventually(lambda: identities() == own, "own identities prefetched, the others' not")
             mesh.pods["leaving"] = {"service_account": "client"}
             mesh.write_mesh()
             await eventually(
-                lambda: identities() == {IDENTITY.format("client")}, "the last pod's identity forgotten"
+                lambda: identities() == own - {IDENTITY.format("leaving")}, "the last pod's identity forgotten"
             )
 
     asyncio.run(main())
