@@ -153,6 +153,7 @@ class AmbientMesh:
         local: the proxies get their mesh from a local file with this content, made once addresses are known, and
             only certificates from the control plane.
         dedicated: a proxy in each captured pod instead of one per node.
+        resolv_conf: what the proxies read as ``/etc/resolv.conf``; the host's unless told.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class AmbientMesh:
         env: Mapping[str, str] | None = None,
         local: Local | None = None,
         dedicated: bool = False,
+        resolv_conf: Callable[["AmbientMesh"], str] | None = None,
     ) -> None:
         self.lab = Lab(nodes)
         self.folder = folder
@@ -175,6 +177,7 @@ class AmbientMesh:
         self.env = dict(env or {})
         self.local = local
         self.dedicated = dedicated
+        self.resolv_conf = resolv_conf
         self.proxies: dict[str, NodeProxy] = {}
         self.control_plane: ControlPlane | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -322,10 +325,16 @@ class AmbientMesh:
             **self.env,
             **env,
         }
+        command = [sys.executable, "-m", "ztunnel", "proxy", "ztunnel"]
+        if self.resolv_conf is not None:
+            file = self.folder / "resolv.conf"
+            file.write_text(self.resolv_conf(self))
+            mounted = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+            command = ["unshare", "--mount", "sh", "-c", mounted, str(file), *command]
         output = (self.folder / f"{place.name}.log").open("ab")
         with output:
             return place.popen(
-                [sys.executable, "-m", "ztunnel", "proxy", "ztunnel"],
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
