@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop bench bench-scale fuzz proto lock clean setup
+.PHONY: help demo test check netns interop bench bench-scale fuzz proto lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -28,7 +28,7 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -m 'not netns and not interop'
+	$(PY) -m pytest -q -m 'not netns and not interop and not compiled'
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -m netns
@@ -43,6 +43,14 @@ bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory,
 	$(PY) -m bench.scale
 	$(PY) -m bench.scale_istio
 
+compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C compiler and Python's headers
+	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace
+	@$(PY) -c 'import hbone; print(hbone.build())'
+
+pure: ## back to pure Python
+	find . -path ./$(VENV) -prune -o -name '*.so' -exec rm -f {} +
+	rm -rf build
+
 proto: $(STAMP) ## regenerate xds/proto from its .proto files
 	$(PY) -m xds.proto.generate
 
@@ -54,4 +62,5 @@ lock: ## resolve requirements/*.lock anew
 
 clean: ## everything the targets above made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .run build dist *.egg-info
+	find . -name '*.so' -exec rm -f {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

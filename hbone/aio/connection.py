@@ -12,10 +12,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from hbone.aio import waits
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import Tunnel
@@ -152,7 +154,7 @@ class Connection:
 
     # Opening
 
-    async def establish(self) -> None:
+    def establish(self) -> Coroutine[object, object, None]:
         """Finish the TLS handshake and start HTTP/2, without waiting for the peer's SETTINGS.
 
         Raises:
@@ -161,17 +163,8 @@ class Connection:
             ConnectionBroken: the network ended it.
             Exception: what ``on_established`` raised; nothing of HTTP/2 was sent then.
         """
-        try:
-            async with asyncio.timeout(self.settings.handshake_timeout_s):
-                self._handshake_step(None)
-                await self._established
-        except TimeoutError:
-            error = PeerSilent("TLS handshake timed out")
-            self._end(error)
-            raise error from None
-        except BaseException:
-            self._end(TunnelClosed("not established"))
-            raise
+        begin = partial(self._handshake_step, None)
+        return waits.handshake(begin, self._established, self.settings.handshake_timeout_s, self._end)
 
     def _handshake_step(self, received: int | None) -> None:
         tls = self.link.tls
@@ -218,7 +211,7 @@ class Connection:
                     self._receive(self.link.receive)
                 else:
                     self._receive_handshake()
-                if self.error is not None or not self.link.readable:
+                if self._over() or not self.link.readable:
                     return
             self.poller.again(self)
 
@@ -338,7 +331,7 @@ class Connection:
                 self._room = False
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
-                    if self.link.blocked:
+                    if self.link.unsent_bytes:
                         self._waiting.setdefault(tunnel.stream_id, tunnel)
                     else:
                         tunnel.on_room()
@@ -452,7 +445,7 @@ class Connection:
         """Client: whether :meth:`open` may be called."""
         return self.error is None and not self._closing and self.engine.accepts_streams
 
-    async def open(self, headers: Iterable[Header]) -> Tunnel:
+    def open(self, headers: Iterable[Header]) -> Coroutine[object, object, Tunnel]:
         """Client: send CONNECT, wait for its 200.
 
         Raises:
@@ -467,11 +460,7 @@ class Connection:
         answer: asyncio.Future[Tunnel] = self.poller.loop.create_future()
         self._answers[stream_id] = answer
         self.poller.mark(self)
-        try:
-            return await answer
-        except BaseException:
-            tunnel.close()
-            raise
+        return waits.answer(tunnel, answer)
 
     def drain(self) -> None:
         """Take no new streams; a server tells the peer in two steps. Open streams go on."""
@@ -491,7 +480,7 @@ class Connection:
                 tunnel.close(TunnelClosed("connection closed"))
             self.engine.goaway()
             self.flush()
-        if self.link.tls is not None and self.error is None:
+        if self.link.tls is not None and not self._over():
             self.link.tls.close()
             try:
                 self.link.send_tls()
@@ -503,9 +492,13 @@ class Connection:
         """Close without a word (as Rust ztunnel when a pod is deleted or the drain deadline is over)."""
         self._end(TunnelClosed(reason))
 
-    async def wait_closed(self) -> None:
+    def _over(self) -> bool:
+        """Asked again after a call that may have ended it: type checkers remember what an attribute was."""
+        return self.error is not None
+
+    def wait_closed(self) -> asyncio.Future[None]:
         """Until the connection has ended; :attr:`error` says why."""
-        await asyncio.shield(self._closed)
+        return asyncio.shield(self._closed)
 
     def _end(self, error: Exception) -> None:
         if self.error is not None:

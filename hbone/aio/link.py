@@ -82,13 +82,15 @@ class Link:
         if not size:
             return None
         tls.receive(poller.ciphertext[:size])
-        return plain[: tls.read_into(plain)]
+        size = tls.read_into(plain)
+        return plain[:size]
 
     def left_over(self) -> memoryview:
         """After the handshake: plaintext that came with its last bytes."""
         plain = self.poller.plaintext
         assert self.tls is not None
-        return plain[: self.tls.read_into(plain)]
+        size = self.tls.read_into(plain)
+        return plain[:size]
 
     def send(self, views: list[memoryview | bytes]) -> None:
         """Seal and send everything; what the network does not take now waits here.

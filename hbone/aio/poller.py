@@ -174,7 +174,7 @@ class Poller:
                     handler_at.on_event(mask)
                 except Exception as error:  # noqa: BLE001  one socket's bug must not end the others
                     self._report(handler_at, error)
-                if self._closed:
+                if self._is_closed():
                     return
         while self._dirty:
             dirty, self._dirty = self._dirty, []
@@ -186,6 +186,9 @@ class Poller:
         self._turning = False
         if self._again or len(ready) == _BATCH or (spin is not None and spin.on):
             self._schedule()
+
+    def _is_closed(self) -> bool:
+        return self._closed  # a call may have closed it; type checkers remember what an attribute was
 
     def _call(self, function: Callable[[int], None], mask: int, owner: Handler) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from hbone.aio import waits
 from hbone.aio.end import End
 from hbone.errors import TunnelClosed
 
@@ -108,11 +109,7 @@ class Relay:
             b.start()
 
     def __await__(self) -> Generator[object, None, RelayEnd]:
-        try:
-            return (yield from self._done)
-        except asyncio.CancelledError:
-            self.abort("cancelled")
-            raise
+        return waits.relay_end(self, self._done).__await__()
 
     def abort(self, reason: str) -> None:
         """End now, in both directions; the owner closes the ends, which tells the peers."""

@@ -75,14 +75,17 @@ class PlainSocket(End):
 
     async def wait_readable(self) -> None:
         """Return when there is a byte, an EOF or an error to read; consumes nothing."""
-        while not self._pushed:
-            try:
-                self.sock.recv(1, socket.MSG_PEEK)
-                return
-            except BlockingIOError:
-                await self._next_event()
-            except OSError:
-                return
+        while not self._pushed and not self._has_something():
+            await self._next_event()
+
+    def _has_something(self) -> bool:
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # which the next read will raise
+        return True
 
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
         """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
@@ -91,10 +94,7 @@ class PlainSocket(End):
             OSError: the connection was reset.
         """
         while True:
-            try:
-                data = self.sock.recv(size, socket.MSG_PEEK)
-            except BlockingIOError:
-                data = None
+            data = self._receive_now(size, socket.MSG_PEEK)
             if data is not None and (len(data) > seen or self._hung_up or not data or len(data) == size):
                 return data
             await self._next_event()
@@ -109,10 +109,16 @@ class PlainSocket(End):
             data, self._pushed = self._pushed[:size], self._pushed[size:]
             return data
         while True:
-            try:
-                return self.sock.recv(size)
-            except BlockingIOError:
-                await self._next_event()
+            received = self._receive_now(size, 0)
+            if received is not None:
+                return received
+            await self._next_event()
+
+    def _receive_now(self, size: int, flags: int) -> bytes | None:
+        try:
+            return self.sock.recv(size, flags)
+        except BlockingIOError:
+            return None
 
     def push_back(self, data: bytes) -> None:
         """Bytes that :meth:`read` took too many; the next read or the relay gets them first."""
@@ -122,12 +128,9 @@ class PlainSocket(End):
         """Queue bytes that precede the relay's (a PROXY header); they are not counted."""
         self._send(memoryview(data))
 
-    async def _next_event(self) -> None:
-        self._waiter = self.poller.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _next_event(self) -> asyncio.Future[None]:
+        waiter = self._waiter = self.poller.loop.create_future()
+        return waiter
 
     # Events
 

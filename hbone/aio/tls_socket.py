@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from hbone.aio import waits
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.socket import abort_on_close
-from hbone.errors import ConnectionBroken, PeerSilent, TlsError, TunnelClosed, bare
+from hbone.errors import ConnectionBroken, TlsError, TunnelClosed, bare
 from hbone.tls import PeerFacts, TlsSession
 from hbone.tls_context import TlsContext
 
@@ -79,18 +80,12 @@ class TlsSocket(End):
             PeerSilent: not within ``timeout_s``.
             ConnectionBroken: the network ended it.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._handshake_step()
-                await self._established
-        except TimeoutError:
-            self.close()
-            raise PeerSilent("TLS handshake timed out") from None
-        except BaseException:
-            self.close()
-            raise
+        await waits.handshake(self._handshake_step, self._established, timeout_s, self._give_up)
         assert self.facts is not None
         return self.facts
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
 
     def _handshake_step(self) -> None:
         tls = self.link.tls

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+import hbone
 from xds.model.address import SocketAddress
 from ztunnel.admin.process import version_number
 from ztunnel.ambient import mesh_dump
@@ -107,7 +108,7 @@ def version_entry(istio_version: str) -> Mapping[str, str]:
         "version": version_number(),
         "gitRevision": "unknown",
         "rustVersion": f"Python {platform.python_version()}",
-        "buildProfile": "release",
+        "buildProfile": hbone.build(),
         "buildStatus": "Clean",
         "istioVersion": istio_version,
         "cryptoProvider": "openssl",

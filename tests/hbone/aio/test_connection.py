@@ -151,6 +151,7 @@ def test_resets_end_the_relay_after_what_was_sent(code: int, resetter: str) -> N
     run(main)
 
 
+@pytest.mark.pure
 def test_close_codes_of_tunnels() -> None:
     async def main() -> None:
         with polling() as poller:

@@ -56,6 +56,7 @@ def pipes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pieces
 
 
+@pytest.mark.pure
 def test_a_large_flow_arrives_whole_and_counted(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, counts):
@@ -67,6 +68,7 @@ def test_a_large_flow_arrives_whole_and_counted(pipes: list[int]) -> None:
     run(main)
 
 
+@pytest.mark.pure
 def test_a_short_flow_gets_no_pipe(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, _):
@@ -77,6 +79,7 @@ def test_a_short_flow_gets_no_pipe(pipes: list[int]) -> None:
     run(main)
 
 
+@pytest.mark.pure
 def test_what_the_pipe_holds_leaves_before_the_end_is_passed_on(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, _):
@@ -95,6 +98,7 @@ def test_what_the_pipe_holds_leaves_before_the_end_is_passed_on(pipes: list[int]
     run(main)
 
 
+@pytest.mark.pure
 def test_a_reader_that_resets_ends_the_writer(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, _):
@@ -110,6 +114,7 @@ def test_a_reader_that_resets_ends_the_writer(pipes: list[int]) -> None:
     run(main)
 
 
+@pytest.mark.pure
 def test_an_aborted_flow_leaves_no_pipe(pipes: list[int]) -> None:
     async def main() -> None:
         with relayed() as (a, b, running, _):

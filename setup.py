@@ -1,0 +1,40 @@
+"""Pure Python, unless ``ZTUNNEL_COMPILE=1`` has mypyc compile the tunnel engine from the same source.
+
+``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. What is
+compiled are the modules that run per chunk and per tunnel. Of those, none may wait inside ``try``
+(``hbone/aio/waits.py`` says why), and classes that others subclass by name stay as they are.
+"""
+
+import os
+
+from setuptools import setup
+
+COMPILED = (
+    "hbone/engine.py",
+    "hbone/events.py",
+    "hbone/flow.py",
+    "hbone/frames.py",
+    "hbone/head.py",
+    "hbone/headers.py",
+    "hbone/hpack_cache.py",
+    "hbone/output.py",
+    "hbone/reader.py",
+    "hbone/tls.py",
+    "hbone/aio/connection.py",
+    "hbone/aio/end.py",
+    "hbone/aio/link.py",
+    "hbone/aio/poller.py",
+    "hbone/aio/relay.py",
+    "hbone/aio/socket.py",
+    "hbone/aio/splice.py",
+    "hbone/aio/tls_socket.py",
+    "hbone/aio/tunnel.py",
+)
+
+if __name__ == "__main__":
+    extensions = []
+    if os.environ.get("ZTUNNEL_COMPILE") == "1":
+        from mypyc.build import mypycify
+
+        extensions = mypycify(["--config-file", "pyproject.toml", *COMPILED], opt_level="3")
+    setup(ext_modules=extensions)

@@ -1,0 +1,54 @@
+"""The compiled build: same source, same tests; and the rule that keeps mypyc's mistake with coroutines away."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def compiled_modules() -> tuple[str, ...]:
+    spec = importlib.util.spec_from_file_location("setup_file", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: tuple[str, ...] = module.COMPILED
+    return found
+
+
+@pytest.mark.parametrize("path", compiled_modules())
+def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
+    waits = (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncWith, ast.AsyncFor)
+    guards = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+    tree = ast.parse((ROOT / path).read_text())
+    guarded = [node for node in ast.walk(tree) if isinstance(node, guards)]
+    wrong = [node.lineno for node in guarded if any(isinstance(inner, waits) for inner in ast.walk(node))]
+    assert wrong == []
+
+
+@pytest.mark.compiled
+@pytest.mark.timeout(600)
+def test_the_engines_own_tests_pass_compiled(tmp_path: Path) -> None:
+    if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("needs a C compiler and Python's headers")
+    for name in ("hbone", "tests/hbone"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "tests/conftest.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    env = {**os.environ, "ZTUNNEL_COMPILE": "1", "PYTHONPATH": str(tmp_path)}
+    for command in (
+        ["setup.py", "-q", "build_ext", "--inplace"],
+        ["-c", "import hbone; assert hbone.build() == 'compiled'"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/hbone"],
+    ):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
