@@ -1,0 +1,358 @@
+"""What is deployed: the contract that istiod, istio-cni and kubelet hold the node proxy to, field by field.
+
+The kustomize base is read as YAML. The chart is a text with templates: without a ``helm`` binary only what it
+refers to can be checked; with one it must come out as the base does.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ztunnel.ambient.config import ProxyMode, config_from
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BASE = DEPLOY / "kustomize" / "base"
+CHART = DEPLOY / "helm" / "ztunnel"
+FILES = {
+    "./var/run/secrets/istio/root-cert.pem": "istiod-ca-cert",
+    "./var/run/secrets/tokens/istio-token": "istio-token",
+}
+
+#: What values files written for Istio's chart may say.
+ISTIOS_VALUES = """
+    hub tag variant image imagePullPolicy imagePullSecrets resourceName labels annotations podLabels podAnnotations
+    affinity nodeSelector tolerations updateStrategy resources seLinuxOptions volumes volumeMounts env meshConfig
+    terminationGracePeriodSeconds revision caAddress xdsAddress istioNamespace network multiCluster platform
+    logLevel logAsJson peerCaCrl global
+"""
+
+Object = dict[str, Any]
+
+
+def documents(text: str) -> dict[str, Object]:
+    return {document["kind"]: document for document in yaml.safe_load_all(text) if document}
+
+
+def base() -> dict[str, Object]:
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
+    return documents("\n---\n".join((BASE / name).read_text() for name in kustomization["resources"]))
+
+
+@pytest.fixture(name="pod")
+def _pod() -> Object:
+    pod: Object = base()["DaemonSet"]["spec"]["template"]
+    return pod
+
+
+@pytest.fixture(name="container")
+def _container(pod: Object) -> Object:
+    (container,) = pod["spec"]["containers"]
+    found: Object = container
+    return found
+
+
+def environment(container: Object) -> dict[str, str]:
+    """As the process sees it; what Kubernetes fills in gets a value of its kind."""
+    filled = {
+        "metadata.name": "ztunnel-x7k2p",
+        "metadata.namespace": "istio-system",
+        "spec.nodeName": "worker",
+        "status.podIP": "10.244.1.5",
+        "spec.serviceAccountName": "ztunnel",
+        "limits.cpu": "2",
+    }
+    found = {}
+    for entry in container["env"]:
+        if "value" in entry:
+            value = entry["value"]
+            assert isinstance(value, str), f"{entry['name']}: Kubernetes takes texts only"
+        else:
+            ((_, source),) = entry["valueFrom"].items()
+            value = filled[source.get("fieldPath") or source["resource"]]
+        assert entry["name"] not in found
+        found[entry["name"]] = value
+    return found
+
+
+def test_every_variable_of_the_manifest_is_known_to_the_proxy(container: Object) -> None:
+    given = environment(container)
+    given["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
+    asked: set[str] = set()
+
+    class Asked(dict[str, str]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+    config = config_from(Asked(given), cpus=4, read_file=lambda path: None)
+    assert config.warnings == ()
+    without_meaning = {"RUST_BACKTRACE", "INPOD_ENABLED"}  # of Rust, and of releases before all pods were in-pod
+    assert set(given) - asked == without_meaning
+    assert config.proxy_mode is ProxyMode.SHARED
+    assert config.xds_address == config.ca_address == "https://istiod.istio-system.svc:15012"
+    assert config.node == "worker"
+    assert config.cluster_id == "Kubernetes"
+    assert config.instance_ip == "10.244.1.5"
+    assert config.drain_s == 25.0
+    assert config.worker_threads == 2
+    own = config.own_pod
+    assert own is not None
+    assert (own.namespace, own.name, own.service_account) == ("istio-system", "ztunnel-x7k2p", "ztunnel")
+
+
+def test_an_unknown_variable_would_be_noticed(container: Object) -> None:
+    given = environment(container) | {"ZTUNNEL_WORKERS": "2"}
+    warnings = config_from(given, cpus=4, read_file=lambda path: None).warnings
+    assert ["ZTUNNEL_WORKERS" in warning for warning in warnings] == [True]
+
+
+def test_the_proxy_may_what_it_must_and_no_more(container: Object) -> None:
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": True,
+        "privileged": False,
+        "capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN", "SYS_ADMIN", "NET_RAW"]},
+        "readOnlyRootFilesystem": True,
+        "runAsGroup": 1337,
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+    }
+
+
+def test_the_container_is_started_and_probed_as_istios(container: Object) -> None:
+    assert container["name"] == "istio-proxy"
+    assert container["args"] == ["proxy", "ztunnel"]
+    assert "command" not in container
+    assert container["ports"] == [{"containerPort": 15020, "name": "ztunnel-stats", "protocol": "TCP"}]
+    assert container["readinessProbe"] == {"httpGet": {"port": 15021, "path": "/healthz/ready"}}
+    assert container["resources"] == {"requests": {"cpu": "200m", "memory": "512Mi"}}
+
+
+def test_mounts_are_where_the_defaults_look(pod: Object, container: Object) -> None:
+    mounts = {entry["mountPath"]: entry["name"] for entry in container["volumeMounts"]}
+    assert mounts == {
+        "/var/run/secrets/istio": "istiod-ca-cert",
+        "/var/run/secrets/tokens": "istio-token",
+        "/var/run/ztunnel": "cni-ztunnel-sock-dir",
+        "/tmp": "tmp",
+    }
+    volumes = {volume.pop("name"): volume for volume in pod["spec"]["volumes"]}
+    assert volumes == {
+        "istio-token": {
+            "projected": {
+                "sources": [
+                    {
+                        "serviceAccountToken": {
+                            "path": "istio-token",
+                            "expirationSeconds": 43200,
+                            "audience": "istio-ca",
+                        }
+                    }
+                ]
+            }
+        },
+        "istiod-ca-cert": {"configMap": {"name": "istio-ca-root-cert"}},
+        "cni-ztunnel-sock-dir": {"hostPath": {"path": "/var/run/ztunnel", "type": "DirectoryOrCreate"}},
+        "tmp": {"emptyDir": {}},
+    }
+    config = config_from(environment(container), cpus=4, read_file=lambda path: None)
+    for path, volume in FILES.items():
+        assert mounts[str(Path("/", path).parent)] == volume
+    assert config.xds_root_ca == config.ca_root_ca == "./var/run/secrets/istio/root-cert.pem"
+    assert mounts[str(Path(config.inpod_uds).parent)] == "cni-ztunnel-sock-dir"
+
+
+def test_the_pod_is_nobodys_workload_and_everywhere(pod: Object) -> None:
+    assert pod["metadata"]["labels"] == {
+        "app": "ztunnel",
+        "app.kubernetes.io/name": "ztunnel",
+        "istio.io/dataplane-mode": "none",
+        "sidecar.istio.io/inject": "false",
+    }
+    assert pod["metadata"]["annotations"] == {
+        "sidecar.istio.io/inject": "false",
+        "prometheus.io/port": "15020",
+        "prometheus.io/scrape": "true",
+    }
+    spec = pod["spec"]
+    assert spec["priorityClassName"] == "system-node-critical"
+    assert spec["serviceAccountName"] == "ztunnel"
+    assert spec["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    assert spec["tolerations"] == [
+        {"effect": "NoSchedule", "operator": "Exists"},
+        {"key": "CriticalAddonsOnly", "operator": "Exists"},
+        {"effect": "NoExecute", "operator": "Exists"},
+    ]
+    assert "hostNetwork" not in spec
+
+
+def test_an_upgrade_overlaps_and_kubelet_waits_as_long_as_the_proxy_drains(pod: Object, container: Object) -> None:
+    assert base()["DaemonSet"]["spec"]["updateStrategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+    }
+    grace = pod["spec"]["terminationGracePeriodSeconds"]
+    assert environment(container)["TERMINATION_GRACE_PERIOD_SECONDS"] == str(grace) == "30"
+
+
+def test_the_account_is_the_one_istiod_trusts() -> None:
+    objects = base()
+    assert set(objects) == {"ServiceAccount", "DaemonSet"}
+    for each in objects.values():
+        assert (each["metadata"]["name"], each["metadata"]["namespace"]) == ("ztunnel", "istio-system")
+    selector = objects["DaemonSet"]["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= objects["DaemonSet"]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_openshift_adds_one_permission() -> None:
+    objects = documents((DEPLOY / "kustomize" / "openshift" / "rbac.yaml").read_text())
+    assert objects["ClusterRole"]["rules"] == [
+        {
+            "apiGroups": ["security.openshift.io"],
+            "resources": ["securitycontextconstraints"],
+            "resourceNames": ["privileged"],
+            "verbs": ["use"],
+        }
+    ]
+    assert objects["ClusterRoleBinding"]["roleRef"]["name"] == objects["ClusterRole"]["metadata"]["name"]
+    (subject,) = objects["ClusterRoleBinding"]["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": "ztunnel", "namespace": "istio-system"}
+
+
+# The chart
+
+
+def values() -> Object:
+    loaded: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    return loaded
+
+
+def templates() -> list[Path]:
+    return sorted((CHART / "templates").iterdir())
+
+
+def references(path: Path) -> set[str]:
+    return set(re.findall(r"\.Values\.([\w.]+)", path.read_text()))
+
+
+@pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)
+def test_templates_refer_to_values_that_exist(path: Path) -> None:
+    unknown = set()
+    for reference in references(path):
+        found: Any = values()
+        for key in reference.split("."):
+            if not isinstance(found, dict) or key not in found:
+                unknown.add(reference)
+                break
+            found = found[key]
+    assert unknown == set()
+
+
+def test_every_value_is_used() -> None:
+    used = {reference for path in templates() for reference in references(path)}
+    unused = []
+
+    def look(prefix: str, value: Any) -> None:
+        if any(prefix == name or prefix.startswith(f"{name}.") for name in used):
+            return
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                look(f"{prefix}.{key}", inner)
+        else:
+            unused.append(prefix)
+
+    for key, value in values().items():
+        look(key, value)
+    assert unused == []
+
+
+def test_the_values_are_named_as_in_istios_chart() -> None:
+    assert set(values()) == set(ISTIOS_VALUES.split())
+
+
+@pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)
+def test_templates_are_balanced_and_call_what_is_defined(path: Path) -> None:
+    text = path.read_text()
+    actions = re.findall(r"\{\{-?\s*(.*?)\s*-?\}\}", text, re.DOTALL)
+    assert text.count("{{") == text.count("}}") == len(actions)
+    depth = 0
+    for action in actions:
+        word = action.split()[0]
+        depth += word in ("if", "with", "range", "define")
+        depth -= word == "end"
+        assert depth >= 0, action
+    assert depth == 0
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    defined = set(re.findall(r'define "([^"]+)"', helpers))
+    assert set(re.findall(r'include "([^"]+)"', text)) <= defined
+
+
+def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
+    text = (CHART / "templates" / "daemonset.yaml").read_text()
+    env = text[text.index("        env:\n") : text.index("        volumeMounts:\n")]
+    named = set(re.findall(r"- name: ([A-Z_]+)$", env, re.MULTILINE))
+    assert named == {*environment(container), "LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT"}
+
+
+def test_the_chart_comes_out_as_the_base() -> None:
+    helm = shutil.which("helm")
+    if helm is None:
+        pytest.skip("NOT TESTED: no helm here, so the chart was not rendered")
+    command = [helm, "template", "ztunnel", str(CHART), "--namespace", "istio-system"]
+    rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert documents(rendered) == base()
+
+
+def test_kustomize_accepts_base_and_overlay() -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("NOT TESTED: no kubectl here, so nothing was built")
+    for folder in (BASE, DEPLOY / "kustomize" / "openshift"):
+        built = subprocess.run([kubectl, "kustomize", str(folder)], check=True, capture_output=True, text=True)
+        objects = documents(built.stdout)
+        assert objects["ServiceAccount"] == base()["ServiceAccount"]
+        if folder == BASE:
+            assert objects == base()
+        else:
+            context = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["securityContext"]
+            assert context["seLinuxOptions"] == {"type": "spc_t"}
+
+
+# The image
+
+
+def test_the_image_installs_what_is_locked_and_runs_as_the_chart_expects() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    stages = [index for index, line in enumerate(lines) if line.startswith("FROM ")]
+    assert len(stages) == 2
+    installs = [line for line in lines if "requirements/runtime.lock" in line and "install" in line]
+    assert len(installs) == 1
+    assert "--require-hashes" in installs[0]
+    final = lines[stages[1] :]
+    assert not any(line.startswith(("RUN", "ADD")) for line in final), "the last stage only copies"
+    assert "USER 0:1337" in final
+    assert "WORKDIR /" in final
+    assert 'ENTRYPOINT ["ztunnel"]' in final
+    for line in lines:
+        if line.startswith("COPY ") and "--from" not in line:
+            for source in line.split()[1:-1]:
+                assert (DEPLOY.parent / source).exists(), line
+
+
+def test_the_image_may_copy_what_it_copies() -> None:
+    allowed = {
+        line.removeprefix("!")
+        for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = {
+        source
+        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    assert copied == allowed
