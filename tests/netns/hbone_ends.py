@@ -54,6 +54,10 @@ class HboneEnds:
 
     Args:
         folder: of the mesh, with its authority.
+
+    Attributes:
+        requests: what servers were asked, in order.
+        serials: of the last certificate of each account.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,6 +65,7 @@ class HboneEnds:
         self._poller: Poller | None = None
         self._tasks = Tasks("hbone ends")
         self.requests: list[Request] = []
+        self.serials: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
         self._poller = Poller()
@@ -80,6 +85,7 @@ class HboneEnds:
         identity = SpiffeId(trust_domain, "default", account)
         signed = self._authority.issue(identity, ca.now(), ca.timedelta(hours=1))
         chain = x509.load_pem_x509_certificates(signed.chain_pem)
+        self.serials[account] = chain[0].serial_number
         roots = self._authority.root_pem
         issued = IssuedCertificate(
             identity=identity,

@@ -40,9 +40,7 @@ from ztunnel.ambient.logs import LogStream
 from ztunnel.ambient.metrics import Gauge, Metrics
 from ztunnel.ambient.node import Node, PodKey
 from ztunnel.ambient.outbound import Outbound
-from ztunnel.ambient.outcome import REVOKED
 from ztunnel.ambient.pod import PodProxy
-from ztunnel.ambient.pod_dns import PodDns
 from ztunnel.clock import Clock, SystemClock
 from ztunnel.identity.ca_client import IstioCertificateAuthority
 from ztunnel.identity.certificates import CertificateAuthority, CertificateManager, TlsPolicy
@@ -127,6 +125,7 @@ class AmbientProxy:
             clock=self.clock,
             metrics=self.metrics,
             logs=self.logs,
+            revocations=self.revocations,
         )
         self.control = ControlPlane(config, self.mesh, self.metrics)
         self.node.ask = self.control.ask if self.control.on_demand else None
@@ -199,6 +198,8 @@ class AmbientProxy:
         inbound, outbound = Inbound(pod), Outbound(pod)
         try:
             if self.config.dns_proxy and not only_tunnels:
+                from ztunnel.ambient.pod_dns import PodDns  # 2 MiB that nobody else needs
+
                 pod.closing.append(PodDns(pod).close)
             pod.bind(
                 {
@@ -239,23 +240,9 @@ class AmbientProxy:
         self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
 
     def _revocations_changed(self) -> None:
-        """End every connection whose peer is on the list now."""
         assert self.revocations is not None
-        lists = self.revocations.current
         for pod in self._all_pods():
-            for connection, chain in list(pod.tunnels.items()):
-                if chain and lists.is_revoked(chain):
-                    self.metrics.crl_rejections["destination"] += 1
-                    for live in [live for live in pod.inbound if live.connection is connection]:
-                        live.end(REVOKED)
-                    connection.close()
-            for connection in pod.pool.connections:
-                facts = connection.facts
-                if facts is not None and lists.is_revoked(facts.chain):
-                    self.metrics.crl_rejections["source"] += 1
-                    for live in [live for live in pod.outbound if live.connection is connection]:
-                        live.end(REVOKED)
-                    connection.abort(REVOKED)
+            pod.end_revoked(self.revocations.current)
 
     def _all_pods(self) -> list[PodProxy]:
         running = [status.running for status in self.pods.states().values()]

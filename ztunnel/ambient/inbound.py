@@ -40,10 +40,10 @@ from ztunnel.ambient.outcome import (
     of_reason,
     of_relay,
 )
-from ztunnel.ambient.pod import Live, PodProxy, ends_this_task
+from ztunnel.ambient.pod import Live, PodProxy, ends_this_task, is_revoked
 from ztunnel.ambient.record import Direction, Record
 from ztunnel.attribution import InboundTarget, RequestRefused, inbound_service, inbound_target
-from ztunnel.identity.certificates import IdentityError, WorkloadCertificate
+from ztunnel.identity.certificates import IdentityError, Revocations, WorkloadCertificate
 from ztunnel.proxy_protocol import encode_header
 
 log = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ class Inbound:
 
     async def join(
         self,
-        outer: Record,
+        outer: Live,
         who: Described,
         own: WorkloadCertificate,
         local: SocketAddress,
@@ -318,11 +318,11 @@ class Inbound:
     ) -> Joined | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
-        Both certificates must be there, valid, and of one root and trust domain, as a handshake would want; and
-        everything behind the handshake is as on the wire.
+        Both certificates must be there, valid, not revoked, and of one root and trust domain, as a handshake would
+        want; and everything behind the handshake is as on the wire.
 
         Args:
-            outer: the outbound half; both count the same bytes.
+            outer: the outbound half; both count the same bytes, and each knows the other's certificate.
             who: the pod it is in; ``own``: that pod's certificate.
             local: of this pod's addresses the one that would be dialled.
             authority: what the CONNECT would name; ``service``: what ``forwarded`` would.
@@ -334,18 +334,20 @@ class Inbound:
             Failed: refused, as over the wire.
         """
         pod = self._pod
-        here, host = pod.local.current, _own_address(who.workload, outer.source.host, local.host)
+        here, host = pod.local.current, _own_address(who.workload, outer.record.source.host, local.host)
         if here is None or host is None:
             return None
         there = await pod.certificate(here)
-        if not _would_shake_hands(own, there):
-            return None
+        if not _would_shake_hands(own, there, self._node.revocations):
+            return None  # and the handshake says why
+        outer.peer = there
         described = self._node.described(here)
-        client = SocketAddress(host, outer.source.port)
+        client = SocketAddress(host, outer.record.source.port)
         peer = _Peer(client, local, described, None, (str(own.issued.identity),), own.issued.identity)
         record = Record(self._node, Direction.INBOUND, client, local)
-        record.counts = outer.counts
+        record.counts = outer.record.counts
         live = Live(record, ends_this_task())
+        live.peer = own
         self._describe(record, peer, ((b"baggage", who.baggage),))
         record.source_workload, record.source_side = who.workload, who.secured_side
         try:
@@ -490,9 +492,13 @@ def _unreachable(error: Exception) -> Failed:
     return Failed(f"connection failed: {error}")
 
 
-def _would_shake_hands(client: WorkloadCertificate, server: WorkloadCertificate) -> bool:
+def _would_shake_hands(
+    client: WorkloadCertificate, server: WorkloadCertificate, revocations: Revocations | None
+) -> bool:
     """Whether two certificates of this node would accept each other."""
     now = datetime.now(UTC)
+    if revocations is not None and any(is_revoked(revocations.current, each) for each in (client, server)):
+        return False
     return (
         client.issued.identity.trust_domain == server.issued.identity.trust_domain
         and client.issued.roots_pem == server.issued.roots_pem

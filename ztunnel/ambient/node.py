@@ -19,7 +19,7 @@ from ztunnel.ambient.logs import LogStream
 from ztunnel.ambient.metrics import Metrics, Side
 from ztunnel.ambient.names import Names
 from ztunnel.clock import Clock
-from ztunnel.identity.certificates import CertificateManager
+from ztunnel.identity.certificates import CertificateManager, Revocations
 from ztunnel.upstream.dns import Resolver
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Node:
     """See the module.
 
     Attributes:
+        revocations: where lists come from; ``None``: nobody is revoked.
         pods: proxies of pods that run here, for joining tunnels that never leave the node.
         ask: on demand: have the control plane tell about a key; ``None`` when the mesh holds everything.
         asked: keys that were asked for and answered, one way or the other.
@@ -112,6 +113,7 @@ class Node:
     clock: Clock
     metrics: Metrics
     logs: LogStream
+    revocations: Revocations | None = None
     rng: random.Random = field(default_factory=random.Random)
     suspects: Suspects = field(default_factory=Suspects)
     pods: dict[PodKey, PodProxy] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from hbone.aio.connection import Connection, connect
 from hbone.aio.end import End
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.socket import PlainSocket
-from hbone.errors import HboneError
+from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
 from hbone.headers import TraceParent, parse_baggage
 from tproxy.aio import sockets
@@ -204,6 +204,8 @@ class Outbound:
                 return await self._dial(live, route, target, who)
             except _DIAL_ERRORS as error:
                 tunnel = not isinstance(route, Direct)
+                if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
+                    node.metrics.crl_rejections["source"] += 1
                 failure = described(error, tunnel=tunnel)
                 uid = route.workload.uid if route.workload is not None else None
                 if uid is None or not worth_another_endpoint(error):
@@ -303,6 +305,7 @@ class Outbound:
             context = certificate.client_context(route.inner_identities)
             inner = await connect(near, context, node.client_settings, node.poller)
             closing.insert(0, inner.close)
+            live.inner = inner
             network = (b"x-forwarded-network", node.config.network.encode())
             async with asyncio.timeout(_ANSWER_S):
                 tunnel = await inner.open((*_request(route.authority, record, who), network))
@@ -333,7 +336,7 @@ class Outbound:
             return None
         own = await self._pod.certificate(who.workload)
         service = route.service.hostname if route.service is not None else None
-        return await pod.join(live.record, who, own, target, route.authority, service)
+        return await pod.join(live, who, own, target, route.authority, service)
 
 
 def _note(
@@ -357,6 +360,7 @@ def _note(
     if record.secured:
         record.source_identity = who.workload.identity
         record.source_side = who.secured_side
+    live.connection = live.inner = live.peer = None  # of an attempt before
     live.protocol = "TCP" if not record.secured else "DOUBLEHBONE" if isinstance(route, DoubleTunnel) else "HBONE"
 
 

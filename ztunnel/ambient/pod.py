@@ -26,13 +26,14 @@ from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
+from ztunnel.accepting import ListeningSocket
 from ztunnel.ambient import socks5
 from ztunnel.ambient.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, OriginalSource, PodName
 from ztunnel.ambient.node import Described, Node
-from ztunnel.ambient.outcome import DRAINED, EarlyDeny
+from ztunnel.ambient.outcome import DRAINED, REVOKED, EarlyDeny
 from ztunnel.ambient.record import Record
 from ztunnel.identity.certificates import WorkloadCertificate
-from ztunnel.listeners import ListeningSocket
+from ztunnel.identity.crl import RevocationLists
 from ztunnel.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -63,10 +64,23 @@ class Live:
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
         facts: inbound: what policies judge.
         connection: the tunnel connection that carries it.
+        inner: of a double tunnel, the connection within.
+        peer: whose certificate the other end has, where no TLS is in between to prove it.
         reason: why it was ended by us.
     """
 
-    __slots__ = ("_end", "actual", "connection", "facts", "original", "protocol", "reason", "record")
+    __slots__ = (
+        "_end",
+        "actual",
+        "connection",
+        "facts",
+        "inner",
+        "original",
+        "peer",
+        "protocol",
+        "reason",
+        "record",
+    )
 
     def __init__(self, record: Record, end: Callable[[str], object]) -> None:
         self.record = record
@@ -75,6 +89,8 @@ class Live:
         self.protocol = "TCP"
         self.facts: ConnectionFacts | None = None
         self.connection: Connection | None = None
+        self.inner: Connection | None = None
+        self.peer: WorkloadCertificate | None = None
         self.reason = ""
         self._end = end
 
@@ -147,7 +163,7 @@ class Join(Protocol):
 
     async def __call__(
         self,
-        outer: Record,
+        outer: Live,
         who: Described,
         own: WorkloadCertificate,
         local: SocketAddress,
@@ -155,6 +171,12 @@ class Join(Protocol):
         service: str | None,
     ) -> Joined | None:
         """The inbound half, or ``None`` when the tunnel must go over the wire."""
+
+
+def is_revoked(lists: RevocationLists, certificate: WorkloadCertificate) -> bool:
+    """What a handshake would find of a certificate of this node."""
+    issued = certificate.issued
+    return any(lists.is_revoked((*issued.chain, root)) for root in issued.roots)
 
 
 def ends_this_task() -> Callable[[str], object]:
@@ -348,6 +370,30 @@ class PodProxy:
             self._judged_by = policies
             if self.on_policies is not None:
                 self.on_policies(workload, policies)
+
+    def end_revoked(self, lists: RevocationLists) -> None:
+        """End every connection whose peer is on a list now."""
+        rejections = self.node.metrics.crl_rejections
+        for connection, chain in list(self.tunnels.items()):
+            if chain and lists.is_revoked(chain):
+                rejections["destination"] += 1
+                for live in [live for live in self.inbound if live.connection is connection]:
+                    live.end(REVOKED)
+                connection.close()
+        for connection in self.pool.connections:
+            if connection.facts is not None and lists.is_revoked(connection.facts.chain):
+                rejections["source"] += 1
+                for live in [live for live in self.outbound if live.connection is connection]:
+                    live.end(REVOKED)
+                connection.abort(REVOKED)
+        for reporter, table in (("destination", self.inbound), ("source", self.outbound)):
+            for live in list(table):
+                inner = live.inner.facts if live.inner is not None else None
+                if (inner is not None and lists.is_revoked(inner.chain)) or (
+                    live.peer is not None and is_revoked(lists, live.peer)
+                ):
+                    rejections[reporter] += 1
+                    live.end(REVOKED)
 
     # The end
 
