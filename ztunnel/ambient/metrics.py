@@ -14,16 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import Metric
-
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.admin.page import Page
-from ztunnel.telemetry.prometheus import number
+from ztunnel.telemetry.exposition import Family, lines, process_families
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +28,6 @@ UNKNOWN = "unknown"
 EXPIRY_S = 900.0
 OPENMETRICS = "application/openmetrics-text;charset=utf-8;version=1.0.0"
 PLAIN = "text/plain; charset=utf-8"
-#: A slice takes well under a millisecond.
-_SAMPLES_PER_PIECE = 200
 DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 
 _SIDE = (
@@ -202,7 +197,6 @@ class Metrics:
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         self.connect_retries = 0
         self.gauges: dict[str, Gauge] = {}
-        self._process = ProcessCollector(registry=None)
 
     # Traffic
 
@@ -267,7 +261,7 @@ class Metrics:
 
     # Pages
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Every family that has samples."""
         yield _family(
             "istio_build",
@@ -278,9 +272,9 @@ class Metrics:
         )
         yield from filter(lambda family: bool(family.samples), self._traffic_families())
         yield from filter(lambda family: bool(family.samples), self._other_families())
-        yield from self._process.collect()
+        yield from process_families()
 
-    def _traffic_families(self) -> Iterator[Metric]:
+    def _traffic_families(self) -> Iterator[Family]:
         opened: list[Sample] = []
         closed: list[Sample] = []
         failed: list[Sample] = []
@@ -318,7 +312,7 @@ class Metrics:
             "istio_tcp_sent_bytes", "counter", size.format("sent during response"), sent, TRAFFIC_LABELS, "bytes"
         )
 
-    def _other_families(self) -> Iterator[Metric]:
+    def _other_families(self) -> Iterator[Family]:
         reporter = ("reporter",)
         yield _family(
             "istio_tcp_sockets_open",
@@ -399,7 +393,7 @@ class Metrics:
         for name, gauge in self.gauges.items():
             yield _family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
 
-    def _dns_families(self) -> Iterator[Metric]:
+    def _dns_families(self) -> Iterator[Family]:
         labels = (
             "request_query_type",
             "request_protocol",
@@ -423,15 +417,15 @@ class Metrics:
             labels,
         )
         name = "istio_dns_upstream_request_duration_seconds"
-        metric = Metric(
+        metric = Family(
             name, "The time Istio takes to get DNS response from upstream (unstable).", "histogram", "seconds"
         )
         for values, durations in self.dns_durations.items():
             shared = dict(zip(labels, values, strict=True))
             for bound, count in durations.cumulative():
-                metric.add_sample(f"{name}_bucket", shared | {"le": bound}, count)
-            metric.add_sample(f"{name}_sum", shared, durations.total_s)
-            metric.add_sample(f"{name}_count", shared, durations.count)
+                metric.add(f"{name}_bucket", shared | {"le": bound}, count)
+            metric.add(f"{name}_sum", shared, durations.total_s)
+            metric.add(f"{name}_count", shared, durations.count)
         yield metric
 
 
@@ -484,48 +478,26 @@ def _nonzero(values: dict[str, int]) -> list[Sample]:
 
 def _family(
     name: str, kind: str, text: str, samples: Iterable[Sample], labels: tuple[str, ...], unit: str = ""
-) -> Metric:
-    """A family of the client library; names of counters without ``_total``."""
-    metric = Metric(name, text + ".", kind, unit)
+) -> Family:
+    """A family from counters by label values; names of counters without ``_total``."""
+    metric = Family(name, text + ".", kind, unit)
     sample_name = f"{name}_total" if kind == "counter" else name
     for values, value in samples:
-        metric.add_sample(sample_name, dict(zip(labels, values, strict=False)), value)
+        metric.add(sample_name, dict(zip(labels, values, strict=False)), value)
     return metric
-
-
-def _lines(metrics: Iterable[Metric]) -> Iterator[str]:
-    """OpenMetrics text in pieces of bounded size, so that a page of many thousand series never holds the loop."""
-    for metric in metrics:
-        yield f"# HELP {metric.name} {_escaped(metric.documentation)}\n# TYPE {metric.name} {metric.type}\n"
-        if metric.unit:
-            yield f"# UNIT {metric.name} {metric.unit}\n"
-        for start in range(0, len(metric.samples), _SAMPLES_PER_PIECE):
-            yield "".join(
-                f"{sample.name}{_labels(sample.labels)} {number(sample.value)}\n"
-                for sample in metric.samples[start : start + _SAMPLES_PER_PIECE]
-            )
-    yield "# EOF\n"
-
-
-def _labels(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def page(metrics: Metrics, accept: str, accept_encoding: str) -> Page:
     """Always OpenMetrics text, whatever it is called, compressed if the scraper likes that."""
     wants = any(item.split(";")[0].strip() == "application/openmetrics-text" for item in accept.split(","))
     content_type = OPENMETRICS if wants else PLAIN
-    lines = _lines(metrics.collect())
+    text = lines(metrics.collect())
     headers = [("vary", "accept-encoding")]
     for coding, bits in (("gzip", 31), ("deflate", 15)):
         if accepts(accept_encoding, coding):
             headers.append(("content-encoding", coding))
-            return Page(content_type=content_type, headers=tuple(headers), body=_compressed(lines, bits))
-    return Page(content_type=content_type, headers=tuple(headers), body=lines)
+            return Page(content_type=content_type, headers=tuple(headers), body=_compressed(text, bits))
+    return Page(content_type=content_type, headers=tuple(headers), body=text)
 
 
 def accepts(accept_encoding: str, coding: str) -> bool:

@@ -10,7 +10,6 @@ the scraper accepts. OpenMetrics wants counters to end in ``_total``; those of E
 Everything is given out family by family: a page of many thousand samples is made in slices.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import ProcessCollector
@@ -18,6 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ztunnel.telemetry.exposition import number
 from ztunnel.telemetry.stats import BUCKETS, Counter, Gauge, Histogram, Labels, Stats, TextReadout, prometheus_name
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -110,16 +110,6 @@ def _labels(labels: Labels) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"').replace("\r", "\\\\r")
-
-
-def number(value: float) -> str:
-    """A value as Envoy prints it: whole numbers without a fraction."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return "nan" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-        if not value.is_integer():
-            return repr(value)
-    return str(int(value))
 
 
 # What the client library prints

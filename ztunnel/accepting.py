@@ -1,0 +1,79 @@
+"""Listening sockets in the private epoll: who gets what they accept, and what happens when descriptors run out."""
+
+import errno
+import logging
+import socket
+from collections.abc import Callable
+
+from hbone.aio.poller import READABLE, Poller
+from xds.model.address import SocketAddress
+
+log = logging.getLogger(__name__)
+
+#: Accepts per event and listener, so that a storm on one does not starve the bytes of the others.
+_ACCEPTS_PER_TURN = 32
+_PAUSE_S = 0.5
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class ListeningSocket:
+    """One listening socket and who gets what it accepts."""
+
+    def __init__(self, sock: socket.socket, address: SocketAddress, backlog: int, poller: Poller) -> None:
+        self.sock = sock
+        self.address = address
+        self._backlog = backlog
+        self.accepted: Callable[[socket.socket, tuple[str, int]], None] | None = None
+        self._poller = poller
+        self._registered = False
+
+    def start(self) -> None:
+        """Begin to listen and accept."""
+        if not self._registered:
+            self._registered = True
+            self.sock.listen(self._backlog)
+            self._poller.register(self.sock.fileno(), self)
+
+    def on_event(self, mask: int) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        if not (mask & READABLE or not mask):
+            return
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                client, peer = self.sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    log.error(
+                        "accept on %s: %s; waiting %g s (raise the limit of open files)",
+                        self.address,
+                        error.strerror,
+                        _PAUSE_S,
+                    )
+                    self._poller.loop.call_later(_PAUSE_S, self._again)
+                    return
+                raise
+            client.setblocking(False)
+            if self.accepted is None:
+                client.close()
+            else:
+                self.accepted(client, peer[:2])
+        self._poller.again(self)
+
+    def _again(self) -> None:
+        if self._registered:
+            self._poller.again(self)
+
+    def on_bug(self, error: Exception) -> None:
+        """See :class:`hbone.aio.poller.Handler`."""
+        log.error("accept on %s failed", self.address, exc_info=error)
+
+    def close(self) -> None:
+        """Stop accepting."""
+        if self._registered:
+            self._registered = False
+            self._poller.unregister(self.sock.fileno())
+        self.sock.close()
