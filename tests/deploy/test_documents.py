@@ -1,0 +1,48 @@
+"""What README.md says of variables and commands is what the code has."""
+
+import re
+from pathlib import Path
+
+from ztunnel.ambient.config import config_from
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+#: Upstream's, too, though their names begin like ours.
+SHARED = {
+    "ZTUNNEL_WORKER_THREADS",
+    "ZTUNNEL_CPU_LIMIT",
+    "ZTUNNEL_RESOURCE_CPU_LIMIT",
+    "ZTUNNEL_RESOURCE_CPU_REQUEST",
+}
+
+
+class Asked(dict[str, str]):
+    """An empty environment that remembers what was looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]  # values are texts or None
+        self.names.add(key)
+        return super().get(key, default)
+
+
+def test_the_variables_that_are_ours_alone_are_listed() -> None:
+    env = Asked()
+    config_from(env, cpus=2, read_file=lambda path: None)
+    ours = {name for name in env.names if name.startswith("ZTUNNEL_")} - SHARED
+    assert set(re.findall(r"^\| `(ZTUNNEL_\w+)`", README, re.MULTILINE)) == ours
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    for document in ("README.md", "ARCHITECTURE.md"):
+        text = (ROOT / document).read_text()
+        named = re.findall(r"`((?:hbone|xds|tproxy|ztunnel|tests|deploy|bench)/[\w./-]*)`", text)
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_first_screen_has_the_demos_of_both_modes() -> None:
+    first = README[: README.index("## ")]
+    assert first.count("make demo") == 2
+    assert "MODE=inpod" in first
