@@ -154,6 +154,7 @@ class _Stream:
         self._wake = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
         self._away_since_s: float | None = None
+        self._away_because = ""
         self._answered = False
 
     def subscribe(
@@ -332,6 +333,10 @@ class _Stream:
                 self._name,
                 broken,
             )
+        elif str(broken) != self._away_because:
+            # Who has put one thing right wants to know what is next.
+            logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
+        self._away_because = str(broken)
 
     def _back(self) -> None:
         self._backoff.reset()
