@@ -6,6 +6,7 @@ in the test's loop. Applications are toys of the test, in the pods' namespaces.
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -251,6 +252,8 @@ class AmbientMesh:
                 "serviceAccount": str(self.pods.get(pod.name, {}).get("service_account", pod.name)),
                 "workloadIps": [str(address) for address in pod.addresses],
                 "protocol": "HBONE" if pod.name in self.captured else "TCP",
+                "workloadName": pod.name,
+                "canonicalName": pod.name,
                 "node": worker.place.name,
                 "services": {},
                 **more.get(pod.name, {}),
@@ -377,8 +380,10 @@ async def refused(place: Place, host: object, port: int) -> bool:
     """Whether an application gets nothing: an end or a reset, for its bytes may have been on their way."""
     try:
         return await ask(place, host, port) == b""
-    except ConnectionResetError:
-        return True
+    except OSError as error:
+        if error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+            return True
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ from hbone.aio.connection import Connection
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
-from hbone.errors import HboneError, PeerSilent, TlsError, TlsReason
+from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason
 from hbone.headers import first, forwarded_host, parse_baggage
 from tproxy.aio import sockets
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
@@ -35,7 +35,6 @@ from ztunnel.ambient.outcome import (
     EarlyDeny,
     Failed,
     Flags,
-    answered,
     io_text,
     of_reason,
     of_relay,
@@ -331,7 +330,7 @@ class Inbound:
             ``None``: over the wire, please.
 
         Raises:
-            Failed: refused, as over the wire.
+            ConnectRefused: as over the wire.
         """
         pod = self._pod
         here, host = pod.local.current, _own_address(who.workload, outer.record.source.host, local.host)
@@ -356,7 +355,7 @@ class Inbound:
             if refusal.early:
                 record.denied_early(refusal.early)
             self.left(live, refusal.failure)
-            raise Failed(answered(refusal.status)) from refusal
+            raise ConnectRefused(refusal.status) from refusal
         except BaseException:
             self.left(live, of_reason(live.reason))
             raise

@@ -7,6 +7,7 @@ from enum import StrEnum
 from hbone.errors import (
     ConnectionBroken,
     ConnectRefused,
+    ErrorCode,
     HboneError,
     PeerSilent,
     PoolClosed,
@@ -151,6 +152,8 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
         if error.errno in _ORDINARY:
             return None
         text = io_text(error)
+    elif isinstance(error, TunnelBroken) and error.code == ErrorCode.CONNECT_ERROR:
+        return None  # the same, at the other end of the tunnel
     else:
         text = str(error)
     return Failed(f"{'send' if from_client else 'receive'}: {text}")
