@@ -41,3 +41,32 @@ def test_a_taken_admin_port_is_one_line(source: str, tmp_path: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ztunnel: ")
     assert f"127.0.0.1:{port}" in last
+
+
+def test_an_unknown_command_is_one_line_and_the_help() -> None:
+    done = ztunnel("prxoy")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "unknown command: prxoy"
+    assert "usage: ztunnel" in done.stderr
+    assert done.stdout == ""
+
+
+def test_help_and_version_go_to_standard_output() -> None:
+    shown = ztunnel("help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "control-plane" in shown.stdout
+    version = ztunnel("version")
+    assert (version.returncode, version.stderr) == (0, "")
+    assert version.stdout.startswith("version.BuildInfo{")
+    assert version.stdout.count("\n") == 1
+
+
+def test_without_a_command_it_is_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXY_MODE", "neither")
+    monkeypatch.setenv("RUST_LOG", "loud")
+    done = ztunnel()
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "Error: invalid env var PROXY_MODE=neither (must be one of shared, dedicated)",
+        "Error: invalid env var RUST_LOG=loud (loud is neither a level nor target=level)",
+    ]
