@@ -74,13 +74,14 @@ class NodeProxy:
         return (await self.lines(direction, 1, dst_workload=destination))[0]
 
     async def lines(self, direction: str, count: int, **fields: object) -> list[dict[str, Any]]:
-        """Access lines with these fields, ``_`` for ``.`` in their names, once there are as many."""
+        """Access lines with these fields, ``dst_workload`` for ``dst.workload``, once there are as many."""
+        wanted = {re.sub(r"^(src|dst)_", r"\1.", key): value for key, value in fields.items()}
 
         def found() -> list[dict[str, Any]] | None:
             lines = [
                 line
                 for line in self.access(direction)
-                if all(line.get(key.replace("_", ".", 1)) == value for key, value in fields.items())
+                if all(line.get(key) == value for key, value in wanted.items())
             ]
             return lines if len(lines) >= count else None
 
