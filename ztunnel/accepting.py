@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 
 from hbone.aio.poller import READABLE, Poller
+from tproxy.aio import sockets
 from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,28 @@ class ListeningSocket:
 
     def on_event(self, mask: int) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
-        if not (mask & READABLE or not mask):
-            return
-        for _ in range(_ACCEPTS_PER_TURN):
+        if (mask & READABLE or not mask) and self._accept(_ACCEPTS_PER_TURN):
+            self._poller.again(self)
+
+    def leave_to_successor(self) -> bool:
+        """Let new connections go to whoever else listens on this port, as far as there is anybody.
+
+        Returns:
+            False: nobody else can, for the port is not shared.
+        """
+        return sockets.leave_to_newer(self.sock)
+
+    def take_waiting(self) -> None:
+        """Accept everything that the kernel has connected already; closing would reset it."""
+        self._accept(self._backlog + 1)
+
+    def _accept(self, most: int) -> bool:
+        """Accept so many; whether more may be waiting."""
+        for _ in range(most):
             try:
                 client, peer = self.sock.accept()
             except BlockingIOError:
-                return
+                return False
             except ConnectionAbortedError:
                 continue
             except OSError as error:
@@ -54,14 +70,14 @@ class ListeningSocket:
                         _PAUSE_S,
                     )
                     self._poller.loop.call_later(_PAUSE_S, self._again)
-                    return
+                    return False
                 raise
             client.setblocking(False)
             if self.accepted is None:
                 client.close()
             else:
                 self.accepted(client, peer[:2])
-        self._poller.again(self)
+        return True
 
     def _again(self) -> None:
         if self._registered:

@@ -5,6 +5,7 @@ Options of the kernel's headers that :mod:`socket` has no names for are here by 
 """
 
 import asyncio
+import ctypes
 import errno
 import os
 import socket
@@ -28,6 +29,8 @@ IPV6_FREEBIND = 78
 IP_BIND_ADDRESS_NO_PORT = 24
 SO_MARK = 36
 SO_ORIGINAL_DST = 80
+_SO_ATTACH_REUSEPORT_CBPF = 51
+_BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 
@@ -126,6 +129,31 @@ def listen(
         sock.close()
         raise
     return sock
+
+
+def leave_to_newer(sock: socket.socket) -> bool:
+    """Of the two sockets that listen on a shared port, give all new connections to the newer one.
+
+    The kernel spreads them over both, and resets what the older one has not accepted when it closes. With this
+    done first, and what has come accepted, nobody notices. It asks a filter which socket is to have a connection
+    (``SO_ATTACH_REUSEPORT_CBPF``); this one always says the second. Where there is no second, the kernel spreads
+    as before, so the filter, which stays with the port, does no harm to a socket that is alone again.
+
+    Returns:
+        Whether the port can be shared at all (``reuse_port``).
+
+    Raises:
+        KernelRefused: any other refusal.
+    """
+    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 1))
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise KernelRefused("leave a port to its newer socket", error.errno or 0) from error
+    return True
 
 
 def unbound(

@@ -138,6 +138,8 @@ class Inbound:
                 here.connection, here.names = connection, facts.uri_sans
                 here.identity = _first_identity(facts.uri_sans)
                 pod.tunnels[connection] = facts.chain
+                if pod.draining:
+                    connection.drain()
 
             owned = None
             try:

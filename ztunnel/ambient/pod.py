@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 #: How long the control plane may take to tell about a pod that just came.
 _WORKLOAD_WAIT_S = 5.0
 _BACKLOG = 1024
+#: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
+_HANDOVER_S = 0.2
 
 
 class PoolKey(NamedTuple):
@@ -222,6 +224,8 @@ class PodProxy:
         self.closing: list[Callable[[], Awaitable[None]]] = []
         #: Told when other policies judge connections to this pod than did before.
         self.on_policies: Callable[[Workload, WorkloadPolicies], None] | None = None
+        #: No new tunnels: connections that bring some are told so as soon as there are any.
+        self.draining = False
         self._only_tunnels = only_tunnels
         self._listeners: list[ListeningSocket] = []
         self._judged_by: WorkloadPolicies | None = None
@@ -416,8 +420,20 @@ class PodProxy:
             await self.closing.pop()()
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop accepting, say GOAWAY, give what runs until the deadline, then abort."""
+        """Stop accepting, say GOAWAY, give what runs until the deadline, then abort.
+
+        What was connected before is accepted before: closing a listener resets whatever waits there. A successor
+        takes what is new meanwhile, and handshakes under way get the time to become tunnels.
+        """
+        self.draining = True
+        shared = [listener.leave_to_successor() for listener in self._listeners]
+        if any(shared):
+            await asyncio.sleep(_HANDOVER_S)
+            timeout_s = max(timeout_s - _HANDOVER_S, 0.0)
+        for listener in self._listeners:
+            listener.take_waiting()
         self._close_listeners()
+        await asyncio.sleep(0)  # what was accepted just now enters the tables
         for connection in list(self.tunnels):
             connection.drain()
         self._empty.clear()
