@@ -298,13 +298,97 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
     assert named == {*environment(container), "LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT"}
 
 
-def test_the_chart_comes_out_as_the_base() -> None:
+def rendered(values_file: Path | None = None) -> dict[str, Object]:
     helm = shutil.which("helm")
     if helm is None:
         pytest.skip("NOT TESTED: no helm here, so the chart was not rendered")
     command = [helm, "template", "ztunnel", str(CHART), "--namespace", "istio-system"]
-    rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert documents(rendered) == base()
+    if values_file is not None:
+        command += ["--values", str(values_file)]
+    return documents(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_the_chart_comes_out_as_the_base() -> None:
+    assert rendered() == base()
+
+
+def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
+    given: Object = {
+        "global": {"hub": "registry.example.com", "caAddress": "ca.example.com:443"},
+        "tag": "1.2",
+        "variant": "debug",
+        "imagePullPolicy": "Always",
+        "imagePullSecrets": ["mine"],
+        "resourceName": "my-ztunnel",
+        "labels": {"team": "net"},
+        "annotations": {"a": "b"},
+        "podLabels": {"colour": "blue"},
+        "podAnnotations": {"p": "q"},
+        "affinity": {"nodeAffinity": {"preferred": []}},
+        "nodeSelector": {"zone": "one"},
+        "tolerations": [{"operator": "Exists"}],
+        "updateStrategy": {"type": "OnDelete", "rollingUpdate": None},
+        "resources": {"limits": {"cpu": 2}, "requests": {"cpu": "500m", "memory": "1Gi"}},
+        "seLinuxOptions": {"type": "spc_t"},
+        "volumes": [{"name": "more", "emptyDir": {}}],
+        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "env": {"ZTUNNEL_SPIN_US": 20},
+        "meshConfig": {"defaultConfig": {"proxyMetadata": {"ISTIO_META_DNS_CAPTURE": "false"}}},
+        "terminationGracePeriodSeconds": 3600,
+        "revision": "canary",
+        "istioNamespace": "mesh",
+        "network": "net-1",
+        "multiCluster": {"clusterName": "cluster-1"},
+        "platform": "openshift",
+        "logLevel": "debug",
+        "logAsJson": True,
+        "peerCaCrl": {"enabled": True},
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(given))
+    objects = rendered(file)
+    assert set(objects) == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "DaemonSet"}
+    assert {each["metadata"]["name"] for each in objects.values()} == {"my-ztunnel"}
+    for each in objects.values():
+        labels = each["metadata"]["labels"]
+        assert (labels["team"], labels["istio.io/rev"]) == ("net", "canary")
+    assert objects["ServiceAccount"]["imagePullSecrets"] == [{"name": "mine"}]
+    assert objects["ServiceAccount"]["metadata"]["annotations"] == {"a": "b"}
+    (subject,) = objects["ClusterRoleBinding"]["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": "my-ztunnel", "namespace": "istio-system"}
+    daemon_set = objects["DaemonSet"]
+    assert daemon_set["metadata"]["annotations"] == {"a": "b"}
+    assert daemon_set["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    pod = daemon_set["spec"]["template"]
+    assert pod["metadata"]["labels"]["colour"] == "blue"
+    assert pod["metadata"]["annotations"]["p"] == "q"
+    spec = pod["spec"]
+    assert spec["serviceAccountName"] == "my-ztunnel"
+    assert spec["terminationGracePeriodSeconds"] == 3600
+    assert spec["affinity"] == given["affinity"]
+    assert spec["nodeSelector"] == {"kubernetes.io/os": "linux", "zone": "one"}
+    assert spec["tolerations"] == given["tolerations"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["more"] == {"name": "more", "emptyDir": {}}
+    roots, lists = volumes["istiod-ca-cert"]["projected"]["sources"]
+    assert roots == {"configMap": {"name": "istio-ca-root-cert"}}
+    (container,) = spec["containers"]
+    assert container["image"] == "registry.example.com/ztunnel-py:1.2-debug"
+    assert container["imagePullPolicy"] == "Always"
+    assert container["resources"] == given["resources"]
+    assert container["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    mounts = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
+    assert mounts["more"] == "/more"
+    env = environment(container)
+    assert env["CRL_PATH"] == f"{mounts['istiod-ca-cert']}/{lists['configMap']['items'][0]['path']}"
+    config = config_from(env, cpus=8, read_file=lambda path: None)
+    assert config.warnings == ()
+    assert config.xds_address == "https://istiod-canary.mesh.svc:15012"
+    assert config.ca_address == "https://ca.example.com:443"
+    assert (config.network, config.cluster_id) == ("net-1", "cluster-1")
+    assert (config.log_filter, config.log_json) == ("debug", True)
+    assert (config.drain_s, config.spin_us, config.dns_proxy) == (3595.0, 20, False)
+    assert config.worker_threads == 2
 
 
 def test_kustomize_accepts_base_and_overlay() -> None:
