@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop bench bench-scale fuzz proto lock clean setup compiled pure
+.PHONY: help demo test check netns interop bench bench-idle bench-scale fuzz proto lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -38,6 +38,9 @@ interop: $(STAMP) ## the table of Envoy cases, in both roles
 
 bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 	$(PY) -m bench.compare
+
+bench-idle: $(STAMP) ## what idle connections cost, and what is left when they are gone
+	$(PY) -m bench.idle
 
 bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory, look-up, changes
 	$(PY) -m bench.scale

@@ -66,7 +66,7 @@ class Chain:
     @contextlib.contextmanager
     def idling(self, connections: int) -> Iterator[None]:
         """Hold so many idle connections, each of which has carried one message."""
-        command = [str(self.load), "idle", self.target, str(PORT), str(connections), "60"]
+        command = [str(self.load), "idle", self.target, str(PORT), str(connections), "300"]
         process = self.lab.pod("client").popen(command, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None

@@ -653,8 +653,13 @@ def _listener(document: Json) -> Message:
     return parse_value(document, Listener).message
 
 
+#: As Istio's: Envoy's defaults would let a node open 1,024 connections to a service.
+_UNLIMITED = 4_294_967_295
+_LIMITS = dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), _UNLIMITED)
+
+
 def _cluster(document: Json) -> Message:
-    return parse_value(document, Cluster).message
+    return parse_value({**document, "circuit_breakers": {"thresholds": [_LIMITS]}}, Cluster).message
 
 
 def _assignment(name: str, endpoints: Iterable[Json]) -> Message:
