@@ -30,6 +30,10 @@ OUTSIDE = "visitor"
 SERVERS = (*VERSIONS, "ratings")
 SECRET = b"the secret of this page is plain to see"
 ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
+#: Log lines come in bursts; after so long no more are to be expected ...
+_QUIET_S = 0.35
+#: ... unless some are known to be missing.
+_SLOW_S = 5.0
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
 
 
@@ -211,11 +215,18 @@ class Demo(ABC):
             return Call(pod, host, "", type(error).__name__, time.perf_counter() - began)
         return Call(pod, host, text, "", time.perf_counter() - began)
 
-    def new_lines(self, quiet_s: float = 0.35) -> list[dict[str, object]]:
-        """What all proxies have logged as JSON since the last call, with their node, once no more comes."""
+    def new_lines(
+        self, at_least: int = 0, wanted: Callable[[dict[str, object]], bool] = lambda line: True
+    ) -> list[dict[str, object]]:
+        """What all proxies have logged as JSON since the last call, with their node, once no more comes.
+
+        Args:
+            at_least: lines to wait for, however slow the machine is, within a limit.
+            wanted: which lines count and are returned.
+        """
         lines: list[dict[str, object]] = []
         last = time.monotonic()
-        while time.monotonic() - last < quiet_s:
+        while time.monotonic() - last < (_QUIET_S if len(lines) >= at_least else _SLOW_S):
             time.sleep(0.05)
             for path, node in self._logs.items():
                 data = path.read_bytes()
@@ -224,7 +235,7 @@ class Demo(ABC):
                 found = [json.loads(line) for line in data[start:end].splitlines() if line.startswith(b"{")]
                 if found:
                     last = time.monotonic()
-                    lines += [{"node": node, **line} for line in found]
+                    lines += [{"node": node, **line} for line in found if wanted(line)]
         return lines
 
     def judge(self, expected: bool, text: str) -> None:

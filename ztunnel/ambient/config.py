@@ -1,8 +1,8 @@
 """The environment of today's Rust ztunnel, read into one frozen value; every bad value is reported, together.
 
 Names, defaults and meanings are the Rust ztunnel's. What is ours alone: ``ZTUNNEL_CONNECT_RETRIES``,
-``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
-``ZTUNNEL_CONNECT_TIMEOUT`` and the three ``ZTUNNEL_*_ADDRESS`` of the servers.
+``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT`` and
+``ZTUNNEL_CONNECT_TIMEOUT``.
 """
 
 import difflib
