@@ -72,7 +72,6 @@ class _Peer:
 
     source: SocketAddress
     local: SocketAddress
-    who: Described
     connection: Connection | None = None
     names: tuple[str, ...] = ()
     identity: SpiffeId | None = None
@@ -128,9 +127,8 @@ class Inbound:
         node.metrics.sockets_open["destination"] += 1
         owned: socket.socket | None = sock
         try:
-            who = await pod.local.get()
-            certificate = await pod.certificate(who.workload)
-            here = _Peer(source, local, who)
+            certificate = await pod.certificate((await pod.local.get()).workload)
+            here = _Peer(source, local)
 
             def established(connection: Connection) -> None:
                 facts = connection.facts
@@ -185,10 +183,11 @@ class Inbound:
             if head.method != b"CONNECT" or head.protocol is not None:
                 raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
             authority = (head.authority or b"").decode("latin-1")
-            self._describe(record, peer, head.headers)
-            application = await self._admit(live, peer.who, authority, forwarded_host(head.headers), peer)
+            who = await self._described_now()
+            self._describe(record, peer, who, head.headers)
+            application = await self._admit(live, who, authority, forwarded_host(head.headers), peer)
             try:
-                baggage = ((b"baggage", peer.who.baggage),) if node.config.baggage else ()
+                baggage = ((b"baggage", who.baggage),) if node.config.baggage else ()
                 running = relay(request.accept(baggage), application, record.counts)
                 live.ends_by(running.abort)
                 ended = await running
@@ -207,11 +206,26 @@ class Inbound:
             failure = Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
         except asyncio.CancelledError:
             failure = of_reason(live.reason) if live.reason else Failed("h2 failed: the client gave up")
+            if live.reason == POLICY_CHANGE and not request.answered:
+                request.refuse(401)  # a verdict, which must not be tried elsewhere
             raise
         finally:
             self.left(live, failure)
 
-    def _describe(self, record: Record, peer: _Peer, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    async def _described_now(self) -> Described:
+        """This pod as it is for a new request: its connection may be older than the policies that it names.
+
+        Raises:
+            _Refusal: the control plane does not know it.
+        """
+        try:
+            return await self._pod.local.get()
+        except EarlyDeny as denial:
+            raise _Refusal(503, early=str(denial)) from denial
+
+    def _describe(
+        self, record: Record, peer: _Peer, who: Described, headers: tuple[tuple[bytes, bytes], ...]
+    ) -> None:
         """Labels of both sides: what the peer says of itself, and over it what the control plane says of it."""
         node = self._node
         identity = peer.identity
@@ -232,9 +246,9 @@ class Inbound:
                 record.source_side = node.described(workload).side._replace(principal=principal)
         record.secured = True
         record.source_identity = identity
-        record.destination_workload = peer.who.workload
-        record.destination_side = peer.who.secured_side
-        record.destination_identity = peer.who.workload.identity
+        record.destination_workload = who.workload
+        record.destination_side = who.secured_side
+        record.destination_identity = who.workload.identity
 
     # What tunnels and joined tunnels have in common
 
@@ -294,6 +308,7 @@ class Inbound:
         except Rejected as rejected:
             text = f"connection closed due to policy rejection: {rejected}"
             raise _Refusal(401, failure=Failed(text, Flags.DENY)) from rejected
+        live.admitted = True
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
         pod, address = self._pod, target.address
@@ -344,12 +359,12 @@ class Inbound:
         outer.peer = there
         described = self._node.described(here)
         client = SocketAddress(host, outer.record.source.port)
-        peer = _Peer(client, local, described, None, (str(own.issued.identity),), own.issued.identity)
+        peer = _Peer(client, local, None, (str(own.issued.identity),), own.issued.identity)
         record = Record(self._node, Direction.INBOUND, client, local)
         record.counts = outer.record.counts
         live = Live(record, ends_this_task())
         live.peer = own
-        self._describe(record, peer, ((b"baggage", who.baggage),))
+        self._describe(record, peer, described, ((b"baggage", who.baggage),))
         record.source_workload, record.source_side = who.workload, who.secured_side
         try:
             application = await self._admit(live, described, authority, service, peer)
@@ -358,8 +373,11 @@ class Inbound:
                 record.denied_early(refusal.early)
             self.left(live, refusal.failure)
             raise ConnectRefused(refusal.status) from refusal
-        except BaseException:
+        except BaseException as error:
             self.left(live, of_reason(live.reason))
+            task = asyncio.current_task()
+            if live.reason == POLICY_CHANGE and task is not None and not task.uncancel():
+                raise ConnectRefused(401) from error  # of the two halves' task only this one was meant
             raise
         return Joined(application, live, self)
 
@@ -454,7 +472,8 @@ class Inbound:
         self._again = None
         workload = self._pod.local.current or workload
         for live in list(self._pod.inbound):
-            if live.facts is not None and not self._judge.still_allowed(workload, live.facts):
+            # Who waits for its first judgement gets it by what is in force then.
+            if live.admitted and live.facts is not None and not self._judge.still_allowed(workload, live.facts):
                 record = live.record
                 log.info(
                     "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",

@@ -65,6 +65,7 @@ class Live:
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
         facts: inbound: what policies judge.
+        admitted: inbound: it has been let in, so that a change of policies is its concern.
         connection: the tunnel connection that carries it.
         inner: of a double tunnel, the connection within.
         peer: whose certificate the other end has, where no TLS is in between to prove it.
@@ -74,6 +75,7 @@ class Live:
     __slots__ = (
         "_end",
         "actual",
+        "admitted",
         "connection",
         "facts",
         "inner",
@@ -90,6 +92,7 @@ class Live:
         self.actual: SocketAddress | None = None
         self.protocol = "TCP"
         self.facts: ConnectionFacts | None = None
+        self.admitted = False
         self.connection: Connection | None = None
         self.inner: Connection | None = None
         self.peer: WorkloadCertificate | None = None
