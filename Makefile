@@ -45,6 +45,7 @@ bench-idle: $(STAMP) ## what idle connections cost, and what is left when they a
 bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory, look-up, changes
 	$(PY) -m bench.scale
 	$(PY) -m bench.scale_istio
+	$(PY) -m bench.scale_pods
 
 compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C compiler and Python's headers
 	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace
