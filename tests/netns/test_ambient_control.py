@@ -12,11 +12,12 @@ import pytest
 from tests.netns.ambient import HELLO, AmbientMesh, NodeProxy, ask, eventually, mesh_of, refused
 from tests.netns.toys import app
 from tproxy.aio.lab import Place
-from tproxy.aio.sockets import connect
-from tproxy.errors import ConnectFailed
+from tproxy.aio.sockets import connect, listen
+from tproxy.errors import ConnectFailed, TproxyError
 from ztunnel.control_plane import ca
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.control_plane.tokens import node_token
+from ztunnel.tasks import Tasks
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
@@ -245,118 +246,158 @@ def test_on_demand_nothing_goes_out_unasked(tmp_path: Path) -> None:
 
 
 class TlsMesh(AmbientMesh):
-    """The control plane is reached by TLS at the node's own address, with tokens."""
+    """The control plane is reached by TLS, with tokens; at a port of the node, which leads to it.
 
-    HOST = "127.0.0.1"
+    Args:
+        hosts: what its certificate says.
+    """
 
-    def paths(self, node: str) -> tuple[Path, Path]:
-        return self.folder / f"{node}.token", self.folder / f"{node}.root.pem"
+    def __init__(self, folder: Path, *hosts: str, **env: str) -> None:
+        super().__init__({"w1": ["client", "near"]}, folder, env=env)
+        self._hosts = hosts
+        self._port = 0
+        self.token, self.root = folder / "token", folder / "root.pem"
+        address = "https://127.0.0.1:15012"
+        self.env = {
+            "XDS_ADDRESS": address,
+            "CA_ADDRESS": address,
+            "XDS_ROOT_CA": str(self.root),
+            "CA_ROOT_CA": str(self.root),
+            "AUTH_TOKEN": str(self.token),
+            **self.env,
+        }
 
-    def write_token(self, node: str) -> None:
+    async def start_control_plane(self) -> None:
+        self.control_plane = plane = ControlPlane(
+            self.folder / "mesh.yaml",
+            [f"127.0.0.1:{self._port}"],
+            self.folder / "ca",
+            tls_hosts=self._hosts,
+        )
+        stack = contextlib.AsyncExitStack()
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        task = group.create_task(plane.run(), name="control plane")
+        stack.callback(task.cancel)
+        await plane.ready.wait()
+        self._port = int(plane.addresses[0].rpartition(":")[2])
+        self._control_stack = stack
+
+    @contextlib.asynccontextmanager
+    async def begun(self) -> AsyncIterator[NodeProxy]:
+        """Everything is started, and nothing need be ready."""
+        with self.lab:
+            self.write_mesh()
+            await self.start_control_plane()
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self.stop_control_plane)
+                worker = self.lab.worker("w1")
+                await stack.enter_async_context(self._leads_here(worker.place))
+                await self._start(stack, worker)
+                yield self.proxies["w1"]
+
+    @contextlib.asynccontextmanager
+    async def _leads_here(self, place: Place) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        tasks = Tasks("front")
+
+        async def copy(source: socket.socket, target: socket.socket) -> None:
+            while data := await loop.sock_recv(source, 65536):
+                await loop.sock_sendall(target, data)
+            target.shutdown(socket.SHUT_WR)
+
+        async def one(near: socket.socket) -> None:
+            with near, contextlib.suppress(TproxyError), await connect(("127.0.0.1", self._port)) as far:
+                await asyncio.gather(copy(near, far), copy(far, near), return_exceptions=True)
+
+        async def accept(listener: socket.socket) -> None:
+            while True:
+                near, _ = await loop.sock_accept(listener)
+                near.setblocking(False)
+                tasks.start(one(near), "connection")
+
+        with listen("127.0.0.1", 15012, netns=place.netns) as listener:
+            tasks.start(accept(listener), "accept")
+            try:
+                yield
+            finally:
+                await tasks.close()
+
+    def write_token(self) -> None:
         secret = ca.token_secret(self.folder / "ca")
-        self.paths(node)[0].write_text(node_token(secret, node, ca.now().timestamp() + 3600) + "\n")
+        self.token.write_text(node_token(secret, "w1", ca.now().timestamp() + 3600) + "\n")
 
-    def write_root(self, node: str) -> None:
-        self.paths(node)[1].write_bytes((self.folder / "ca" / "root-cert.pem").read_bytes())
-
-
-@contextlib.asynccontextmanager
-async def tls_front(place: Place, port: int, target: tuple[str, int]) -> AsyncIterator[None]:
-    """A port in a namespace that leads to one of the test's own namespace, where the control plane is."""
-    from tproxy.aio.sockets import listen
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            theirs = await asyncio.open_connection(*target)
-        except OSError:
-            writer.close()
-            return
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(pump(reader, theirs[1]), pump(theirs[0], writer))
-
-    server = await asyncio.start_server(one, sock=listen("127.0.0.1", port, netns=place.netns))
-    try:
-        yield
-    finally:
-        server.close()
+    def write_root(self) -> None:
+        self.root.write_bytes((self.folder / "ca" / "root-cert.pem").read_bytes())
 
 
 def test_tls_with_what_comes_late(tmp_path: Path) -> None:
     """Token and root are files: not there yet, then there, the token with an end of line, the root replaced."""
 
     async def main() -> None:
-        mesh = TlsMesh({"w1": ["client", "near"]}, tmp_path)
-        token, root = mesh.paths("w1")
-        mesh.env = {
-            "XDS_ADDRESS": "https://127.0.0.1:15012",
-            "CA_ADDRESS": "https://127.0.0.1:15012",
-            "XDS_ROOT_CA": str(root),
-            "CA_ROOT_CA": str(root),
-            "AUTH_TOKEN": str(token),
-        }
-        port = 0
+        mesh = TlsMesh(tmp_path, "127.0.0.1")
+        async with mesh.begun() as proxy:
 
-        async def start() -> None:
-            nonlocal port
-            mesh.control_plane = plane = ControlPlane(
-                tmp_path / "mesh.yaml", [f"127.0.0.1:{port}"], tmp_path / "ca", tls_hosts=["127.0.0.1"]
+            def logged(text: str) -> bool:
+                return any(text in line["message"] for line in proxy.log())
+
+            missed = f"cannot read root certificate file {mesh.root}"
+            await eventually(lambda: logged(missed), "the root is missed")
+            assert not proxy.ready()
+            mesh.write_root()
+            await eventually(lambda: logged(f"cannot read token file {mesh.token}"), "the token is missed")
+            assert not proxy.ready()
+            mesh.write_token()
+            await eventually(proxy.ready, "ready")
+            near = mesh.lab.pod("near")
+            async with app(near):
+                assert served_by(await ask(mesh.lab.pod("client"), near.ipv4, 8080)) == "near"
+            assert mesh.token.read_text().strip() not in proxy.log_path.read_text()
+
+            # Another authority takes over; its root comes later than it does.
+            await mesh.stop_control_plane()
+            (tmp_path / "ca").rename(tmp_path / "old-ca")
+            await mesh.start_control_plane()
+            await eventually(lambda: logged("CERTIFICATE_VERIFY_FAILED"), "the new authority is not believed")
+            assert proxy.metric(STALENESS) > 0
+            mesh.write_root()
+            mesh.write_token()
+            await eventually(lambda: proxy.metric(STALENESS) == 0, "connected again")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["istiod.elsewhere", "127.0.0.1"])
+def test_either_of_two_names_is_the_control_plane(tmp_path: Path, name: str) -> None:
+    async def main() -> None:
+        names = {"ALT_XDS_HOSTNAME": "istiod.elsewhere", "ALT_CA_HOSTNAME": "istiod.elsewhere"}
+        mesh = TlsMesh(tmp_path, name, **names)
+        async with mesh.begun() as proxy:
+            mesh.write_root()
+            mesh.write_token()
+            await eventually(proxy.ready, "ready")
+            near = mesh.lab.pod("near")
+            async with app(near):
+                assert served_by(await ask(mesh.lab.pod("client"), near.ipv4, 8080)) == "near"
+                await proxy.ended("inbound", "near")
+
+    asyncio.run(main())
+
+
+def test_a_control_plane_of_another_name_is_not_believed(tmp_path: Path) -> None:
+    async def main() -> None:
+        mesh = TlsMesh(tmp_path, "istiod.elsewhere")
+        async with mesh.begun() as proxy:
+            mesh.write_root()
+            mesh.write_token()
+
+            def refusals() -> float:
+                return proxy.metric("istio_xds_connection_terminations_total", reason="ConnectionError")
+
+            await eventually(
+                lambda: any("Hostname Verification Check failed" in line["message"] for line in proxy.log()),
+                "the name is missed",
             )
-            stack = contextlib.AsyncExitStack()
-            group = await stack.enter_async_context(asyncio.TaskGroup())
-            task = group.create_task(plane.run(), name="control plane")
-            stack.callback(task.cancel)
-            await plane.ready.wait()
-            port = int(plane.addresses[0].rpartition(":")[2])
-            mesh._control_stack = stack
-
-        mesh.start_control_plane = start  # type: ignore[method-assign]
-        with mesh.lab:
-            mesh.write_mesh()
-            await start()
-            async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(mesh.stop_control_plane)
-                worker = mesh.lab.worker("w1")
-                await stack.enter_async_context(tls_front(worker.place, 15012, ("127.0.0.1", port)))
-                await mesh._start(stack, worker)
-                proxy = mesh.proxies["w1"]
-
-                def logged(text: str) -> bool:
-                    return any(text in line["message"] for line in proxy.log())
-
-                await eventually(lambda: logged(f"cannot read root certificate file {root}"), "the root is missed")
-                assert not proxy.ready()
-                mesh.write_root("w1")
-                await eventually(lambda: logged(f"cannot read token file {token}"), "the token is missed")
-                assert not proxy.ready()
-                mesh.write_token("w1")
-                await eventually(proxy.ready, "ready", 40)
-                near = mesh.lab.pod("near")
-                async with app(near):
-                    assert served_by(await ask(mesh.lab.pod("client"), near.ipv4, 8080)) == "near"
-                assert token.read_text().strip() not in proxy.log_path.read_text()
-
-                # Another authority takes over; its root comes later than it does.
-                await mesh.stop_control_plane()
-                (tmp_path / "ca").rename(tmp_path / "old-ca")
-                await start()
-                await stack.enter_async_context(tls_front(worker.place, 15013, ("127.0.0.1", port)))
-                before = proxy.metric("istio_xds_connection_terminations_total", reason="ConnectionError")
-                await eventually(
-                    lambda: (
-                        proxy.metric("istio_xds_connection_terminations_total", reason="ConnectionError") > before
-                    ),
-                    "the new authority is not believed",
-                )
-                assert proxy.metric(STALENESS) > 0
-                mesh.write_root("w1")
-                mesh.write_token("w1")
-                await eventually(lambda: proxy.metric(STALENESS) == 0, "connected again", 40)
+            assert refusals() >= 1
+            assert not proxy.ready()
 
     asyncio.run(main())
