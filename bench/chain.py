@@ -12,10 +12,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place
@@ -188,6 +189,11 @@ def ours(folder: Path, name: str) -> list[str]:
     ]
 
 
+def in_pods(folder: Path, name: str) -> list[str]:
+    """The command of our proxy in an Istio mesh: listeners in the pods, everything else from its environment."""
+    return [str(_BIN / "ztunnel"), "proxy"]
+
+
 def envoy(folder: Path, name: str) -> list[str]:
     """The command of the rival: Envoy with two workers."""
     bootstrap = _envoy_bootstrap(folder, name)
@@ -260,6 +266,10 @@ def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]])
     deadline = time.monotonic() + 20
     while not (folder / "xds.sock").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    if command is in_pods:
+        _start_in_pods(made, folder, environment, log)
+        log.close()
+        return
     for name, worker in made.lab.workers.items():
         netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
         with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as kernel:
@@ -267,6 +277,44 @@ def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]])
         process = worker.ztunnel.popen(command(folder, name), stdout=log, stderr=log, env=environment)
         made.proxies.append(process)
     log.close()
+
+
+def _start_in_pods(made: Chain, folder: Path, environment: dict[str, str], log: IO[bytes]) -> None:
+    """An agent and a proxy per node, in the node's own namespace; returns when every pod is captured."""
+    for name, worker in made.lab.workers.items():
+        pods = {pod: {"netns": place.netns.name, "service_account": pod} for pod, place in worker.pods.items()}
+        described = folder / f"{name}-pods.json"
+        described.write_text(json.dumps({"pods": pods}))
+        zds = folder / f"{name}.zds"
+        agent = [str(_BIN / "ztunnel"), "agent", "--socket", str(zds), "--state", str(described)]
+        worker.place.popen(agent, stdout=log, stderr=log, env=environment)
+        settings = {
+            "XDS_ADDRESS": f"unix:{folder / 'xds.sock'}",
+            "CA_ADDRESS": f"unix:{folder / 'xds.sock'}",
+            "INPOD_UDS": str(zds),
+            "NODE_NAME": name,
+            "POD_NAME": f"ztunnel-{name}",
+            "POD_NAMESPACE": "istio-system",
+            "SERVICE_ACCOUNT": "ztunnel",
+        }
+        flags = dict(flag.split("=", 1) for flag in os.environ.get("ZTUNNEL_BENCH_FLAGS", "").split())
+        output = (folder / f"{name}-access.log").open("wb")
+        process = worker.place.popen(
+            in_pods(folder, name), stdout=output, stderr=log, env={**environment, **settings, **flags}
+        )
+        output.close()
+        made.proxies.append(process)
+    for worker in made.lab.workers.values():
+        wanted = f"workload_manager_active_proxy_count {len(worker.pods)}\n"
+        deadline = time.monotonic() + 20
+        while wanted not in worker.place.run(_metrics) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def _metrics() -> str:
+    with contextlib.suppress(OSError), urllib.request.urlopen("http://127.0.0.1:15020/metrics", timeout=5) as page:
+        return str(page.read().decode())
+    return ""
 
 
 def _wait(made: Chain, limit_s: float = 30.0) -> None:

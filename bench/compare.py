@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import hbone
-from bench.chain import Chain, build_load, chain, envoy, ours, rival, version
+from bench.chain import Chain, build_load, chain, envoy, in_pods, ours, rival, version
 from tproxy.aio.lab import become_root_of_own_namespaces
 
 #: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
@@ -173,6 +173,8 @@ CASES: dict[str, Case] = {
         for direction in ("up", "down")
     },
 }
+#: Our proxy, by the dialect its control plane speaks.
+_OURS = {"envoy": ours, "istio": in_pods}
 _REST = Row("RSS at rest, per proxy", "MiB", target=0.6)
 _IDLE = Row("RSS per 1,000 idle connections, both", "MiB", target=1.0)
 
@@ -267,6 +269,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--only", action="append", help="a part of a case's name; repeatable")
     parser.add_argument("--target", choices=("pod", "service"), default="pod")
+    parser.add_argument("--dialect", choices=tuple(_OURS), default=os.environ.get("DIALECT", "envoy"))
     args = parser.parse_args()
     rounds = args.rounds or (3 if args.quick else 7)
     seconds = args.seconds or (1.0 if args.quick else 2.0)
@@ -279,7 +282,7 @@ def main() -> int:
         load = build_load(folder)
         print("starting the chains", file=sys.stderr)
         chains = [
-            stack.enter_context(chain("ours", load, ours, args.target)),
+            stack.enter_context(chain("ours", load, _OURS[args.dialect], args.target)),
             stack.enter_context(chain("envoy", load, envoy, args.target)),
             stack.enter_context(chain("direct", load, None, args.target)),
         ]
@@ -287,7 +290,7 @@ def main() -> int:
         # keeps the client's address and never arrives.
         local = [
             stack.enter_context(chain(name, load, command, "service", one_node=True))
-            for name, command in (("ours", ours), ("envoy", envoy))
+            for name, command in (("ours", _OURS[args.dialect]), ("envoy", envoy))
             if elsewhere
         ]
         if os.environ.get("RIVAL_CMD"):
@@ -304,7 +307,7 @@ def main() -> int:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     _print(
         records,
-        f"{now}, {version()}, {hbone.build()} build, target {args.target}, {rounds} rounds of {seconds:g} s",
+        f"{now}, {version()}, {hbone.build()} build, {args.dialect} dialect, target {args.target}, {rounds} rounds of {seconds:g} s",
     )
     if args.json:
         args.json.write_text(json.dumps(records, indent=1) + "\n")

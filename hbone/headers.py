@@ -10,6 +10,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from hbone.errors import InvalidHeader
@@ -39,6 +40,7 @@ class Authority:
         return str(self).encode("ascii")
 
 
+@lru_cache(maxsize=4096)  # asked per tunnel, about few applications
 def parse_authority(value: bytes | None) -> Authority:
     """Split a CONNECT ``:authority`` into host and port (RFC 9113, 8.5; RFC 3986, 3.2).
 

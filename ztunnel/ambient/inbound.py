@@ -151,7 +151,7 @@ class Inbound:
                 )
             finally:
                 if here.connection is not None:
-                    pod.tunnels.pop(here.connection, None)
+                    pod.tunnel_left(here.connection)
         except EarlyDeny as denial:
             self._denied(source, local, str(denial))
         except IdentityError as error:
@@ -235,15 +235,16 @@ class Inbound:
         through_gateway = (
             forwarded_network is not None and forwarded_network.decode("latin-1").lower() != network.lower()
         )
-        if node.config.baggage:
+        workload = None if through_gateway else node.mesh.workload_at(network, peer.source.host)
+        if workload is not None:
+            record.source_workload = workload
+            there = node.described(workload)
+            known = there.secured_side.principal == principal
+            record.source_side = there.secured_side if known else there.side._replace(principal=principal)
+        elif node.config.baggage:
             record.source_side = Side.of_baggage(parse_baggage(headers), principal)
         else:
             record.source_side = Side(principal=principal)
-        if not through_gateway:
-            workload = node.mesh.workload_at(network, peer.source.host)
-            if workload is not None:
-                record.source_workload = workload
-                record.source_side = node.described(workload).side._replace(principal=principal)
         record.secured = True
         record.source_identity = identity
         record.destination_workload = who.workload

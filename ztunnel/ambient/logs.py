@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from ztunnel.telemetry.access_log import AccessLogs, LogFile
 
@@ -121,11 +122,15 @@ class Bare(str):
     __slots__ = ()
 
 
+# The defaults of json.dumps make an encoder per call; most values of access lines recur.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_quoted = lru_cache(maxsize=16384)(_encode)
+
+
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """``TIME LEVEL TARGET MESSAGE k=v k=v``, by tabs; texts are quoted."""
     shown = " ".join(
-        f"{name}={value}" if isinstance(value, Bare | int) else f"{name}={json.dumps(value, ensure_ascii=False)}"
-        for name, value in fields
+        [f"{name}={_quoted(value)}" if type(value) is str else f"{name}={value}" for name, value in fields]
     )
     return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
 
@@ -134,12 +139,18 @@ def json_line(time: str, level: str, target: str, message: str, fields: Fields) 
     """The same as one JSON object; numbers stay numbers."""
     entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
     entry.update(fields)
-    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return _encode(entry) + "\n"
 
 
 def timestamp(seconds: float) -> str:
     """RFC 3339, UTC, microseconds."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
+    return f"{_second(second)}.{micros:06d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _level_name(number: int) -> str:

@@ -1,0 +1,82 @@
+"""Header blocks: what we read and write ourselves, held to the library."""
+
+import pytest
+from hpack import Decoder, Encoder, HPACKError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hbone.hpack_cache import BlockDecoder, BlockEncoder, plain_fields
+
+NAMES = st.one_of(
+    st.sampled_from([b":method", b":authority", b":status", b"baggage", b"forwarded", b"traceparent", b"via"]),
+    st.binary(min_size=1, max_size=140),
+)
+VALUES = st.one_of(st.sampled_from([b"", b"CONNECT", b"200", b"GET"]), st.binary(max_size=300))
+FIELDS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
+LIMIT = 65_536
+
+
+def by_library(block: bytes) -> list[tuple[bytes, bytes]]:
+    decoded = Decoder(max_header_list_size=LIMIT).decode(block, raw=True)
+    return [(bytes(name), bytes(value)) for name, value in decoded]
+
+
+@given(FIELDS)
+def test_what_we_write_reads_the_same_everywhere(fields: list[tuple[bytes, bytes]]) -> None:
+    encoder = BlockEncoder()
+    for _ in range(2):  # the second time from the caches
+        block = encoder.encode(fields)
+        assert by_library(block) == fields
+        plain = plain_fields(block, LIMIT)
+        assert plain is None or list(plain) == fields
+
+
+@given(FIELDS)
+def test_our_own_requests_never_need_the_library(fields: list[tuple[bytes, bytes]]) -> None:
+    short = [(name[:100], value[:200]) for name, value in fields]
+    assert plain_fields(BlockEncoder().encode(short), LIMIT) == tuple(short)
+
+
+@given(st.binary(max_size=64))
+def test_whatever_the_bytes_are_we_agree_with_the_library_or_leave_them_to_it(block: bytes) -> None:
+    plain = plain_fields(block, LIMIT)
+    if plain is not None:
+        assert list(plain) == by_library(block)
+
+
+@given(FIELDS, st.data())
+def test_a_block_that_is_cut_is_never_read_as_a_whole_one(
+    fields: list[tuple[bytes, bytes]], data: st.DataObject
+) -> None:
+    block = BlockEncoder().encode(fields)
+    cut = block[: data.draw(st.integers(0, max(0, len(block) - 1)))]
+    plain = plain_fields(cut, LIMIT)
+    if plain is None:
+        return
+    assert list(plain) == by_library(cut)
+
+
+def test_the_dynamic_table_goes_to_the_library() -> None:
+    theirs, ours = Encoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    fields = [(b":method", b"CONNECT"), (b"baggage", b"k8s.cluster.name=a"), (b"forwarded", b"for=x")]
+    for huffman in (False, True, False):
+        block = theirs.encode(fields, huffman=huffman)
+        assert plain_fields(block, LIMIT) is None
+        assert ours.decode(block) == tuple(fields)
+
+
+def test_blocks_of_both_kinds_may_alternate() -> None:
+    theirs, ours, decoder = Encoder(), BlockEncoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    for number in range(20):
+        fields = [(b":status", b"200"), (b"baggage", b"b"), (b"traceparent", b"%d" % number)]
+        assert decoder.decode(theirs.encode(fields)) == tuple(fields)
+        assert decoder.decode(ours.encode(fields)) == tuple(fields)
+
+
+@pytest.mark.parametrize("limit", [0, 31, 64])
+def test_the_limit_of_the_list_holds(limit: int) -> None:
+    block = BlockEncoder().encode([(b"a", b"b"), (b"c", b"d")])
+    assert plain_fields(block, limit) is None
+    with pytest.raises(HPACKError):
+        Decoder(max_header_list_size=limit).decode(block)
+    assert plain_fields(block, 68) is not None
