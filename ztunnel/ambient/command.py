@@ -22,6 +22,8 @@ def _cpus() -> int:
 
 def run(config: AmbientConfig) -> int:
     """Serve until told to stop; the process's exit status."""
+    # gRPC writes to standard error past every filter and format, when a control plane says goodbye for example.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     import uvloop
 
     from tproxy.errors import TproxyError
