@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cryptography import x509
@@ -21,7 +21,7 @@ from hbone.aio.pool import Pool
 from hbone.pool import PoolSettings
 from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
-from tproxy.errors import KernelRefused, NeedCapability
+from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
@@ -46,6 +46,8 @@ _WORKLOAD_WAIT_S = 5.0
 _BACKLOG = 1024
 #: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
 _HANDOVER_S = 0.2
+#: How long idle tunnels may take to hear that there will be no more: some round trips; a guess.
+_GOODBYE_S = 1.0
 
 
 class PoolKey(NamedTuple):
@@ -233,7 +235,7 @@ class PodProxy:
         self._listeners: list[ListeningSocket] = []
         self._judged_by: WorkloadPolicies | None = None
         self._stop_watching = node.mesh.watch(self._changed)
-        self._empty = asyncio.Event()
+        self._one_left = asyncio.Event()
 
     # Sockets
 
@@ -257,7 +259,10 @@ class PodProxy:
         """
         try:
             for port, component in self.ports.items():
-                listener, transparent = self._listener(port)
+                try:
+                    listener, transparent = self._listener(port)
+                except TproxyError as error:
+                    raise TproxyError(f"failed to bind to port {port} ({component}): {error}") from error
                 listener.accepted = accepted[port]
                 self._listeners.append(listener)
                 if port in self.preserves_source:
@@ -362,8 +367,12 @@ class PodProxy:
     def left(self, live: Live, table: dict[Live, None]) -> None:
         """A connection is over; it need not have been in the table."""
         table.pop(live, None)
-        if not self.inbound and not self.outbound:
-            self._empty.set()
+        self._one_left.set()
+
+    def tunnel_left(self, connection: Connection) -> None:
+        """A tunnel connection is over."""
+        self.tunnels.pop(connection, None)
+        self._one_left.set()
 
     # Change
 
@@ -439,14 +448,22 @@ class PodProxy:
         await asyncio.sleep(0)  # what was accepted just now enters the tables
         for connection in list(self.tunnels):
             connection.drain()
-        self._empty.clear()
-        if self.inbound or self.outbound:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                # A peer may have asked for a tunnel before it heard of the end.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._all_left(self.inbound, self.outbound, self.tunnels)
+                await self._all_left(self.inbound, self.outbound)
         left = len(self.inbound) + len(self.outbound)
         if left:
             log.warning("drain duration expired with pending connections, forcefully shutting down")
         await self.stop()
+
+    async def _all_left(self, *tables: Collection[object]) -> None:
+        while any(tables):
+            self._one_left.clear()
+            await self._one_left.wait()
 
     def dump(self) -> dict[str, list[dict[str, object]]]:
         """``connections`` of the dump; equal inbound ones collapse, as upstream's table is keyed by them."""
