@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import ssl
 import sys
@@ -23,7 +24,7 @@ from tests.netns.toys import app
 from tests.ztunnel.inpod.agents import Agent
 from tproxy.aio.lab import Lab, Place
 from tproxy.aio.netns import Netns
-from tproxy.aio.sockets import connect
+from tproxy.aio.sockets import connect, listen
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 from ztunnel.control_plane import ca
@@ -57,6 +58,81 @@ def test_metrics_through_a_tunnel_to_the_proxy_itself(tmp_path: Path) -> None:
 
             both = {f"spiffe://cluster.local/ns/default/sa/{name}" for name in ("near", "far")}
             await eventually(lambda: served() == both, "both are known to the proxy")
+
+    asyncio.run(main())
+
+
+# What is counted
+
+
+def labels_of(proxy: NodeProxy, name: str, **wanted: str) -> dict[str, str]:
+    """Labels of the one sample of a metric that has these."""
+    found = []
+    for line in proxy.get(15020, "/metrics")[1].splitlines():
+        if line.startswith(name + "{"):
+            labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', line))
+            if wanted.items() <= labels.items():
+                found.append(labels)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_both_ends_count_a_connection_alike(tmp_path: Path) -> None:
+    async def main() -> None:
+        web = {"addresses": ["10.96.1.1"], "ports": {"http": {"port": 80, "target": 8080}}, "pods": ["server"]}
+        nodes = {"w1": ["client"], "w2": ["server", "outside"]}
+        options: dict[str, Any] = {"mesh": {"services": {"web": web}}, "captured": ["client", "server"]}
+        async with (
+            mesh_of(nodes, tmp_path, **options) as mesh,
+            app(mesh.lab.pod("server")),
+            app(mesh.lab.pod("outside")),
+        ):
+            client = mesh.lab.pod("client")
+            answer = await ask(client, "10.96.1.1", 80)
+            ours, theirs = mesh.proxies["w1"], mesh.proxies["w2"]
+            await ours.ended("outbound", "server")
+            await theirs.ended("inbound", "server")
+            opened = "istio_tcp_connections_opened_total"
+            source = labels_of(ours, opened, reporter="source")
+            destination = labels_of(theirs, opened, reporter="destination")
+            del source["reporter"], destination["reporter"]
+            assert source == destination
+            side = {
+                "workload": "client",
+                "canonical_service": "client",
+                "workload_namespace": "default",
+                "principal": "spiffe://cluster.local/ns/default/sa/client",
+                "app": "client",
+                "cluster": "Kubernetes",
+            }
+            for name, value in side.items():
+                assert source[f"source_{name}"] == value
+                assert source[f"destination_{name}"] == value.replace("client", "server")
+            assert source["destination_service"] == "web.default.svc.cluster.local"
+            assert source["destination_service_name"] == "web"
+            assert (source["connection_security_policy"], source["response_flags"]) == ("mutual_tls", "-")
+            for proxy, reporter in ((ours, "source"), (theirs, "destination")):
+                for name, value in (
+                    ("istio_tcp_connections_opened_total", 1),
+                    ("istio_tcp_connections_closed_total", 1),
+                    ("istio_tcp_connections_failed_total", 0),
+                    ("istio_tcp_received_bytes_total", len(HELLO)),
+                    ("istio_tcp_sent_bytes_total", len(answer)),
+                    ("istio_tcp_sockets_open", 0 if reporter == "source" else 1),
+                ):
+                    assert proxy.metric(name, reporter=reporter) == value, (name, reporter)
+
+            # To somebody outside it is plain, and to somebody unknown nothing is known.
+            await ask(client, mesh.lab.pod("outside").ipv4, 8080)
+            await ours.ended("outbound", "outside")
+            plain = labels_of(ours, opened, destination_workload="outside")
+            assert plain["connection_security_policy"] == plain["source_principal"] == "unknown"
+            async with app(mesh.lab.worker("w2").place, 9090):
+                await ask(client, mesh.lab.worker("w2").gateway(4), 9090)
+            await eventually(lambda: ours.metric("istio_tcp_connections_closed_total") == 3, "the third is over")
+            unknown = labels_of(ours, opened, destination_workload="unknown")
+            assert {value for name, value in unknown.items() if name.startswith("destination_")} == {"unknown"}
+            assert unknown["source_workload"] == "client"
 
     asyncio.run(main())
 
@@ -211,6 +287,34 @@ def test_a_hundred_pods_at_once(tmp_path: Path) -> None:
                 }
                 proxy.process.terminate()
                 assert await asyncio.to_thread(proxy.process.wait, 20) == 0
+
+    asyncio.run(main())
+
+
+def test_a_pod_that_cannot_start_is_pending_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Netns.create() as good, Netns.create() as taken:
+            async with lone_proxy(tmp_path) as (proxy, agent):
+                assert await agent.add("uid-good", good, info(1)) == ""
+                with listen("::", 15006, netns=taken):
+                    assert "[::]:15006" in await agent.add("uid-taken", taken, info(2))
+                    states = proxy.dump()["workloadState"]
+                    assert states["uid-good"]["state"] == "Up"
+                    assert states["uid-taken"] == {
+                        "info": {"name": "pod-2", "namespace": "default", "serviceAccount": "default"},
+                        "state": "Pending",
+                    }
+                    assert proxy.metric("workload_manager_active_proxy_count") == 1
+                    assert proxy.metric("workload_manager_pending_proxy_count") == 1
+                    assert proxy.ready()  # one pod's trouble is not the node's
+                await eventually(
+                    lambda: proxy.dump()["workloadState"]["uid-taken"]["state"] == "Up", "it is tried again"
+                )
+                assert proxy.metric("workload_manager_pending_proxy_count") == 0
+                agent.hang_up()
+                await eventually(lambda: not proxy.ready(), "an absent agent shows")
+                assert proxy.get(15021, "/healthz/ready")[1] == "not ready, pending: workload proxy manager\n"
+                assert set(proxy.dump()["workloadState"]) == {"uid-good", "uid-taken"}  # and they go on
 
     asyncio.run(main())
 
