@@ -56,7 +56,13 @@ def names_of(mesh: AmbientMesh) -> str:
 
 
 async def query(
-    pod: Place, name: str, kind: str = "A", *, tcp: bool = False, **options: Any
+    pod: Place,
+    name: str,
+    kind: str = "A",
+    *,
+    tcp: bool = False,
+    server: tuple[str, int] = (CLUSTER_DNS, 53),
+    **options: Any,
 ) -> dns.message.Message:
     """Ask as an application would: any name server, port 53."""
     loop = asyncio.get_running_loop()
@@ -64,7 +70,7 @@ async def query(
     wire = question.to_wire()
     async with asyncio.timeout(8):
         if tcp:
-            sock = await connect((CLUSTER_DNS, 53), netns=pod.netns)
+            sock = await connect(server, netns=pod.netns)
             with sock:
                 await loop.sock_sendall(sock, len(wire).to_bytes(2, "big") + wire)
                 received = b""
@@ -74,7 +80,7 @@ async def query(
         else:
             with pod.socket(kind=socket.SOCK_DGRAM) as sock:
                 sock.setblocking(False)
-                sock.connect((CLUSTER_DNS, 53))
+                sock.connect(server)
                 await loop.sock_sendall(sock, wire)
                 received = await loop.sock_recv(sock, 65536)
     answer = dns.message.from_wire(received)
@@ -175,6 +181,10 @@ def test_names_of_the_world_are_forwarded_out_of_the_pod(tmp_path: Path) -> None
             proxy = mesh.node_of("client")
             assert proxy.metric("istio_dns_requests_total", request_query_type="a") == 3
             assert proxy.metric("istio_dns_upstream_requests_total", request_query_type="txt") == 1
+            # Types without a name are one, or a pod could ask for as many series as there are numbers.
+            for number in (65280, 65281):
+                await query(client, "world.example", f"TYPE{number}")
+            assert proxy.metric("istio_dns_requests_total", request_query_type="unknown") == 2
             assert proxy.metric("istio_dns_upstream_request_duration_seconds_count") >= 2
             lines = await eventually(
                 lambda: [line for line in proxy.log() if line["scope"] == "dns"], "lines about queries"
@@ -242,6 +252,20 @@ def test_only_dns(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_another_address_of_the_dns_proxy(tmp_path: Path) -> None:
+    async def main() -> None:
+        env = {**DNS_ON, "ISTIO_META_DNS_PROXY_ADDR": "127.0.0.9:5300"}
+        async with rig(tmp_path, plain(code=dns.rcode.SERVFAIL), env=env) as (mesh, _):
+            client = mesh.lab.pod("client")
+            for tcp in (False, True):
+                answer = await query(client, "web", tcp=tcp, server=("127.0.0.9", 5300))
+                assert shown(answer) == ["web. A 10.96.1.1"]
+            with pytest.raises(OSError), client.socket() as sock:
+                sock.connect(("127.0.0.1", 15053))
+
+    asyncio.run(main())
+
+
 def test_socks_clients_may_name_services(tmp_path: Path) -> None:
     async def main() -> None:
         env = {**DNS_ON, "UNSTABLE_ENABLE_SOCKS5": "true"}
@@ -260,8 +284,11 @@ def test_socks_clients_may_name_services(tmp_path: Path) -> None:
                     assert received.endswith(HELLO)
             refused = await ask(client, "127.0.0.1", 15080, b"\x05\x01\x00\x05\x01\x00\x03\x06nobody\x00\x50")
             assert refused == b"\x05\x00\x05\x04\x00\x01" + bytes(6)
-            lines = mesh.node_of("client").access("outbound")
-            assert {line["dst.identity"] for line in lines} == {"spiffe://cluster.local/ns/default/sa/web"}
+            proxy = mesh.node_of("client")
+            await eventually(lambda: len(proxy.access("outbound")) == 4, "a line for each")
+            assert {line["dst.identity"] for line in proxy.access("outbound")} == {
+                "spiffe://cluster.local/ns/default/sa/web"
+            }
 
     asyncio.run(main())
 
