@@ -253,10 +253,12 @@ def test_five_hundred_pods_come_and_go_and_leave_nothing(tmp_path: Path) -> None
                     )
 
                 await come_and_go(0, 200)  # caches and the allocator have what they want to keep
-                before = proxy.descriptors(), proxy.threads()
+                descriptors, threads = proxy.descriptors(), proxy.threads()
                 memory = proxy.resident_bytes()
                 await come_and_go(200, 700)
-                assert (proxy.descriptors(), proxy.threads()) == before
+                # The connection that asked last for a page may be there a moment longer.
+                await eventually(lambda: proxy.descriptors() <= descriptors, "no descriptor is left over")
+                assert proxy.threads() == threads
                 assert proxy.resident_bytes() - memory < 4 << 20
                 assert proxy.metric("workload_manager_proxies_started_total") == 700
                 assert proxy.metric("workload_manager_active_proxy_count") == 0
