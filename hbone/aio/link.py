@@ -83,6 +83,10 @@ class Link:
             return None
         tls.receive(poller.ciphertext[:size])
         size = tls.read_into(plain)
+        if tls.peer_closed:
+            # The end was in what has been read: the socket says nothing more, and a peer that wants the
+            # close_notify of both sides waits for ours.
+            self.readable = True
         return plain[:size]
 
     def left_over(self) -> memoryview:

@@ -42,7 +42,8 @@ def test_every_file_that_is_named_is_there() -> None:
         assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_first_screen_has_the_demos_of_both_modes() -> None:
+def test_the_first_screen_has_the_two_commands_and_both_modes() -> None:
     first = README[: README.index("## ")]
-    assert first.count("make demo") == 2
-    assert "MODE=inpod" in first
+    assert "make demo " in first
+    assert "make test " in first
+    assert "make demo MODE=inpod" in first

@@ -537,6 +537,20 @@ def test_peers_with_small_frames_get_many_per_read() -> None:
     run(main)
 
 
+def test_a_close_notify_ends_the_connection_before_any_fin() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                tls = pair.client.link.tls
+                assert tls is not None
+                tls.close()
+                pair.client.link.send_tls()
+                async with asyncio.timeout(1.0):  # its keepalive would notice after 30 s
+                    await pair.server.wait_closed()
+
+    run(main)
+
+
 def test_a_connection_without_a_request_is_closed() -> None:
     async def main() -> None:
         quick = ConnectionSettings(first_request_timeout_s=0.05)
