@@ -541,6 +541,9 @@ def test_a_close_notify_ends_the_connection_before_any_fin() -> None:
     async def main() -> None:
         with polling() as poller:
             async with connected(poller) as pair:
+                opened, accepted = await pair.tunnel()  # everything sent before has been read
+                opened.close()
+                accepted.close()
                 tls = pair.client.link.tls
                 assert tls is not None
                 tls.close()
