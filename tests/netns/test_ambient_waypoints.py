@@ -12,7 +12,7 @@ import pytest
 from tests.netns.ambient import HELLO, AmbientMesh, ask, mesh_of, refused
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.toys import app, serving
-from tproxy.aio.sockets import connect, listen
+from tproxy.aio.sockets import connect, listen, peer_address
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"
@@ -166,12 +166,13 @@ def test_sandwich_waypoint(tmp_path: Path, protocol: str, node: str) -> None:
     async def main() -> None:
         nodes = {"w1": ["client"], "w2": ["server"]}
         nodes[node].append("waypoint")
-        headers = []
+        headers, peers = [], []
         async with mesh_of(nodes, tmp_path, local=local) as mesh:
             client, server, place = (mesh.lab.pod(name) for name in ("client", "server", "waypoint"))
 
             async def pass_on(sock: socket.socket) -> bytes:
                 """A layer 7 proxy's part: reads who comes, dials the server itself, and says its first line."""
+                peers.append(str(peer_address(sock).ip))
                 if protocol == "PROXY":
                     headers.append(await read_proxy_header(sock))
                 upstream = await connect((str(server.ipv4), 8080), netns=place.netns)
@@ -187,6 +188,8 @@ def test_sandwich_waypoint(tmp_path: Path, protocol: str, node: str) -> None:
             inbound = await mesh.node_of("waypoint").ended("inbound", "waypoint")
             assert inbound["src.identity"] == IDENTITY.format("client")
             assert inbound["bytes_recv"] == len(HELLO)  # the header is not counted
+            # With a header there is no need to impersonate the client.
+            assert peers == ["127.0.0.1" if protocol == "PROXY" else str(client.ipv4)]
             if protocol == "PROXY":
                 (header,) = headers
                 assert header[:2] == (str(client.ipv4), "10.96.1.1:80")

@@ -357,6 +357,8 @@ class Inbound:
         there = await pod.certificate(here)
         if not _would_shake_hands(own, there, self._node.revocations):
             return None  # and the handshake says why
+        if pod.join is None:
+            return None  # the pod went meanwhile
         outer.peer = there
         described = self._node.described(here)
         client = SocketAddress(host, outer.record.source.port)

@@ -420,6 +420,7 @@ class PodProxy:
 
     async def stop(self) -> None:
         """End at once; again is fine."""
+        self.join = None  # what came in from now on nobody would end
         self._close_listeners()
         self._stop_watching()
         for connection in list(self.tunnels):
