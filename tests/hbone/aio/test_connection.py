@@ -541,13 +541,13 @@ def test_a_close_notify_ends_the_connection_before_any_fin() -> None:
     async def main() -> None:
         with polling() as poller:
             async with connected(poller) as pair:
-                opened, accepted = await pair.tunnel()  # everything sent before has been read
-                opened.close()
-                accepted.close()
-                tls = pair.client.link.tls
-                assert tls is not None
-                tls.close()
-                pair.client.link.send_tls()
+                await pair.tunnel()  # everything sent before has been read
+                pair.client.flush()
+                link = pair.client.link
+                assert link.tls is not None
+                link.tls.close()
+                link.send_tls()
+                poller.unregister(link.sock.fileno())  # and it says nothing more, nor closes
                 async with asyncio.timeout(1.0):  # its keepalive would notice after 30 s
                     await pair.server.wait_closed()
 
