@@ -28,7 +28,7 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -m 'not netns and not interop and not compiled'
+	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not compiled'
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -m netns

@@ -305,10 +305,8 @@ def main() -> int:
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
     records = table.records()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    _print(
-        records,
-        f"{now}, {version()}, {hbone.build()} build, {args.dialect} dialect, target {args.target}, {rounds} rounds of {seconds:g} s",
-    )
+    build = f"{hbone.build()} build, {args.dialect} dialect"
+    _print(records, f"{now}, {version()}, {build}, target {args.target}, {rounds} rounds of {seconds:g} s")
     if args.json:
         args.json.write_text(json.dumps(records, indent=1) + "\n")
     return 0
