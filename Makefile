@@ -22,7 +22,7 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(KEEP),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m ruff format --check .
@@ -31,7 +31,7 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not compiled'
 
 netns: $(STAMP) ## only the tests that make network namespaces
-	$(PY) -m pytest -q -m netns
+	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
 
 interop: $(STAMP) ## the table of Envoy cases, in both roles
 	$(PY) -m tests.interop

@@ -49,6 +49,7 @@ class PageServer:
         pages: answers a request. Called in the event loop; must not take long, but for the pieces of the body.
         max_connections: more than this, and the one idle for longest is closed, else the new one.
         product: value of the ``server`` header.
+        reuse_port: another generation of this program may listen beside this one.
 
     Attributes:
         address: with the real port, once entered.
@@ -67,9 +68,11 @@ class PageServer:
         *,
         max_connections: int = 64,
         product: str = "envoy",
+        reuse_port: bool = False,
     ) -> None:
         self.name = name
         self.product = product
+        self._reuse_port = reuse_port
         self.address = address
         self._pages = pages
         self._clock = clock
@@ -80,7 +83,7 @@ class PageServer:
         self.connections_total = 0
 
     async def __aenter__(self) -> "PageServer":
-        sock = sockets.listen(self.address.host, self.address.port)
+        sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
         self.address = SocketAddress(self.address.host, sock.getsockname()[1])
         try:
             self._server = await asyncio.start_server(self._accepted, sock=sock, limit=_MAX_HEAD)

@@ -74,7 +74,8 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT)
+            # As in the pods, so that a new generation starts beside the old one.
+            server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
             except TproxyError as error:

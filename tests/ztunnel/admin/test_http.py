@@ -237,3 +237,15 @@ def test_port_taken_is_named() -> None:
         assert str(first.address) in str(caught.value)
 
     asyncio.run(main())
+
+
+def test_two_generations_may_share_an_address_and_nobody_else_may() -> None:
+    async def main() -> None:
+        async with PageServer("old", LOCAL, echo, SystemClock(), reuse_port=True) as old:
+            async with PageServer("new", old.address, echo, SystemClock(), reuse_port=True) as new:
+                assert new.address == old.address
+            with pytest.raises(PortTaken):
+                await PageServer("other", old.address, echo, SystemClock()).__aenter__()
+            assert b"GET /still" in await asyncio.to_thread(raw, old.address.port, b"GET /still HTTP/1.0\r\n\r\n")
+
+    asyncio.run(main())
