@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -217,11 +218,12 @@ def test_pages_and_methods() -> None:
 
 def test_a_taken_port_is_named() -> None:
     async def check(rig: Rig) -> None:
-        taken = rig.addresses["admin"][0]
-        rig.proxy.config = replace(rig.proxy.config, admin_port=taken.port)
-        with pytest.raises(TproxyError, match=f"failed to bind to address {taken}"):
-            async with Servers(rig.proxy):
-                pass
+        with socket.create_server(("127.0.0.1", 0)) as somebody:
+            taken = SocketAddress(*somebody.getsockname())
+            rig.proxy.config = replace(rig.proxy.config, admin_port=taken.port)
+            with pytest.raises(TproxyError, match=f"failed to bind to address {taken}"):
+                async with Servers(rig.proxy):
+                    pass
 
     served(check)
 
