@@ -18,13 +18,14 @@ No input or output here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tproxy.inpod import Capture
 from tproxy.resources import Version
 from xds.errors import ConfigError
 from xds.proto.json import load
+from ztunnel.faults import Faults, Reader
 from ztunnel.inpod.pods import PodInfo, PodUid
 from ztunnel.inpod.zds import AddPod, request_bytes
 
@@ -41,19 +42,8 @@ _KEYS = (
 )
 
 
-class PodFaults(Exception):
-    """A description that cannot be used.
-
-    Attributes:
-        faults: one line each, with its place in the file.
-    """
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__(faults)
-        self.faults = faults
-
-    def __str__(self) -> str:
-        return "; ".join(self.faults)
+class PodFaults(Faults):
+    """A description that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +92,7 @@ def parse_pods(text: str) -> tuple[PodDescription, ...]:
     return pods
 
 
-@dataclass(slots=True)
-class _Reader:
-    faults: list[str] = field(default_factory=list)
-
+class _Reader(Reader):
     def pods(self, document: object) -> tuple[PodDescription, ...]:
         top = self.mapping(document, "file", ("pods",))
         found = []
@@ -181,39 +168,3 @@ class _Reader:
             ):
                 self.fault(place, f"not the name of an interface: {name!r}")
         return tuple(map(str, listed))
-
-    # Small things
-
-    def fault(self, place: str, reason: str) -> None:
-        self.faults.append(f"{place}: {reason}")
-
-    def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.fault(place, f"must be a mapping, not {value!r}")
-            return {}
-        if known is not None:
-            for key in value:
-                if key not in known:
-                    self.fault(f"{place}.{key}", f"unknown; known are {', '.join(known)}")
-        return value
-
-    def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
-        value = entry.get(key, default)
-        if not isinstance(value, str):
-            self.fault(f"{place}.{key}", f"must be text, not {value!r}")
-            return default
-        return value
-
-    def flag(self, entry: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
-        value = entry.get(key, default)
-        if not isinstance(value, bool):
-            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
-            return default
-        return value
-
-    def plain_name(self, name: str, place: str) -> None:
-        # Names become parts of identities, which are paths.
-        if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
-            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")

@@ -37,28 +37,18 @@ Names without a namespace are in ``default``. Every fault is reported with its p
 
 import ipaddress
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.identity import SpiffeId
 from xds.proto.json import load
+from ztunnel.faults import Faults, Reader
 
 
-class MeshFaults(Exception):
-    """A mesh file that cannot be used.
-
-    Attributes:
-        faults: one line each, with its place in the file.
-    """
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__(faults)
-        self.faults = faults
-
-    def __str__(self) -> str:
-        return "; ".join(self.faults)
+class MeshFaults(Faults):
+    """A mesh file that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +174,7 @@ def parse_mesh(text: str) -> Mesh:
     return mesh
 
 
-@dataclass(slots=True)
-class _Reader:
-    faults: list[str] = field(default_factory=list)
-
+class _Reader(Reader):
     def mesh(self, document: object) -> Mesh:
         top = self.mapping(
             document,
@@ -352,69 +339,6 @@ class _Reader:
 
     def ports(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[int, ...]:
         return tuple(self.port(value, f"{place}.{key}") for value in self.items(entry, key, place))
-
-    # Small things
-
-    def fault(self, place: str, reason: str) -> None:
-        self.faults.append(f"{place}: {reason}")
-
-    def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.fault(place, f"must be a mapping, not {value!r}")
-            return {}
-        if known is not None:
-            for key in value:
-                if key not in known:
-                    self.fault(f"{place}.{key}", f"unknown; known are {', '.join(known)}")
-        return value
-
-    def items(self, entry: Mapping[str, Any], key: str, place: str) -> list[Any]:
-        value = entry.get(key, [])
-        if not isinstance(value, list):
-            self.fault(f"{place}.{key}", f"must be a list, not {value!r}")
-            return []
-        return value
-
-    def texts(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[str, ...]:
-        values = self.items(entry, key, place)
-        for value in values:
-            if not isinstance(value, str) or not value:
-                self.fault(f"{place}.{key}", f"must be texts, not {value!r}")
-        return tuple(str(value) for value in values)
-
-    def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
-        value = entry.get(key, default)
-        if not isinstance(value, str):
-            self.fault(f"{place}.{key}".lstrip("."), f"must be text, not {value!r}")
-            return default
-        return value
-
-    def flag(self, entry: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
-        value = entry.get(key, default)
-        if not isinstance(value, bool):
-            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
-            return default
-        return value
-
-    def choice(self, entry: Mapping[str, Any], key: str, place: str, options: tuple[str, ...]) -> str:
-        value = entry.get(key, options[0])
-        if value not in options:
-            self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}, not {value!r}")
-            return options[0]
-        return str(value)
-
-    def port(self, value: object, place: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
-            self.fault(place, f"must be a port, 1 to 65535, not {value!r}")
-            return 1
-        return value
-
-    def plain_name(self, name: str, place: str) -> None:
-        # Names become parts of cluster names, which are split again at underscores.
-        if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
-            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")
 
     def addresses(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
         found = []
