@@ -14,19 +14,37 @@ log = logging.getLogger(__name__)
 #: Accepts per event and listener, so that a storm on one does not starve the bytes of the others.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
+#: How long another process may take to accept what it is to have; a guess between what it takes when it is idle,
+#: a tenth of that, and what a client would notice.
+_COURTESY_S = 0.001
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ListeningSocket:
-    """One listening socket and who gets what it accepts."""
+    """One listening socket and who gets what it accepts.
 
-    def __init__(self, sock: socket.socket, address: SocketAddress, backlog: int, poller: Poller) -> None:
+    Args:
+        is_ours: asked before each connection when other processes accept from the same socket: ``False`` lets them
+            go first.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: SocketAddress,
+        backlog: int,
+        poller: Poller,
+        *,
+        is_ours: Callable[[], bool] | None = None,
+    ) -> None:
         self.sock = sock
         self.address = address
         self._backlog = backlog
         self.accepted: Callable[[socket.socket, tuple[str, int]], None] | None = None
         self._poller = poller
         self._registered = False
+        self._is_ours = is_ours
+        self._waiting = self._waited = False
 
     def start(self) -> None:
         """Begin to listen and accept."""
@@ -37,7 +55,18 @@ class ListeningSocket:
 
     def on_event(self, mask: int) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
-        if (mask & READABLE or not mask) and self._accept(_ACCEPTS_PER_TURN):
+        if not (mask & READABLE or not mask):
+            return
+        if self._is_ours is None:
+            most = _ACCEPTS_PER_TURN
+        elif self._waited or self._is_ours():
+            most, self._waited = 1, False
+        else:
+            if not self._waiting:
+                self._waiting = True
+                self._poller.loop.call_later(_COURTESY_S, self._have_waited)
+            return
+        if self._accept(most):
             self._poller.again(self)
 
     def leave_to_successor(self) -> bool:
@@ -78,6 +107,10 @@ class ListeningSocket:
             else:
                 self.accepted(client, peer[:2])
         return True
+
+    def _have_waited(self) -> None:
+        self._waiting, self._waited = False, True
+        self._again()
 
     def _again(self) -> None:
         if self._registered:

@@ -68,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
     # Without a command it is the proxy, as upstream.
     given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
+    if given[0] == "worker":  # no command for people: the node proxy starts these
+        from ztunnel.ambient.workers.worker import run
+
+        return run(int(given[1]))
     parser = _parser(given)
     if given[0] == "help":
         parser.print_help()

@@ -99,7 +99,7 @@ def test_every_variable_of_the_manifest_is_known_to_the_proxy(container: Object)
     assert config.cluster_id == "Kubernetes"
     assert config.instance_ip == "10.244.1.5"
     assert config.drain_s == 25.0
-    assert config.worker_threads == 2
+    assert config.worker_threads == 1
     own = config.own_pod
     assert own is not None
     assert (own.namespace, own.name, own.service_account) == ("istio-system", "ztunnel-x7k2p", "ztunnel")

@@ -576,6 +576,10 @@ class Mesh:
         """By ``namespace/hostname``, whoever may see it."""
         return self._services.get(ServiceKey(key))
 
+    def policy(self, key: str) -> AuthorizationPolicy | None:
+        """By ``namespace/name``."""
+        return self._authorization.policies.get(PolicyKey(key))
+
     def service_at(self, network: str, host: str, namespace: str | None = None) -> Service | None:
         """By virtual address, exact before CIDR, as a client of ``namespace`` sees it (spec 9.3)."""
         of_network = self._by_vip.get(network)

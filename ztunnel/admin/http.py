@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from typing import Any
 
@@ -23,7 +23,7 @@ from ztunnel.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-Pages = Callable[[PageRequest], Page]
+Pages = Callable[[PageRequest], Page | Awaitable[Page]]
 
 _MAX_HEAD = 16 * 1024
 _MAX_BODY = 64 * 1024
@@ -46,7 +46,8 @@ class PageServer:
     Args:
         name: for logs: ``admin``, ``readiness``, ``metrics``.
         address: where; port 0 lets the kernel choose.
-        pages: answers a request. Called in the event loop; must not take long, but for the pieces of the body.
+        pages: answers a request, at once or when it has asked others. Called in the event loop; must not hold it,
+            but for the pieces of the body.
         max_connections: more than this, and the one idle for longest is closed, else the new one.
         product: value of the ``server`` header.
         reuse_port: another generation of this program may listen beside this one.
@@ -169,7 +170,7 @@ class _Connection:
                 if request is None:
                     return
                 self._server.active(self)
-                await self._answer(request, self._page(pages, request))
+                await self._answer(request, await self._page(pages, request))
                 if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                     return
                 self._http.start_next_cycle()
@@ -182,9 +183,10 @@ class _Connection:
         finally:
             self._writer.close()
 
-    def _page(self, pages: Pages, request: PageRequest) -> Page:
+    async def _page(self, pages: Pages, request: PageRequest) -> Page:
         try:
-            return pages(request)
+            page = pages(request)
+            return page if isinstance(page, Page) else await page
         except Exception:
             # A page that fails must not end the proxy, nor the next page.
             log.exception("%s: %s %r failed", self._server.name, request.method, request.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from ztunnel.ambient.logs import InvalidLevel
 
 if TYPE_CHECKING:
     from ztunnel.ambient.app import AmbientProxy
+    from ztunnel.ambient.workers.main import Workers
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +104,29 @@ class Servers:
             return text("ready\n", content_type=PLAIN)
         return text(f"not ready, pending: {', '.join(sorted(pending))}\n", 500, PLAIN)
 
-    def _stats(self, request: PageRequest) -> Page:
+    def _stats(self, request: PageRequest) -> Page | Awaitable[Page]:
         if request.path not in ("/metrics", "/stats/prometheus"):
             return text("", 404, PLAIN)
+        if self._proxy.workers is not None:
+            return self._stats_of_all(self._proxy.workers, request)
         return metrics.page(self._proxy.metrics, request.accept, request.accept_encoding)
 
-    def _admin(self, request: PageRequest) -> Page:
+    @staticmethod
+    async def _stats_of_all(workers: Workers, request: PageRequest) -> Page:
+        return metrics.page(await workers.metrics(), request.accept, request.accept_encoding)
+
+    async def _dump_of_all(self, workers: Workers) -> Page:
+        connections = await workers.connections()
+        return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections))
+
+    def _admin(self, request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
             case "/":
                 rows = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _PAGES.items())
                 return Page(content_type=HTML, body=(f"<!doctype html><title>ztunnel</title><ul>{rows}</ul>\n",))
             case "/config_dump":
+                if self._proxy.workers is not None:
+                    return self._dump_of_all(self._proxy.workers)
                 return Page(content_type=JSON, body=config_dump.pieces(self._proxy))
             case "/logging":
                 return self._logging(request)
@@ -136,7 +150,7 @@ class Servers:
         if level is None and not reset:
             return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
         try:
-            logs.change(level or "", reset=reset)
+            self._proxy.change_log_filter(level or "", reset=reset)
         except InvalidLevel as error:
             return text(f"{error}\n{_USAGE}", 400, PLAIN)
         log.info("new log filter is %s", logs.levels)

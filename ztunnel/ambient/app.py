@@ -16,30 +16,21 @@ import resource
 import signal
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hbone.aio.poller import Poller, SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
 from ztunnel import heap
+from ztunnel.ambient import serving
 from ztunnel.ambient.admin import Servers
-from ztunnel.ambient.config import (
-    HBONE_PORT,
-    OUTBOUND_PORT,
-    PLAINTEXT_PORT,
-    SOCKS_PORT,
-    AmbientConfig,
-    PodName,
-    ProxyMode,
-)
+from ztunnel.ambient.config import AmbientConfig, PodName, ProxyMode
 from ztunnel.ambient.config_dump import build_info, logged_config
 from ztunnel.ambient.control import ControlPlane
-from ztunnel.ambient.inbound import Inbound
 from ztunnel.ambient.logs import LogStream
 from ztunnel.ambient.metrics import Gauge, Metrics
-from ztunnel.ambient.node import Node, PodKey
-from ztunnel.ambient.outbound import Outbound
+from ztunnel.ambient.node import Node
 from ztunnel.ambient.pod import PodProxy
 from ztunnel.clock import Clock, SystemClock
 from ztunnel.identity.ca_client import IstioCertificateAuthority
@@ -53,9 +44,13 @@ from ztunnel.tasks import Tasks
 from ztunnel.telemetry.access_log import AccessLogs
 from ztunnel.telemetry.stats import Stats
 
+if TYPE_CHECKING:
+    from ztunnel.ambient.workers.main import WorkerPod, Workers
+
 log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
+WORKERS = "workers"
 #: Series of vanished workloads are looked for this often.
 _SWEEP_S = 60.0
 #: Without updates for so long, free pages go back to the system; a guess.
@@ -135,8 +130,16 @@ class AmbientProxy:
             tasks.add(POD_MANAGER)  # which stands for the proxies of all pods
         else:
             tasks |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
+        self.workers: Workers | None = None
+        if config.worker_threads > 1:
+            from ztunnel.ambient.workers.main import Workers  # which most nodes have no use for
+
+            self.workers = Workers(
+                config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
+            )
+            tasks.add(WORKERS)
         self.readiness = Readiness(tasks)
-        self._own: list[PodProxy] = []
+        self._own: list[PodProxy | WorkerPod] = []
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
         self._give_back: asyncio.TimerHandle | None = None
@@ -180,6 +183,13 @@ class AmbientProxy:
                     lambda: pods.proxies_stopped,
                 ),
             }
+        gauges |= (
+            self.workers.gauges()
+            if self.workers is not None
+            else {
+                "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
+            }
+        )
         gauges["ztunnel_xds_staleness_seconds"] = Gauge(
             "gauge",
             "Seconds since the control plane was last connected; 0 while it is (unstable)",
@@ -188,39 +198,29 @@ class AmbientProxy:
 
     # Pods
 
-    async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy:
+    async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy | WorkerPod:
         """See :class:`ztunnel.inpod.pods.StartPod`."""
         name = PodName(name=info.name, namespace=info.namespace, service_account=info.service_account)
         return await self._start(name, netns)
 
-    async def _start(self, name: PodName, netns: Netns | None, *, only_tunnels: bool = False) -> PodProxy:
-        pod = PodProxy(self.node, name, netns, only_tunnels=only_tunnels)
-        inbound, outbound = Inbound(pod), Outbound(pod)
+    async def _start(self, name: PodName, netns: Netns | None) -> PodProxy | WorkerPod:
+        if self.workers is not None:
+            return await self.workers.start_pod(name, netns)
+        pod = PodProxy(self.node, name, netns)
         try:
-            if self.config.dns_proxy and not only_tunnels:
+            if self.config.dns_proxy:
                 from ztunnel.ambient.pod_dns import PodDns  # 2 MiB that nobody else needs
 
                 pod.closing.append(PodDns(pod).close)
-            pod.bind(
-                {
-                    HBONE_PORT: inbound.accepted,
-                    PLAINTEXT_PORT: inbound.accepted_plain,
-                    OUTBOUND_PORT: outbound.accepted,
-                    SOCKS_PORT: outbound.accepted_socks,
-                }
-            )
+            serving.serve(pod)
         except BaseException:
             await pod.stop()
             raise
-        if not only_tunnels:
-            key = (name.namespace, name.name, name.service_account)
-            self.node.pods[key] = pod
-            pod.closing.append(partial(self._gone, key, pod))
+        serving.enter(self.node, pod)
         return pod
 
-    async def _gone(self, key: PodKey, pod: PodProxy) -> None:
-        if self.node.pods.get(key) is pod:
-            del self.node.pods[key]
+    def _workers_serve(self, serve: bool) -> None:
+        self.readiness.set(WORKERS, serve)
 
     def _pods_ready(self, ready: bool) -> None:
         self.readiness.set(POD_MANAGER, ready)
@@ -241,12 +241,16 @@ class AmbientProxy:
 
     def _revocations_changed(self) -> None:
         assert self.revocations is not None
-        for pod in self._all_pods():
-            pod.end_revoked(self.revocations.current)
-
-    def _all_pods(self) -> list[PodProxy]:
         running = [status.running for status in self.pods.states().values()]
-        return [*self._own, *(pod for pod in running if isinstance(pod, PodProxy))]
+        for pod in (*self._own, *running):
+            if isinstance(pod, PodProxy):
+                pod.end_revoked(self.revocations.current)
+
+    def change_log_filter(self, text: str, *, reset: bool) -> None:
+        """See :meth:`ztunnel.ambient.logs.LogStream.change`; workers follow."""
+        self.logs.change(text, reset=reset)
+        if self.workers is not None:
+            self.workers.log_filter_changed()
 
     # Running
 
@@ -289,6 +293,8 @@ class AmbientProxy:
                 await stack.enter_async_context(self.revocations)
                 self.revocations.watch(self._revocations_changed)
             stack.callback(self.mesh.watch(self._mesh_changed))
+            if self.workers is not None:
+                await stack.enter_async_context(self.workers)
             await stack.enter_async_context(self.control)
             self._tasks.start(self._sweep(), "metrics sweep")
             start = self._tasks.start(self._start_serving(stack), "start")
@@ -320,12 +326,16 @@ class AmbientProxy:
         await self.control.ready.wait()
         self.readiness.done(STATE_MANAGER)
         heap.settle()
+        if self.workers is not None:
+            self.workers.settle()
         if config.proxy_mode is ProxyMode.DEDICATED:
             assert config.workload is not None
             self._own.append(await self._start(config.workload, None))
         else:
             if config.own_pod is not None:
-                self._own.append(await self._start(config.own_pod, None, only_tunnels=True))
+                own = PodProxy(self.node, config.own_pod, None, only_tunnels=True)
+                self._own.append(own)
+                serving.serve(own)
             await stack.enter_async_context(self.pods)
         self.readiness.done(PROXY)
         self.readiness.done(DNS_PROXY)

@@ -1,8 +1,10 @@
 """``ztunnel proxy`` in an Istio mesh, from its environment to its exit status."""
 
+import math
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from ztunnel.ambient.config import AmbientConfig, config_from
 
@@ -16,8 +18,14 @@ def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
     return config_from(env, cpus=_cpus(), arguments=arguments)
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0))
+def _cpus(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that this process may use: its affinity, and the limit of its control group (version 2)."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+        return min(cpus, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no such limit
+        return cpus
 
 
 def run(config: AmbientConfig) -> int:

@@ -28,6 +28,10 @@ _TOKEN = "./var/run/secrets/tokens/istio-token"
 ISTIOD = "https://istiod.istio-system.svc:15012"
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
 
+#: Processes, however many are asked for.
+MOST_WORKERS = 64
+_MOST_BY_DEFAULT = 8
+
 ValueT = TypeVar("ValueT")
 
 
@@ -78,7 +82,7 @@ class AmbientConfig:
         dns_host: an address the DNS proxy serves on; empty: loopback, in both families.
         connect_retries: further endpoints tried before the application is told.
         metric_series: most label sets per metric; what comes later is counted under ``unknown``.
-        worker_threads: what was asked for, for the dump and ``concurrency``.
+        worker_threads: processes that carry connections; one: this process does, and starts no others.
         warnings: for the log, once it is there.
     """
 
@@ -127,7 +131,7 @@ class AmbientConfig:
     socks5: bool = False
     ipv6: bool = True
     crl_path: str = ""
-    worker_threads: int = 2
+    worker_threads: int = 1
     post_quantum_only: bool = False
     tls12: bool = False
     authz_info_logging: bool = False
@@ -497,7 +501,7 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int) -> int:
     limit = seen.get("ZTUNNEL_RESOURCE_CPU_LIMIT", _quantity, 0)
-    request = seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)
+    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked, and no reason for more processes
     old_limit = seen.get("ZTUNNEL_CPU_LIMIT", _quantity, 0)
     available = limit or old_limit or cpus
 
@@ -507,13 +511,17 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int)
         count = _number(0, 4096)(text)
         return count or available
 
-    default = max(limit, request) if limit else max(math.ceil(available / 4), request, 2)
+    # Each has the mesh in its memory, unlike upstream's threads: as few as serve.
+    default = 1 if available <= 2 else min(max(1, math.ceil(available / 4)), _MOST_BY_DEFAULT)
     concurrency = proxy_config.get("concurrency")
     if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
         default = concurrency or available
     elif concurrency is not None:
         seen.faults.append(f"PROXY_CONFIG: concurrency: {concurrency!r} is not a number of threads")
-    return seen.get("ZTUNNEL_WORKER_THREADS", threads, default)
+    wanted = seen.get("ZTUNNEL_WORKER_THREADS", threads, default)
+    if wanted > MOST_WORKERS:
+        seen.warnings.append(f"{wanted} worker threads are processes here; {MOST_WORKERS} are started")
+    return min(wanted, MOST_WORKERS)
 
 
 def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]) -> None:

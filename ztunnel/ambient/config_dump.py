@@ -22,13 +22,18 @@ from ztunnel.ambient.config import AmbientConfig, OriginalSource, PodName, Proxy
 from ztunnel.ambient.pod import PodProxy
 from ztunnel.identity.certificates import WorkloadCertificate
 from ztunnel.identity.credentials import Roots
+from ztunnel.inpod.pods import RunningPod
 
 if TYPE_CHECKING:
     from ztunnel.ambient.app import AmbientProxy
 
 
-def pieces(proxy: AmbientProxy) -> Iterator[str]:
-    """The page."""
+def pieces(proxy: AmbientProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
+    """The page.
+
+    Args:
+        connections: of pods that workers carry.
+    """
     mesh = proxy.mesh
     yield "{\n"
     yield from _list("certificates", _certificates(proxy))
@@ -40,7 +45,7 @@ def pieces(proxy: AmbientProxy) -> Iterator[str]:
     shared = proxy.config.proxy_mode is ProxyMode.SHARED
     yield from _value("version", version_entry(proxy.config.version_tag))
     if shared:
-        yield from _value("workloadState", _pods(proxy))
+        yield from _value("workloadState", _pods(proxy, connections or {}))
     yield from _list("workloads", mesh_dump.workloads(mesh), last=True)
     yield "}\n"
 
@@ -85,7 +90,7 @@ def _certificate(certificate: x509.Certificate) -> Mapping[str, str]:
     }
 
 
-def _pods(proxy: AmbientProxy) -> Mapping[str, Any]:
+def _pods(proxy: AmbientProxy, connections: Mapping[RunningPod, object]) -> Mapping[str, Any]:
     entries: dict[str, Any] = {}
     for uid, status in proxy.pods.states().items():
         entry: dict[str, Any] = {
@@ -98,6 +103,8 @@ def _pods(proxy: AmbientProxy) -> Mapping[str, Any]:
         }
         if isinstance(status.running, PodProxy):
             entry["connections"] = status.running.dump()
+        elif status.running is not None and status.running in connections:
+            entry["connections"] = connections[status.running]
         entries[uid] = entry
     return entries
 

@@ -228,10 +228,15 @@ class LogStream(logging.Handler):
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
         """Keep one line, whatever the filter says."""
-        line = self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
+        self.pass_on(
+            self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
+        )
+
+    def pass_on(self, lines: bytes) -> None:
+        """Keep whole lines that are made already."""
         self.acquire()  # other threads log too
         try:
-            if self._file.append(line):
+            if self._file.append(lines):
                 self._writer.hand_over(self._file)
             elif self._timer is None:
                 try:

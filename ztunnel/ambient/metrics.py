@@ -11,8 +11,9 @@ a scan of the mesh cannot take the node's memory.
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
@@ -167,6 +168,50 @@ class TrafficSeries:
             self.sent += counts.received
 
 
+class TrafficCounts(NamedTuple):
+    """What a :class:`TrafficSeries` has counted, as a value."""
+
+    labels: tuple[str, ...]
+    opened: int
+    closed: tuple[tuple[str, int], ...]
+    received: int
+    sent: int
+    workloads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A part of what another process has counted; parts add up.
+
+    Attributes:
+        named: counters by name and labels, see :data:`_NAMED`.
+        sockets_open: now, by reporter.
+    """
+
+    traffic: tuple[TrafficCounts, ...] = ()
+    named: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
+    sockets_open: Mapping[str, int] = field(default_factory=dict)
+    connect_retries: int = 0
+    over_budget: int = 0
+
+
+#: Counters that workers have too; what they have not is the main process's.
+_NAMED = ("crl_rejections", "crl_untracked", "on_demand_dns", "authorization_dry_run")
+_OF_MAIN = (
+    "xds_terminations",
+    "xds_messages",
+    "xds_bytes",
+    "dns_requests",
+    "dns_forwarded",
+    "dns_failures",
+    "dns_durations",
+    "gauges",
+    "processes",
+)
+#: Series of one part: a millisecond.
+_SERIES_PER_PART = 500
+
+
 class Metrics:
     """All of them.
 
@@ -197,6 +242,8 @@ class Metrics:
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         self.connect_retries = 0
         self.gauges: dict[str, Gauge] = {}
+        #: Ids of further processes that ``process_*`` is about.
+        self.processes: Callable[[], Sequence[int]] = tuple
 
     # Traffic
 
@@ -259,6 +306,77 @@ class Metrics:
         """Traffic series there are."""
         return len(self._traffic)
 
+    # Several processes
+
+    def counts(self) -> Iterator[Counts]:
+        """Everything counted here, for another process, in parts."""
+        yield Counts(
+            named={
+                name: {_plain(labels): count for labels, count in getattr(self, name).items()} for name in _NAMED
+            },
+            sockets_open=dict(self.sockets_open),
+            connect_retries=self.connect_retries,
+            over_budget=self.over_budget,
+        )
+        every = list(self._traffic.values())
+        for start in range(0, len(every), _SERIES_PER_PART):
+            yield Counts(
+                traffic=tuple(
+                    TrafficCounts(
+                        series.labels,
+                        series.opened,
+                        tuple((str(flags), count) for flags, count in series.closed.items()),
+                        series.received + sum(counts.sent for counts in series.running),
+                        series.sent + sum(counts.received for counts in series.running),
+                        tuple(series.workloads),
+                    )
+                    for series in every[start : start + _SERIES_PER_PART]
+                )
+            )
+
+    def add(self, part: Counts, *, lost: bool = False, now_s: float = 0.0) -> None:
+        """Count what another process has counted.
+
+        Args:
+            lost: that process is no more, and its connections with it: whatever was open there is closed, with
+                nobody left to say how.
+        """
+        for labels, opened, closed, received, sent, workloads in part.traffic:
+            series = self._traffic.get(labels)
+            if series is None:
+                series = self._traffic[labels] = TrafficSeries(labels)
+            series.opened += opened
+            series.received += received
+            series.sent += sent
+            for flags, count in closed:
+                series.closed[flags] = series.closed.get(flags, 0) + count
+                opened -= count
+            series.used_s = max(series.used_s, now_s)
+            if lost:
+                if opened:
+                    series.closed["-"] = series.closed.get("-", 0) + opened
+                for uid in workloads:
+                    series.workloads.add(uid)
+                    self._by_workload[uid].add(series)
+        for name, values in part.named.items():
+            own = getattr(self, name)
+            for labels, count in values.items():
+                own[labels] = own.get(labels, 0) + count
+        if not lost:
+            for reporter, count in part.sockets_open.items():
+                self.sockets_open[reporter] += count
+        self.connect_retries += part.connect_retries
+        self.over_budget += part.over_budget
+
+    def page_with(self) -> "Metrics":
+        """The same numbers apart, to add those of other processes to for one page."""
+        page = Metrics(self._version, self._budget)
+        for name in _OF_MAIN:
+            setattr(page, name, getattr(self, name))
+        for part in self.counts():
+            page.add(part)
+        return page
+
     # Pages
 
     def collect(self) -> Iterator[Family]:
@@ -272,7 +390,7 @@ class Metrics:
         )
         yield from filter(lambda family: bool(family.samples), self._traffic_families())
         yield from filter(lambda family: bool(family.samples), self._other_families())
-        yield from process_families()
+        yield from process_families(self.processes())
 
     def _traffic_families(self) -> Iterator[Family]:
         opened: list[Sample] = []
@@ -463,6 +581,11 @@ class DnsDurations:
             seen += count
             yield str(bound), seen
         yield "+Inf", self.count
+
+
+def _plain(labels: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Texts alone, where they may be members of enumerations."""
+    return str(labels) if isinstance(labels, str) else tuple(str(label) for label in labels)
 
 
 Sample = tuple[tuple[str, ...], float]

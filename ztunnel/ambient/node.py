@@ -19,7 +19,7 @@ from ztunnel.ambient.logs import LogStream
 from ztunnel.ambient.metrics import Metrics, Side
 from ztunnel.ambient.names import Names
 from ztunnel.clock import Clock
-from ztunnel.identity.certificates import CertificateManager, Revocations
+from ztunnel.identity.certificates import Certificates, Revocations
 from ztunnel.upstream.dns import Resolver
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Node:
 
     Attributes:
         revocations: where lists come from; ``None``: nobody is revoked.
+        is_ours: see :class:`ztunnel.accepting.ListeningSocket`.
         pods: proxies of pods that run here, for joining tunnels that never leave the node.
         ask: on demand: have the control plane tell about a key; ``None`` when the mesh holds everything.
         asked: keys that were asked for and answered, one way or the other.
@@ -108,12 +109,13 @@ class Node:
 
     config: AmbientConfig
     mesh: Mesh
-    certificates: CertificateManager
+    certificates: Certificates
     poller: Poller
     clock: Clock
     metrics: Metrics
     logs: LogStream
     revocations: Revocations | None = None
+    is_ours: Callable[[], bool] | None = None
     rng: random.Random = field(default_factory=random.Random)
     suspects: Suspects = field(default_factory=Suspects)
     pods: dict[PodKey, PodProxy] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cryptography import x509
@@ -28,7 +28,15 @@ from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
 from ztunnel.accepting import ListeningSocket
 from ztunnel.ambient import socks5
-from ztunnel.ambient.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, OriginalSource, PodName
+from ztunnel.ambient.config import (
+    HBONE_PORT,
+    OUTBOUND_PORT,
+    PLAINTEXT_PORT,
+    SOCKS_PORT,
+    AmbientConfig,
+    OriginalSource,
+    PodName,
+)
 from ztunnel.ambient.node import Described, Node
 from ztunnel.ambient.outcome import DRAINED, REVOKED, EarlyDeny
 from ztunnel.ambient.record import Record
@@ -43,7 +51,7 @@ log = logging.getLogger(__name__)
 
 #: How long the control plane may take to tell about a pod that just came.
 _WORKLOAD_WAIT_S = 5.0
-_BACKLOG = 1024
+BACKLOG = 1024
 #: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
 _HANDOVER_S = 0.2
 #: How long idle tunnels may take to hear that there will be no more: some round trips; a guess.
@@ -193,6 +201,95 @@ def ends_this_task() -> Callable[[str], object]:
     return task.cancel
 
 
+class Bound(NamedTuple):
+    """A socket for one of a pod's ports, bound and not yet listening.
+
+    Attributes:
+        transparent: what it accepts can go on in the client's name.
+    """
+
+    sock: socket.socket
+    address: SocketAddress
+    transparent: bool
+
+
+def ports(config: AmbientConfig, *, only_tunnels: bool = False) -> dict[int, str]:
+    """Ports of a pod to listen on and what they are for, in the order of binding."""
+    if not config.proxy:
+        return {}
+    if only_tunnels:
+        return {HBONE_PORT: "inbound"}
+    found = {HBONE_PORT: "inbound", PLAINTEXT_PORT: "inbound plaintext", OUTBOUND_PORT: "outbound"}
+    if config.socks5:
+        found[SOCKS_PORT] = "socks5"
+    return found
+
+
+def bind(node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> list[Bound]:
+    """Bind every port of a pod.
+
+    Raises:
+        TproxyError: a port is taken, or a capability is missing.
+    """
+    bound: list[Bound] = []
+    try:
+        for port, component in ports(node.config, only_tunnels=only_tunnels).items():
+            try:
+                each = _bound(node, netns, port, only_tunnels=only_tunnels)
+            except TproxyError as error:
+                raise TproxyError(f"failed to bind to port {port} ({component}): {error}") from error
+            bound.append(each)
+            log.info(
+                "listener established address=%s component=%s transparent=%s",
+                each.address,
+                component,
+                str(each.transparent).lower(),
+            )
+    except BaseException:
+        for each in bound:
+            each.sock.close()
+        raise
+    return bound
+
+
+def _bound(node: Node, netns: Netns | None, port: int, *, only_tunnels: bool) -> Bound:
+    config = node.config
+    hosts = ("127.0.0.1",) if port == SOCKS_PORT else ("::", "0.0.0.0") if config.ipv6 else ("0.0.0.0",)
+    wanted = config.original_source is not OriginalSource.OFF and not only_tunnels
+    for host in hosts:
+        try:
+            try:
+                sock, transparent = _unheard(config, netns, host, port, transparent=wanted), wanted
+            except NeedCapability:
+                if config.original_source is OriginalSource.REQUIRED or not wanted:
+                    raise
+                sock, transparent = _unheard(config, netns, host, port, transparent=False), False
+        except KernelRefused as error:
+            if host == "::" and error.code in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                continue  # a pod without IPv6
+            raise
+        if port in (OUTBOUND_PORT, PLAINTEXT_PORT) and node.keepalive is not None:
+            sockets.set_keepalive(sock, node.keepalive)  # what it accepts inherits it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Bound(sock, SocketAddress(host, port), transparent)
+    raise AssertionError("the last host of the list raises")
+
+
+def _unheard(
+    config: AmbientConfig, netns: Netns | None, host: str, port: int, *, transparent: bool
+) -> socket.socket:
+    shared = netns is not None
+    return sockets.listen(
+        host,
+        port,
+        transparent=transparent,
+        mark=config.packet_mark if shared else None,
+        reuse_port=shared and config.inpod_port_reuse,
+        netns=netns,
+        backlog=0,
+    )
+
+
 class PodProxy:
     """See the module.
 
@@ -239,79 +336,31 @@ class PodProxy:
 
     # Sockets
 
-    @property
-    def ports(self) -> dict[int, str]:
-        """Ports to listen on and what they are for, in the order of binding."""
-        if not self.node.config.proxy:
-            return {}
-        if self._only_tunnels:
-            return {HBONE_PORT: "inbound"}
-        ports = {HBONE_PORT: "inbound", PLAINTEXT_PORT: "inbound plaintext", OUTBOUND_PORT: "outbound"}
-        if self.node.config.socks5:
-            ports[SOCKS_PORT] = "socks5"
-        return ports
+    def bind(
+        self,
+        accepted: dict[int, Callable[[socket.socket, tuple[str, int]], None]],
+        bound: Sequence[Bound] | None = None,
+    ) -> None:
+        """Listen on every port.
 
-    def bind(self, accepted: dict[int, Callable[[socket.socket, tuple[str, int]], None]]) -> None:
-        """Bind and listen on every port.
+        Args:
+            bound: sockets that somebody else has bound, ours from now on.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.
         """
-        try:
-            for port, component in self.ports.items():
-                try:
-                    listener, transparent = self._listener(port)
-                except TproxyError as error:
-                    raise TproxyError(f"failed to bind to port {port} ({component}): {error}") from error
-                listener.accepted = accepted[port]
-                self._listeners.append(listener)
-                if port in self.preserves_source:
-                    self.preserves_source[port] = transparent and not self._only_tunnels
-                log.info(
-                    "listener established address=%s component=%s transparent=%s",
-                    listener.address,
-                    component,
-                    str(transparent).lower(),
-                )
-        except BaseException:
-            self._close_listeners()
-            raise
+        if bound is None:
+            bound = bind(self.node, self.netns, only_tunnels=self._only_tunnels)
+        for each in bound:
+            listener = ListeningSocket(
+                each.sock, each.address, BACKLOG, self.node.poller, is_ours=self.node.is_ours
+            )
+            listener.accepted = accepted[each.address.port]
+            self._listeners.append(listener)
+            if each.address.port in self.preserves_source:
+                self.preserves_source[each.address.port] = each.transparent and not self._only_tunnels
         for listener in self._listeners:
             listener.start()
-
-    def _listener(self, port: int) -> tuple[ListeningSocket, bool]:
-        config = self.node.config
-        hosts = ("127.0.0.1",) if port == SOCKS_PORT else ("::", "0.0.0.0") if config.ipv6 else ("0.0.0.0",)
-        wanted = config.original_source is not OriginalSource.OFF and not self._only_tunnels
-        for host in hosts:
-            try:
-                try:
-                    sock, transparent = self._listen(host, port, transparent=wanted), wanted
-                except NeedCapability:
-                    if config.original_source is OriginalSource.REQUIRED or not wanted:
-                        raise
-                    sock, transparent = self._listen(host, port, transparent=False), False
-            except KernelRefused as error:
-                if host == "::" and error.code in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                    continue  # a pod without IPv6
-                raise
-            if port in (OUTBOUND_PORT, PLAINTEXT_PORT) and self.node.keepalive is not None:
-                sockets.set_keepalive(sock, self.node.keepalive)  # what it accepts inherits it
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return ListeningSocket(sock, SocketAddress(host, port), _BACKLOG, self.node.poller), transparent
-        raise AssertionError("the last host of the list raises")
-
-    def _listen(self, host: str, port: int, *, transparent: bool) -> socket.socket:
-        shared = self.netns is not None
-        return sockets.listen(
-            host,
-            port,
-            transparent=transparent,
-            mark=self.node.config.packet_mark if shared else None,
-            reuse_port=shared and self.node.config.inpod_port_reuse,
-            netns=self.netns,
-            backlog=0,
-        )
 
     async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:
         """A TCP connection out of the pod, as ``source`` if that is not where it goes to.

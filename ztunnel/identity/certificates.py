@@ -23,6 +23,7 @@ from ztunnel.tasks import Tasks
 __all__ = [
     "CertificateAuthority",
     "CertificateManager",
+    "Certificates",
     "IdentityError",
     "IssuedCertificate",
     "Priority",
@@ -51,6 +52,20 @@ class CertificateAuthority(Protocol):
 
         Raises:
             IdentityError: refused, unreachable, or an answer that does not fit.
+        """
+
+
+class Certificates(Protocol):
+    """Where the data path has them from: :class:`CertificateManager`, or what another process sends."""
+
+    def current(self, identity: SpiffeId) -> "WorkloadCertificate | None":
+        """What :meth:`fetch` would return at once; the data path asks here first."""
+
+    async def fetch(self, identity: SpiffeId) -> "WorkloadCertificate":
+        """The current certificate, waiting for the first one.
+
+        Raises:
+            IdentityError: none can be had now.
         """
 
 
@@ -187,7 +202,7 @@ class CertificateManager:
         self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
         self._fetching: dict[SpiffeId, asyncio.Task[None]] = {}
         self._waiting: dict[SpiffeId, asyncio.Event] = {}
-        self._watchers: list[Callable[[WorkloadCertificate], None]] = []
+        self._watchers: list[Callable[[SpiffeId, WorkloadCertificate], None]] = []
         self._tasks = Tasks("certificates")
         self._timer: asyncio.TimerHandle | None = None
         self._generation = 0
@@ -236,8 +251,11 @@ class CertificateManager:
             self._wake(identity)
         self._proceed()
 
-    def watch(self, changed: Callable[[WorkloadCertificate], None]) -> None:
-        """Call ``changed`` with each new certificate, and with each old one after the revocation list changed."""
+    def watch(self, changed: Callable[[SpiffeId, WorkloadCertificate], None]) -> None:
+        """Call ``changed`` with each new certificate and the identity that it was asked for.
+
+        With each old one, too, after the revocation list changed.
+        """
         self._watchers.append(changed)
 
     def states(self) -> Mapping[SpiffeId, "WorkloadCertificate | str"]:
@@ -341,7 +359,7 @@ class CertificateManager:
         certificate = WorkloadCertificate(issued, self._generation, self._policy, revoked)
         self._certificates[identity] = certificate
         for changed in list(self._watchers):
-            changed(certificate)
+            changed(identity, certificate)
 
     def _revocations_changed(self) -> None:
         assert self._revocations is not None

@@ -42,6 +42,11 @@ class _List:
         )
         self._signers: dict[bytes, bool] = {}
 
+    @property
+    def der(self) -> bytes:
+        """As it was signed."""
+        return self._crl.public_bytes(Encoding.DER)
+
     def names(self, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
         """Whether the issuer, in this list, revoked the certificate."""
         return certificate.serial_number in self._serials and self._is_signed_by(issuer)
@@ -101,6 +106,15 @@ class RevocationLists:
         if not crls:
             raise CrlError("PEM, but without a certificate revocation list (X509 CRL)")
         return cls(crls)
+
+    def encoded(self) -> tuple[bytes, ...]:
+        """Each in DER, for another process; :meth:`decoded` reads it."""
+        return tuple(each.der for lists in self._by_issuer.values() for each in lists)
+
+    @classmethod
+    def decoded(cls, encoded: Sequence[bytes]) -> Self:
+        """What :meth:`encoded` gave."""
+        return cls([x509.load_der_x509_crl(each) for each in encoded])
 
     def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
         """Whether some certificate of a verified chain, leaf first and root last, is revoked."""

@@ -93,7 +93,7 @@ class Channel:
             try:
                 return _receive(self._socket)
             except BlockingIOError:
-                await _ready(self._socket, writing=False)
+                await ready(self._socket, writing=False)
 
     async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send one packet, as soon as the peer has room for it.
@@ -109,7 +109,7 @@ class Channel:
                     self._socket.send(data, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                await _ready(self._socket, writing=True)
+                await ready(self._socket, writing=True)
 
     def shut_down(self) -> None:
         """End the connection for both sides; who receives sees the end."""
@@ -140,19 +140,20 @@ def _receive(sock: socket.socket) -> Packet | None:
     return packet
 
 
-async def _ready(sock: socket.socket, *, writing: bool) -> None:
+async def ready(sock: socket.socket, *, writing: bool) -> None:
+    """Wait until a socket can be read, or written to; one reader and one writer at a time."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
+    woken: asyncio.Future[None] = loop.create_future()
 
     def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
+        if not woken.done():
+            woken.set_result(None)
 
     descriptor = sock.fileno()
     watch, unwatch = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
     watch(descriptor, wake)
     try:
-        await ready
+        await woken
     finally:
         unwatch(descriptor)
 
@@ -205,7 +206,7 @@ class Listener:
             try:
                 sock, _ = self._socket.accept()
             except BlockingIOError:
-                await _ready(self._socket, writing=False)
+                await ready(self._socket, writing=False)
             else:
                 sock.setblocking(False)
                 return Channel(sock)

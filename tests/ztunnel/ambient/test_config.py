@@ -165,10 +165,13 @@ def test_variables(env: dict[str, str], field: str, value: Any) -> None:
     ("env", "threads"),
     [
         ({}, 2),
-        ({"ZTUNNEL_RESOURCE_CPU_LIMIT": "3500m"}, 4),
-        ({"ZTUNNEL_RESOURCE_CPU_LIMIT": "1", "ZTUNNEL_RESOURCE_CPU_REQUEST": "2.5"}, 3),
-        ({"ZTUNNEL_RESOURCE_CPU_REQUEST": "3"}, 3),
+        ({"ZTUNNEL_RESOURCE_CPU_LIMIT": "3500m"}, 1),
+        ({"ZTUNNEL_RESOURCE_CPU_LIMIT": "4500m"}, 2),
+        ({"ZTUNNEL_RESOURCE_CPU_LIMIT": "1", "ZTUNNEL_RESOURCE_CPU_REQUEST": "2.5"}, 1),
+        ({"ZTUNNEL_RESOURCE_CPU_REQUEST": "3"}, 2),
         ({"ZTUNNEL_CPU_LIMIT": "16"}, 4),
+        ({"ZTUNNEL_CPU_LIMIT": "2"}, 1),
+        ({"ZTUNNEL_CPU_LIMIT": "128"}, 8),
         ({"ZTUNNEL_WORKER_THREADS": "0"}, 8),
         ({"ZTUNNEL_WORKER_THREADS": "5"}, 5),
         ({"ZTUNNEL_WORKER_THREADS": "30%"}, 3),
@@ -181,6 +184,12 @@ def test_variables(env: dict[str, str], field: str, value: Any) -> None:
 )
 def test_worker_threads(env: dict[str, str], threads: int) -> None:
     assert config(env, cpus=8).worker_threads == threads
+
+
+def test_worker_threads_are_processes_and_limited() -> None:
+    found = config({"ZTUNNEL_WORKER_THREADS": "4096"}, cpus=8)
+    assert found.worker_threads == 64
+    assert found.warnings == ("4096 worker threads are processes here; 64 are started",)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_bug_of_an_authority_is_a_failure_like_others(caplog: pytest.LogCaptur
 def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_nothing() -> None:
     async def body(f: Fixture) -> None:
         seen: list[WorkloadCertificate] = []
-        f.manager.watch(seen.append)
+        f.manager.watch(lambda identity, certificate: seen.append(certificate))
         f.manager.prefetch([WEB])
         (await f.desk.next())[1].set_result(certificate(ROOT, to_day=1))
         while not seen:
@@ -219,7 +219,7 @@ def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest
         while (before := f.manager.current(WEB)) is None:
             await asyncio.sleep(0)
         seen: list[WorkloadCertificate] = []
-        f.manager.watch(seen.append)
+        f.manager.watch(lambda identity, certificate: seen.append(certificate))
         f.lists.current = RevocationLists([x509.load_pem_x509_crl(ROOT.revoke(issued.chain[0]))])
         f.lists.changed()
         after = f.manager.current(WEB)
