@@ -452,8 +452,11 @@ class Connection:
             ConnectRefused: another status.
             TunnelBroken: the stream or the connection ended before the answer.
                 ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`.
+            TlsError: ... because the peer refused our certificate, which TLS 1.3 tells after the handshake.
         """
         if not self.accepts_streams:
+            if isinstance(self.error, TlsError):
+                raise self.error
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
@@ -514,6 +517,10 @@ class Connection:
         if not self._established.done():
             self._established.set_exception(error)
             self._established.exception()  # also when nobody waits for it any more
+        if isinstance(error, TlsError):
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
         for stream_id in list(self._tunnels):
             self._stream_gone(
                 stream_id,

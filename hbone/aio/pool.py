@@ -10,7 +10,7 @@ from typing import TypeAlias, assert_never
 
 from hbone.aio.connection import Connection
 from hbone.aio.tunnel import Tunnel
-from hbone.errors import PoolClosed, TunnelBroken
+from hbone.errors import PoolClosed, TlsError, TunnelBroken
 from hbone.events import Header
 from hbone.pool import (
     Action,
@@ -26,6 +26,7 @@ from hbone.pool import (
 )
 
 DialFunction: TypeAlias = Callable[[Hashable], Awaitable[Connection]]
+_Assigned: TypeAlias = tuple[ConnectionId, Connection | None]
 _MOST_ATTEMPTS = 4
 
 
@@ -56,7 +57,7 @@ class Pool:
         self._dial = dial
         self._state = PoolState(settings if settings is not None else PoolSettings())
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[WaiterId, asyncio.Future[ConnectionId]] = {}
+        self._waiting: dict[WaiterId, asyncio.Future[_Assigned]] = {}
         self._connections: dict[ConnectionId, Connection] = {}
         self._limits: dict[ConnectionId, int | None] = {}
         self._dials: dict[Hashable, asyncio.Task[None]] = {}
@@ -102,8 +103,9 @@ class Pool:
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             connection_id = self._state.place(key)
             if connection_id is None:
-                connection_id = await self._assigned(key)
-            connection = self._connections.get(connection_id)
+                connection_id, connection = await self._assigned(key)
+            else:
+                connection = self._connections.get(connection_id)
             try:
                 if connection is None:
                     raise TunnelBroken("connection ended", unprocessed=True)
@@ -138,16 +140,16 @@ class Pool:
             self._timer.cancel()
             self._timer = None
 
-    async def _assigned(self, key: Hashable) -> ConnectionId:
+    async def _assigned(self, key: Hashable) -> _Assigned:
         waiter, actions = self._state.request(key, self._loop.time())
-        future: asyncio.Future[ConnectionId] = self._loop.create_future()
+        future: asyncio.Future[_Assigned] = self._loop.create_future()
         self._waiting[waiter] = future
         self._execute(actions)
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._released(future.result())  # assigned and cancelled in the same turn
+                self._released(future.result()[0])  # assigned and cancelled in the same turn
             raise
         finally:
             self._waiting.pop(waiter, None)
@@ -163,7 +165,8 @@ class Pool:
                     if future.done():  # cancelled, and not run since
                         self._loop.call_soon(self._released, connection_id)
                     else:
-                        future.set_result(connection_id)
+                        # Should it end before the waiter runs, it still says why.
+                        future.set_result((connection_id, self._connections.get(connection_id)))
                 case Fail(waiter, error):
                     future = self._waiting.pop(waiter)
                     if not future.done():
@@ -197,6 +200,11 @@ class Pool:
             return
         if self._dials.get(key) is not task:
             connection.close()
+            return
+        if isinstance(connection.error, TlsError):
+            # A client of TLS 1.3 is through before the server has judged its certificate: more dials would only
+            # hear the same, and this says what it was.
+            self._dial_over(key, connection.error)
             return
         del self._dials[key]
         self._dialled += 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Awaitable, Hashable
+from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 
@@ -12,10 +14,14 @@ from hbone.aio.connection import Connection, ConnectionSettings, connect, defaul
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.server import Request, serve_connection
-from hbone.errors import ConnectRefused, PoolClosed, TunnelBroken
+from hbone.errors import ConnectRefused, PoolClosed, TlsError, TunnelBroken
 from hbone.pool import PoolSettings
-from hbone.settings import Http2Settings
-from tests.hbone.aio.harness import CONNECT, contexts, polling, run, tcp_pair
+from hbone.settings import Http2Settings, Role
+from hbone.tls_context import TlsContext
+from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair
+from tests.hbone.certificates import Authority
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class Mesh:
@@ -182,6 +188,44 @@ def test_idle_connections_are_released() -> None:
             assert pool.statistics.connections == 0
 
     run(main)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["before-the-request", "at-any-time"])
+def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*, heard: bool) -> None:
+    # A client of TLS 1.3 is through before the server has looked at its certificate.
+    async def main() -> None:
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                strict = TlsContext(Role.SERVER, replace(identity(), trusted_ca_pem=Authority("another").pem))
+                dials = 0
+
+                async def dial(key: Hashable) -> Connection:
+                    nonlocal dials
+                    dials += 1
+                    near, far = tcp_pair()
+                    serving = serve_connection(far, strict, ConnectionSettings(), poller, unasked)
+                    tasks.create_task(raises(serving, TlsError))
+                    connection = await connect(near, contexts()[0], default_client(), poller)
+                    if heard:
+                        await connection.wait_closed()
+                    return connection
+
+                async def unasked(request: Request) -> None:
+                    raise AssertionError(request)
+
+                pool = Pool(dial)
+                error = await raises(pool.open("k", CONNECT), TlsError)
+                assert error.by_peer
+                assert dials == 1
+                await pool.close()
+
+    run(main)
+
+
+async def raises(work: Awaitable[object], kind: type[ErrorT]) -> ErrorT:
+    with pytest.raises(kind) as raised:
+        await work
+    return raised.value
 
 
 def test_drain_fails_waiters_and_keeps_tunnels() -> None:
