@@ -8,17 +8,18 @@ time limit: the application's first bytes wait in the kernel meanwhile, so nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.end import End
-from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 15.0
 #: A peer answers a CONNECT when it has reached its application, which it gives ten seconds.
 _ANSWER_S = 15.0
+#: Between looks at whether an inner tunnel's last bytes are on their way (a guess).
+_LOOK_S = 0.01
 #: Things one decision may need to be told about, on demand.
 _MOST_QUESTIONS = 8
 
@@ -67,11 +70,13 @@ class Opened:
 
     Attributes:
         joined: the inbound side, when the tunnel never left this node.
+        last_words: carries what has left ``end`` and is still inside this process; without, nothing is.
     """
 
     end: End
     closing: list[Callable[[], object]] = field(default_factory=list)
     joined: Joined | None = None
+    last_words: Callable[[], Awaitable[None]] | None = None
 
     def close(self) -> None:
         """Close everything, the end first."""
@@ -161,6 +166,8 @@ class Outbound:
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is client)
+            if upstream.last_words is not None and not live.reason:
+                await upstream.last_words()
         finally:
             upstream.close()
             if upstream.joined is not None:
@@ -315,7 +322,14 @@ class Outbound:
             near.close()
             raise
         self._learned(record, inner, tunnel.headers)
-        return Opened(tunnel, closing)
+
+        async def last_words() -> None:
+            live.ends_by(carrying.abort)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await _carried_away(inner, near, carrying)
+
+        return Opened(tunnel, closing, last_words=last_words)
 
     @staticmethod
     def _learned(record: Record, inner: Connection, headers: Headers) -> None:
@@ -337,6 +351,24 @@ class Outbound:
         own = await self._pod.certificate(who.workload)
         service = route.service.hostname if route.service is not None else None
         return await pod.join(live, who, own, target, route.authority, service)
+
+
+async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay) -> None:
+    """Let an inner connection that is over reach the far side, and the outer tunnel end after it.
+
+    To close at once, as upstream does, loses what waits in the socket pair, and a gateway that sees a reset drops
+    what it has not passed on. There is no close_notify: GOAWAY has said it, and what comes until the far side ends
+    must still be read.
+    """
+    inner.engine.goaway()
+    inner.flush()
+    # A connection tells nobody that its last byte has left, and this one is not shared.
+    while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
+    if inner.error is None:
+        with contextlib.suppress(OSError):  # the outer tunnel broke meanwhile
+            near.shutdown(socket.SHUT_WR)
+    await carrying
 
 
 def _note(

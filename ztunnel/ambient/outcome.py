@@ -120,13 +120,13 @@ def described(error: BaseException, *, tunnel: bool) -> Failed:
 def worth_another_endpoint(error: BaseException) -> bool:
     """Whether another endpoint may do better: nothing was answered, and nobody was found out to be someone else.
 
-    A 401 is the peer's verdict on us, and a wrong identity must not be shopped around for.
+    A 401 is the peer's verdict on us, as is its alert; and a wrong identity must not be shopped around for.
     """
     match error:
         case ConnectRefused():
             return error.status in (502, 503, 504)
         case TlsError():
-            return error.reason is not TlsReason.SAN
+            return error.reason is not TlsReason.SAN and not error.by_peer
         case IdentityError() | PoolClosed() | TunnelClosed():
             return False
         case TproxyError() | HboneError() | TimeoutError():

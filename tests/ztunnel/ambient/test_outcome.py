@@ -95,6 +95,7 @@ def test_bugs_are_not_described() -> None:
         (ConnectionBroken("x"), True),
         (TimeoutError(), True),
         (KeyError("x"), False),
+        (TlsError(TlsReason.OTHER, "tls alert certificate unknown", by_peer=True), False),
     ],
 )
 def test_whether_another_endpoint_may_do_better(error: BaseException, worth: bool) -> None:
