@@ -5,34 +5,35 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from tests.interop.case import Case, Runner
-from tests.interop.site import Pairing, Site, available
+from tests.interop.site import available
 from tests.interop.tables import TABLES, Table
 
-Seen = dict[tuple[str, Pairing], str]
+Seen = dict[tuple[str, Any], str]
 
 
 def run_table(table: Table, only: Sequence[str]) -> Seen:
-    """Run a table, one site per pairing."""
+    """Run a table, one site per column."""
     seen: Seen = {}
     cases = [case for case in table.cases if not only or case.number in only]
-    for pairing in table.columns:
-        mine = [case for case in cases if pairing in case.expected]
+    for column in table.columns:
+        mine = [case for case in cases if column in case.expected]
         if not mine:
             continue
-        with Site(pairing) as site:
-            runner = Runner(site, mine)
+        with table.site(column) as site:
+            runner = Runner(site, mine, column)
             try:
                 # The early ones last: by then their wait is over.
                 for case in sorted(mine, key=lambda case: case.early):
-                    seen[case.number, pairing] = _run(runner, case)
+                    seen[case.number, column] = _run(runner, case)
             finally:
                 runner.close()
     return seen
 
 
-def _run(runner: Runner, case: Case) -> str:
+def _run(runner: Runner[Any], case: Case[Any]) -> str:
     try:
         return runner.run(case)
     except Exception as error:  # noqa: BLE001 - a row that cannot run is a failed row, the others still count
@@ -47,8 +48,8 @@ def print_table(table: Table, seen: Seen) -> int:
     print("|---" * (1 + len(table.columns)) + "|")
     for case in table.cases:
         cells = []
-        for pairing in table.columns:
-            found, expected = seen.get((case.number, pairing)), case.expected.get(pairing)
+        for column in table.columns:
+            found, expected = seen.get((case.number, column)), case.expected.get(column)
             if found is None or expected is None:
                 cells.append("")
             elif found == expected:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 from tproxy.aio.lab import Place
+from xds.model.address import canonical
 
 HTTP, COMMAND, BANNER = 9080, 9000, 9001
 WAIT_S = 10.0
@@ -68,9 +69,10 @@ class Apps:
             return self.endings.get(key, "still open")
 
     def _serve(self, name: str, place: Place, port: int, serve: Callable[[str, socket.socket], None]) -> None:
-        listener = place.socket()
+        listener = place.socket(socket.AF_INET6)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("0.0.0.0", port))
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("::", port))
         listener.listen(512)
 
         def one(sock: socket.socket) -> None:
@@ -103,7 +105,11 @@ class Apps:
                 while reader.readline().strip():
                     pass
                 body = json.dumps(
-                    {"pod": name, "peer": sock.getpeername()[0], "path": line.split()[1].decode("latin-1")}
+                    {
+                        "pod": name,
+                        "peer": canonical(sock.getpeername()[0]),
+                        "path": line.split()[1].decode("latin-1"),
+                    }
                 )
                 head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
                 sock.sendall((head + body).encode())
@@ -205,7 +211,7 @@ def _echo(sock: socket.socket) -> None:
 
 def dial(place: Place, address: str, port: int, timeout_s: float = WAIT_S) -> socket.socket:
     """A connection from a pod; the caller's to close."""
-    sock = place.socket()
+    sock = place.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

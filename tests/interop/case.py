@@ -3,39 +3,41 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from tests.interop.site import Pairing, Site
+#: What cases run on: :class:`tests.interop.site.Site`, or the site of a node proxy.
+SiteT = TypeVar("SiteT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Generic[SiteT]):
     """One row.
 
     Attributes:
         number: of the row in its table.
         stimulus: in a few words.
         run: applies it and says what was seen, in words that compare.
-        expected: by pairing; a pairing that is absent does not apply.
+        expected: by column; a column that is absent does not apply.
         early: takes long and disturbs nobody: started with the site, so that its wait costs nothing.
     """
 
     number: str
     stimulus: str
-    run: Callable[[Site], str]
-    expected: Mapping[Pairing, str]
+    run: Callable[[SiteT], str]
+    expected: Mapping[Any, str]
     early: bool = False
 
 
-class Runner:
-    """Runs cases on one site; those that are ``early`` in the background from the start."""
+class Runner(Generic[SiteT]):
+    """Runs cases of one column on its site; those that are ``early`` in the background from the start."""
 
-    def __init__(self, site: Site, cases: Sequence[Case]) -> None:
-        early = [case for case in cases if case.early and site.pairing in case.expected]
+    def __init__(self, site: SiteT, cases: Sequence[Case[SiteT]], column: object) -> None:
+        early = [case for case in cases if case.early and column in case.expected]
         self._site = site
         self._pool = ThreadPoolExecutor(max(1, len(early)), thread_name_prefix="early")
         self._started: dict[str, Future[str]] = {case.number: self._pool.submit(case.run, site) for case in early}
 
-    def run(self, case: Case) -> str:
+    def run(self, case: Case[SiteT]) -> str:
         """What was seen; failures of the test itself as an exception."""
         started = self._started.get(case.number)
         return started.result() if started is not None else case.run(self._site)

@@ -1,25 +1,34 @@
 """Every table of cases, with its columns."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
-from tests.interop import checklist, control, files, tunnels
+from tests.interop import ambient_inbound, ambient_outbound, ambient_waypoints, checklist, control, files, tunnels
+from tests.interop.ambient_site import AmbientSite
 from tests.interop.case import Case
-from tests.interop.site import Pairing
+from tests.interop.site import Site
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its cases, and the pairings that make its columns."""
+    """One table: its cases, its columns, and what makes the site of a column."""
 
     title: str
-    cases: tuple[Case, ...]
-    columns: tuple[Pairing, ...]
+    cases: tuple[Case[Any], ...]
+    columns: tuple[Any, ...]
     headings: tuple[str, ...]
+    site: Callable[[Any], AbstractContextManager[Any]] = Site
 
 
+_VERSIONS = (ambient_outbound.COLUMNS, ambient_outbound.HEADINGS, AmbientSite)
 TABLES = (
     Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),
     Table("Tunnels", tunnels.CASES, tunnels.COLUMNS, tunnels.HEADINGS),
     Table("Files", files.CASES, files.COLUMNS, files.HEADINGS),
     Table("Control plane", control.CASES, control.COLUMNS, control.HEADINGS),
+    Table("Node proxy to Envoy", ambient_outbound.CASES, *_VERSIONS),
+    Table("Node proxy through Envoy", ambient_waypoints.CASES, *_VERSIONS),
+    Table("Envoy to node proxy", ambient_inbound.CASES, *_VERSIONS),
 )

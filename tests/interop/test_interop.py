@@ -2,42 +2,43 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.interop.case import Case, Runner
-from tests.interop.site import Pairing, Site, available
+from tests.interop.site import available
 from tests.interop.tables import TABLES, Table
 
 pytestmark = [pytest.mark.interop, pytest.mark.netns]
 
-Column = tuple[Table, Pairing]
+Column = tuple[Table, Any]
 _ROWS = [
-    pytest.param((table, pairing), case, id=f"{table.title}-{case.number}-{pairing}".replace(" ", "_"))
+    pytest.param((table, column), case, id=f"{table.title}-{case.number}-{column}".replace(" ", "_"))
     for table in TABLES
-    for pairing in table.columns
+    for column in table.columns
     # The early ones last: by then their wait is over.
     for case in sorted(table.cases, key=lambda case: case.early)
-    if pairing in case.expected
+    if column in case.expected
 ]
 
 
 @pytest.fixture(scope="module")
-def runner_of() -> Iterator[Callable[[Column], Runner]]:
+def runner_of() -> Iterator[Callable[[Column], Runner[Any]]]:
     """The runner of a column; its site stays until another column is asked for."""
     reason = available()
     if reason is not None:
         pytest.skip(f"NOT TESTED: {reason}")
     with contextlib.ExitStack() as stack:
-        current: tuple[Column, Runner] | None = None
+        current: tuple[Column, Runner[Any]] | None = None
 
-        def open_column(column: Column) -> Runner:
+        def open_column(column: Column) -> Runner[Any]:
             nonlocal current
             if current is None or current[0] != column:
                 stack.close()
                 current = None
-                site = stack.enter_context(Site(column[1]))
-                runner = Runner(site, column[0].cases)
+                site = stack.enter_context(column[0].site(column[1]))
+                runner = Runner(site, column[0].cases, column[1])
                 stack.callback(runner.close)
                 current = column, runner
             return current[1]
@@ -46,5 +47,5 @@ def runner_of() -> Iterator[Callable[[Column], Runner]]:
 
 
 @pytest.mark.parametrize(("column", "case"), _ROWS)
-def test_case(runner_of: Callable[[Column], Runner], column: Column, case: Case) -> None:
+def test_case(runner_of: Callable[[Column], Runner[Any]], column: Column, case: Case[Any]) -> None:
     assert runner_of(column).run(case) == case.expected[column[1]]
