@@ -34,6 +34,7 @@ PURE_APPLICATION = (
     "ztunnel/attribution.py",
     "ztunnel/ambient/mesh_dump.py",
     "ztunnel/ambient/workers/link.py",
+    "ztunnel/ambient/workers/mirror.py",
     "ztunnel/client_hello.py",
     "ztunnel/faults.py",
     "ztunnel/proxy_protocol.py",

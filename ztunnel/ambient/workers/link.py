@@ -12,7 +12,7 @@ Descriptors travel beside the bytes, in order: of a Unix socket they cannot over
 import io
 import pickle
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,8 +29,6 @@ _HEADER = struct.Struct("!IB")
 MOST_BYTES: Final = 64 * 1024 * 1024
 #: As many descriptors as one frame can have: a namespace and four listeners.
 MOST_DESCRIPTORS: Final = 8
-#: Resources of one frame: some five milliseconds to write or to read.
-PIECE: Final = 250
 
 _MODULES: Final = (
     "xds.model.",
@@ -287,18 +285,3 @@ def _message(body: bytes) -> Message:
     if not isinstance(message, Message):
         raise Corrupt(f"a frame that is no message: {type(message).__name__}")
     return message
-
-
-def changes(
-    put: Sequence[Resource] = (), removed: Sequence[str] = (), removed_policies: Sequence[str] = ()
-) -> Iterator[MeshChange]:
-    """A batch in parts of at most :data:`PIECE` resources and names."""
-    parts = max(1, *(-(-len(values) // PIECE) for values in (put, removed, removed_policies)))
-    for part in range(parts):
-        here = slice(part * PIECE, (part + 1) * PIECE)
-        yield MeshChange(
-            put=tuple(put[here]),
-            removed=tuple(removed[here]),
-            removed_policies=tuple(removed_policies[here]),
-            more=part < parts - 1,
-        )

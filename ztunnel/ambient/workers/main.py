@@ -24,14 +24,14 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Self
 
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from xds.model.identity import SpiffeId
-from xds.model.mesh import Changes, Mesh
+from xds.model.mesh import Changes
 from ztunnel.ambient.config import PodName
 from ztunnel.ambient.logs import LogStream
 from ztunnel.ambient.metrics import Counts, Gauge, Metrics
@@ -39,7 +39,6 @@ from ztunnel.ambient.node import Node
 from ztunnel.ambient.pod import BACKLOG, Bound, PodProxy, bind
 from ztunnel.ambient.workers.conversation import Conversation, Descriptors, Gone, Outgoing, Refused
 from ztunnel.ambient.workers.link import (
-    PIECE,
     AddressWanted,
     Begin,
     Caught,
@@ -53,15 +52,13 @@ from ztunnel.ambient.workers.link import (
     KeyWanted,
     Listening,
     LogFilterChanged,
-    MeshChange,
     Question,
-    Resource,
     RevocationsChanged,
     StartPod,
     StopPod,
     Told,
-    changes,
 )
+from ztunnel.ambient.workers.mirror import everything, since
 from ztunnel.ambient.workers.shares import Shares
 from ztunnel.identity.certificates import CertificateManager, WorkloadCertificate
 from ztunnel.inpod.backoff import Backoff
@@ -383,7 +380,7 @@ class Workers:
         if node.revocations is not None:
             conversation.tell(RevocationsChanged(node.revocations.current.encoded()))
         # In one go: from here on changes queue behind.
-        for message in _everything(node.mesh):
+        for message in everything(node.mesh):
             conversation.tell(message)
         for wanted, state in self._certificates.states().items():
             if isinstance(state, WorkloadCertificate):
@@ -449,7 +446,7 @@ class Workers:
                 worker.conversation.send(outgoing)
 
     def _mesh_changed(self, changed: Changes) -> None:
-        for message in _changed(changed, self._node.mesh):
+        for message in since(changed, self._node.mesh):
             self._tell(message)
 
     def _certificate_changed(self, wanted: SpiffeId, certificate: WorkloadCertificate) -> None:
@@ -573,34 +570,6 @@ def _environment(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name != "AUTH_TOKEN" and not name.startswith(("XDS_HEADER_", "CA_HEADER_"))
     }
-
-
-def _everything(mesh: Mesh) -> Iterator[MeshChange]:
-    """The mesh in force: policies at once, then what they are about, in pieces."""
-    yield from changes(list(mesh.policies()))
-    for values in (list(mesh.services()), list(mesh.workloads())):
-        for start in range(0, len(values), PIECE):
-            yield MeshChange(put=tuple(values[start : start + PIECE]))
-
-
-def _changed(changed: Changes, mesh: Mesh) -> Iterator[MeshChange]:
-    """A batch as it is now in force."""
-    put: list[Resource] = []
-    removed: list[str] = []
-    removed_policies: list[str] = []
-    lookups: tuple[tuple[Iterable[str], Callable[[str], Resource | None], list[str]], ...] = (
-        (changed.policies, mesh.policy, removed_policies),
-        (changed.services, mesh.service, removed),
-        (changed.workloads, mesh.workload, removed),
-    )
-    for names, look_up, gone in lookups:
-        for name in names:
-            value = look_up(name)
-            if value is None:
-                gone.append(name)
-            else:
-                put.append(value)
-    yield from changes(put, removed, removed_policies)
 
 
 def _certificate(wanted: SpiffeId, certificate: WorkloadCertificate) -> CertificateIssued:

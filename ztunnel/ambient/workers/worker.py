@@ -46,12 +46,12 @@ from ztunnel.ambient.workers.link import (
     LogFilterChanged,
     MeshChange,
     Question,
-    Resource,
     RevocationsChanged,
     StartPod,
     StopPod,
     Told,
 )
+from ztunnel.ambient.workers.mirror import Mirror
 from ztunnel.ambient.workers.shares import Shares
 from ztunnel.clock import SystemClock
 from ztunnel.identity.certificates import TlsPolicy, WorkloadCertificate
@@ -203,7 +203,7 @@ class _Carrier:
             ask=self._ask_about if config.xds_on_demand else None,
         )
         self.pods: dict[int, _Pod] = {}
-        self._parts: list[MeshChange] = []
+        self.mirror = Mirror(self.mesh)
         self._give_back: asyncio.TimerHandle | None = None
         self._tasks = Tasks("worker")
         self._tasks.start(self._sweep(), "metrics sweep")
@@ -233,20 +233,6 @@ class _Carrier:
             self.metrics.expire(self.clock.monotonic())
 
     # Told
-
-    def change_mesh(self, part: MeshChange) -> None:
-        """Put a batch in force when its last part is here."""
-        self._parts.append(part)
-        if part.more:
-            return
-        parts, self._parts = self._parts, []
-        removed_policies = [key for part in parts for key in part.removed_policies]
-        if removed_policies:
-            self.mesh.remove_policies(removed_policies)
-        put: list[Resource] = [value for part in parts for value in part.put]
-        removed = [name for part in parts for name in part.removed]
-        if put or removed:
-            self.mesh.apply(put, removed)
 
     def _mesh_changed(self, changes: Changes) -> None:
         self.node.forget(changes.workloads)
@@ -361,7 +347,7 @@ class Worker:
                     os.close(memory)
                 self._carrier = _Carrier(message, shares, self._conversation)
             case MeshChange():
-                self._begun.change_mesh(message)
+                self._begun.mirror.receive(message)
             case CertificateIssued():
                 self._begun.certificates.put(message)
             case RevocationsChanged(lists):

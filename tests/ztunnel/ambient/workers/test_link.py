@@ -42,7 +42,6 @@ from ztunnel.ambient.metrics import Metrics
 from ztunnel.ambient.outcome import Flags
 from ztunnel.ambient.workers.link import (
     MOST_BYTES,
-    PIECE,
     Ask,
     Begin,
     CertificateIssued,
@@ -55,7 +54,6 @@ from ztunnel.ambient.workers.link import (
     Message,
     Reply,
     StartPod,
-    changes,
     encode,
 )
 
@@ -237,21 +235,3 @@ def test_counts_of_enumerated_labels_can_be_sent() -> None:
     metrics.on_demand_dns[(Protocol.HBONE, "x")] = 2
     for part in metrics.counts():
         assert decoded(encode(Reply(number=1, value=part))) == [(Reply(number=1, value=part), 0)]
-
-
-@pytest.mark.parametrize("count", [0, 1, PIECE, PIECE + 1, 3 * PIECE])
-def test_a_batch_comes_in_pieces_and_says_which_is_the_last(count: int) -> None:
-    names = [f"n{number}" for number in range(count)]
-    for option in ("removed", "removed_policies"):
-        parts = list(changes(**{option: names}))
-        assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
-        assert [name for part in parts for name in getattr(part, option)] == names
-        assert all(len(getattr(part, option)) <= PIECE for part in parts)
-
-
-def test_a_batch_of_several_kinds_is_one() -> None:
-    parts = list(changes([WORKLOAD] * (PIECE + 1), ["gone"], ["policy"]))
-    assert [(len(part.put), part.removed, part.removed_policies) for part in parts] == [
-        (PIECE, ("gone",), ("policy",)),
-        (1, (), ()),
-    ]
