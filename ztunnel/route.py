@@ -156,9 +156,11 @@ def route_for(
     search = _Search(client, destination, mesh, choose, avoid, known)
     source = client.workload
 
-    # A service with a waypoint: whatever is behind it, the waypoint decides. Rows 1 to 3.
+    # A service with a waypoint: whatever is behind it, the waypoint decides. Rows 1 to 3; but a captured waypoint
+    # that dials the service itself has decided (upstream sends it to itself again, for ever).
     dialled = search.at(client.network, destination.host)
-    if isinstance(dialled, Service) and (gateway := search.waypoint_of(dialled)) is not None:
+    gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
+    if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
         if waypoint.workload.network != source.network:
             return search.through_gateway(waypoint, dialled)

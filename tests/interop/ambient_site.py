@@ -445,15 +445,15 @@ def _waypoint(site: AmbientSite) -> Described:
 def _sandwich(site: AmbientSite) -> Described:
     """A waypoint in a captured pod: PROXY protocol tells it who comes and what was dialled.
 
-    It chooses the endpoint itself; what it opens is captured, and leaves with the pod's own identity.
+    It dials the same again; what it opens is captured, and leaves with the pod's own identity for the endpoint.
     """
     proxy_protocol = typed(
         "proxy_protocol",
         "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol",
         rules=[{"tlv_type": 0xD0, "on_tlv_present": {"key": "peer"}}],
     )
-    server = static("server", {"address": address(site.ip("server"), HTTP)})
-    return [listener("sandwich", SANDWICH, chain(tcp("sandwich", "server")), filters=[proxy_protocol])], [server]
+    again = chain(tcp("sandwich", "again"))
+    return [listener("sandwich", SANDWICH, again, filters=[proxy_protocol])], [original_dst("again")]
 
 
 def _gateway(site: AmbientSite) -> Described:
