@@ -134,3 +134,48 @@ def test_nobody_notices_that_generations_follow_each_other() -> None:
         assert answers == {str(number).encode() for number in range(GENERATIONS)}
 
     asyncio.run(main())
+
+
+class Sharing:
+    """A process that accepts from the same socket as others."""
+
+    def __init__(self, sock: socket.socket, poller: Poller, name: bytes) -> None:
+        self.ours = True
+        self.asked = 0
+        self._name = name
+        port: int = sock.getsockname()[1]
+        self.listening = ListeningSocket(sock.dup(), SocketAddress(HOST, port), 128, poller, is_ours=self._is_ours)
+        self.listening.accepted = self._accepted
+        self.listening.start()
+
+    def _is_ours(self) -> bool:
+        self.asked += 1
+        return self.ours
+
+    def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
+        with client:
+            client.send(self._name)
+
+
+def test_a_shared_socket_gives_each_connection_to_whose_turn_it_is() -> None:
+    async def main() -> None:
+        with sockets.listen(HOST, 0) as sock, closing(Poller()) as one, closing(Poller()) as other:
+            port: int = sock.getsockname()[1]
+            a, b = Sharing(sock, one, b"a"), Sharing(sock, other, b"b")
+            for turn in (b"a", b"b", b"b", b"a"):
+                a.ours, b.ours = turn == b"a", turn == b"b"
+                assert await asyncio.to_thread(ask, port) == turn
+            # When nobody thinks that it is his, somebody takes it.
+            a.ours = b.ours = False
+            answers = [await asyncio.to_thread(ask, port) for _ in range(20)]
+            assert set(answers) <= {b"a", b"b"}
+            assert len(answers) == 20
+            # Whoever is left has all, those included that came together.
+            b.listening.close()
+            waiting = [socket.create_connection((HOST, port), timeout=5) for _ in range(50)]
+            for client in waiting:
+                with client:
+                    assert await asyncio.to_thread(client.recv, 10) == b"a"
+            a.listening.close()
+
+    asyncio.run(main())

@@ -337,3 +337,82 @@ def test_running_relays_are_counted_when_somebody_asks() -> None:
         "10",
         "20",
     ]
+
+
+def test_one_page_is_the_sum_of_processes() -> None:
+    main, others = Metrics("v", 100), [Metrics("v", 100), Metrics("v", 100)]
+    main.xds_messages["t"] = 1
+    main.gauges["g"] = Gauge("gauge", "G", lambda: 7)
+    for number, worker in enumerate(others, start=1):
+        counts = ByteCounts()
+        series = worker.opened(full(), (), counts, 0.0)
+        worker.opened(full(), (), ByteCounts(), 0.0)
+        counts._sent, counts._received = 10 * number, number
+        series.finished("DENY", counts)
+        worker.sockets_open["source"] = number
+        worker.crl_rejections["source"] = number
+        worker.on_demand_dns[("a",) * 8 + ("host",)] = number
+        worker.authorization_dry_run[("p", "DENY", "match")] = number
+        worker.connect_retries = worker.over_budget = number
+    main.opened(full("destination"), (), ByteCounts(), 0.0)
+    summed = main.page_with()
+    for worker in others:
+        for part in worker.counts():
+            summed.add(part)
+    text = text_of(summed)
+    for line in (
+        'istio_tcp_sockets_open{reporter="source"} 3',
+        'istio_crl_policy_rejections_total{reporter="source"} 3',
+        'ztunnel_authorization_dry_run_total{policy="p",action="DENY",result="match"} 3',
+        "ztunnel_connect_retries_total 3",
+        "ztunnel_metric_series_over_budget_total 3",
+        "ztunnel_metric_series 2",
+        'istio_xds_message_total{url="t"} 1',
+        "g 7",
+    ):
+        assert f"{line}\n" in text
+    traffic = {
+        line.partition("{")[0]: line.rpartition(" ")[2]
+        for line in text.splitlines()
+        if 'reporter="source"' in line
+    }
+    assert traffic["istio_tcp_connections_opened_total"] == "4"
+    assert traffic["istio_tcp_connections_closed_total"] == traffic["istio_tcp_connections_failed_total"] == "2"
+    assert (traffic["istio_tcp_received_bytes_total"], traffic["istio_tcp_sent_bytes_total"]) == ("30", "3")
+    assert 'hostname="host"} 3\n' in text
+    # The page is apart: what it adds up changes nobody's numbers.
+    assert main.sockets_open["source"] == 0
+    assert others[0].series == main.series == 1
+
+
+def test_many_series_come_in_parts() -> None:
+    metrics, summed = Metrics("v", 5000), Metrics("v", 10)
+    for number in range(1234):
+        opened(
+            metrics, traffic_labels("source", Side(workload=str(number), known=True), Side(), None, secured=True)
+        )
+    parts = list(metrics.counts())
+    assert [len(part.traffic) for part in parts] == [0, 500, 500, 234]
+    for part in parts:
+        summed.add(part)
+    assert summed.series == 1234  # each process has its budget
+    assert summed.over_budget == 0
+
+
+def test_what_a_lost_process_counted_stays_and_its_connections_are_closed() -> None:
+    main, lost = Metrics("v", 100), Metrics("v", 100)
+    for _ in range(3):
+        series = opened(lost, full(), "a")
+    series.finished("DENY", None)
+    lost.sockets_open["source"] = 2
+    for part in lost.counts():
+        main.add(part, lost=True, now_s=100.0)
+    text = text_of(main)
+    closed = [line for line in text.splitlines() if line.startswith("istio_tcp_connections_closed_total")]
+    assert sorted(line.rpartition(" ")[2] for line in closed) == ["1", "2"]
+    assert 'istio_tcp_sockets_open{reporter="source"} 0\n' in text
+    # Its series expire as any other.
+    assert main.expire(100.0 + 10 * EXPIRY_S) == 0
+    main.changed(gone("a"), [])
+    assert main.expire(100.0 + EXPIRY_S - 1) == 0
+    assert main.expire(100.0 + EXPIRY_S + 1) == 1
