@@ -118,11 +118,11 @@ def at(host: str, port: int) -> str:
 
 
 class _Mesh(AmbientMesh):
-    """Its third node is in another network, and knows that network's addresses."""
+    """Its third node is in another network, knows the addresses there, and renews certificates all the time."""
 
     def start_proxy(self, worker: Worker, place: Place | None = None, **env: str) -> "subprocess.Popen[bytes]":
         if worker.place.name == "w3":
-            env = {"NETWORK": FAR, "LOCAL_XDS_PATH": f"{self.folder}/far.yaml", **env}
+            env = {"NETWORK": FAR, "LOCAL_XDS_PATH": f"{self.folder}/far.yaml", "SECRET_TTL": "6s", **env}
         return super().start_proxy(worker, place, **env)
 
 
@@ -227,11 +227,12 @@ class AmbientSite:
 
     def named(self, text: str) -> str:
         """A text with names for addresses."""
-        for name in SERVICES:
-            text = text.replace(f"{at(self.vip(name), 0)[:-1]}", f"{name}'s VIP:")
-        for names in NODES.values():
-            for name in names:
-                text = text.replace(f"{at(self.ip(name), 0)[:-1]}", f"{name}:").replace(self.ip(name), name)
+        for version in (4, 6):
+            for name in SERVICES:
+                text = text.replace(at(vip(name, version), 0)[:-1], f"{name}'s VIP:")
+            for name in (name for names in NODES.values() for name in names):
+                host = str(self.pod(name).address(version))
+                text = text.replace(at(host, 0)[:-1], f"{name}:").replace(host, name)
         return text
 
     # Asking

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-from tests.interop.ambient_load import Bytes
+from tests.interop.ambient_load import Bytes, Load
 from tests.interop.ambient_outbound import MIB64, only_ipv4, same
-from tests.interop.ambient_site import AmbientSite
+from tests.interop.ambient_site import AmbientSite, vip
 from tests.interop.apps import COMMAND, HTTP, Reply, dial, get
 from tests.interop.case import Case
+from tests.interop.proxies import eventually
 
 _THROUGH_WAYPOINT = Bytes(lambda site: dial(site.pod("client"), site.vip("by-address"), COMMAND))
 _THROUGH_GATEWAY = Bytes(lambda site: dial(site.pod("client"), site.vip("shop"), COMMAND))
@@ -32,11 +33,16 @@ def _through_waypoint(site: AmbientSite, ask: Callable[[], Reply]) -> str:
     return f"{site.seen(reply)}, told {told}, admitted {admitted} to {site.named(inbound['dst.hbone_addr'])}"
 
 
-def sandwiched(site: AmbientSite) -> str:
-    """The header of the PROXY protocol is all that this Envoy knows of the client."""
+def sandwiched(site: AmbientSite, *, crossed: bool = False) -> str:
+    """The header of the PROXY protocol is all that this Envoy knows of the client.
+
+    Args:
+        crossed: the service is dialled by the other version of IP than the one its waypoint is reached by.
+    """
     envoy, mark = site.envoys["sandwich"], site.mark("server")
     since = envoy.log_size
-    reply = site.get("sandwiched")
+    version = 10 - site.version if crossed else site.version
+    reply = get(site.pod("client"), vip("sandwiched", version), 80)
     line = envoy.line(since)
     came = site.named(line["source"]).rpartition(":")[0]
     to, sender = site.named(line["destination"]), line["sender"].rpartition("/")[2]
@@ -57,6 +63,23 @@ def two_networks(site: AmbientSite) -> str:
     )
     source = f"{inbound['src.workload']} as {inbound['src.identity'].rpartition('/')[2]}"
     return f"{site.seen(reply)}, told {told}, logged here {shown}, there {source}"
+
+
+def renewed_under_load(site: AmbientSite) -> str:
+    """The certificate of the far proxy lives for six seconds."""
+    proxy = site.proxy("remote")
+
+    def serial() -> str:
+        (entry,) = (each for each in proxy.dump()["certificates"] if each["identity"].endswith("/remote"))
+        return str(entry["certChain"][0]["serialNumber"])
+
+    with Load(partial(site.get, "shop")) as load:
+        for _ in range(2):
+            before = serial()
+            if not eventually(lambda before=before: serial() != before):
+                return "not renewed"
+            load.goes_on()
+    return f"{load}, renewed twice"
 
 
 CASES: tuple[Case[AmbientSite], ...] = (
@@ -95,9 +118,17 @@ CASES: tuple[Case[AmbientSite], ...] = (
         expected=only_ipv4("byte-exact"),
     ),
     Case(
-        number="62",
+        number="62a",
         stimulus="sandwiched waypoint, PROXY protocol",
         run=sandwiched,
+        expected=same(
+            "200 server sees sandwich, told client as client to sandwiched's VIP:80, onward as sandwich",
+        ),
+    ),
+    Case(
+        number="62b",
+        stimulus="... whose service is dialled by the other IP",
+        run=partial(sandwiched, crossed=True),
         expected=same(
             "200 server sees sandwich, told client as client to sandwiched's VIP:80, onward as sandwich",
         ),
@@ -134,5 +165,11 @@ CASES: tuple[Case[AmbientSite], ...] = (
         stimulus="other network, 64 MiB down",
         run=partial(_THROUGH_GATEWAY.down, length=MIB64),
         expected=only_ipv4("byte-exact"),
+    ),
+    Case(
+        number="64",
+        stimulus="our certificate renewed under load",
+        run=renewed_under_load,
+        expected=only_ipv4("0 failed, renewed twice"),
     ),
 )

@@ -299,7 +299,8 @@ class Inbound:
             raise _Refusal(503, failure=_unreachable(error)) from error
         if target.proxy_destination is not None:
             identity = str(peer.identity) if peer.identity is not None else None
-            application.send_first(encode_header(peer.source, target.proxy_destination, identity))
+            source = _of_one_family(peer, record.source_workload, target.proxy_destination)
+            application.send_first(encode_header(source, target.proxy_destination, identity))
         return application
 
     async def _allowed(self, live: Live, workload: Workload) -> None:
@@ -496,6 +497,21 @@ def _own_address(workload: Workload, seen: str, towards: str) -> str | None:
     """What the pod of a workload would dial from: never the loopback or foreign address of who asked it to."""
     same_family = [host for host in workload.addresses if (":" in host) == (":" in towards)]
     return seen if seen in same_family else next(iter(same_family), None)
+
+
+def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
+    """The peer's address for a PROXY header, which has room for one family only.
+
+    A service of two families may be dialled by one and its waypoint reached by the other. The header would be
+    without addresses then (as upstream), which Envoy refuses; the peer's own address of the other family is as true.
+    """
+    source = peer.source
+    if (":" in source.host) == (":" in destination.host):
+        return source
+    if workload is None or workload.identity != peer.identity:
+        return source
+    host = _own_address(workload, source.host, destination.host)
+    return SocketAddress(host, source.port) if host is not None else source
 
 
 def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:
