@@ -503,7 +503,7 @@ def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAd
     """The peer's address for a PROXY header, which has room for one family only.
 
     A service of two families may be dialled by one and its waypoint reached by the other. The header would be
-    without addresses then (as upstream), which Envoy refuses; the peer's own address of the other family is as true.
+    without addresses then (as upstream), which Envoy refuses; the peer's own address of the other one is as true.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):
