@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -117,6 +118,17 @@ def at(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A column: the version of IP that clients and Envoys use, the processes that carry a node's connections."""
+
+    version: int
+    workers: int = 1
+
+    def __str__(self) -> str:
+        return f"IPv{self.version}" + (f" {self.workers} workers" if self.workers > 1 else "")
+
+
 class _Mesh(AmbientMesh):
     """Its third node is in another network, knows the addresses there, and renews certificates all the time."""
 
@@ -127,19 +139,18 @@ class _Mesh(AmbientMesh):
 
 
 class AmbientSite:
-    """``with AmbientSite(4) as site: ...``; the mesh's agents and control plane run in a thread meanwhile.
-
-    Args:
-        version: of IP, which clients and Envoys use.
+    """``with AmbientSite(Setting(version=4)) as site: ...``; agents and control plane run in a thread meanwhile.
 
     Attributes:
+        setting: as given.
         mesh, apps: the network with our proxies, and the applications in it.
         credentials: certificates of the same authority.
         envoys: by pod.
     """
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.version = setting.version
         self.envoys: dict[str, AmbientEnvoy] = {}
         self._stack = contextlib.ExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
