@@ -134,7 +134,7 @@ class _Mesh(AmbientMesh):
 
     def start_proxy(self, worker: Worker, place: Place | None = None, **env: str) -> "subprocess.Popen[bytes]":
         if worker.place.name == "w3":
-            env = {"NETWORK": FAR, "LOCAL_XDS_PATH": f"{self.folder}/far.yaml", "SECRET_TTL": "6s", **env}
+            env = {"NETWORK": FAR, "LOCAL_XDS_PATH": f"{self.folder}/far.yaml", "SECRET_TTL": "8s", **env}
         return super().start_proxy(worker, place, **env)
 
 

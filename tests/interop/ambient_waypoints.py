@@ -66,17 +66,17 @@ def two_networks(site: AmbientSite) -> str:
 
 
 def renewed_under_load(site: AmbientSite) -> str:
-    """The certificate of the far proxy lives for six seconds."""
+    """The certificate of the far proxy lives for eight seconds."""
     proxy = site.proxy("remote")
 
     def serial() -> str:
         (entry,) = (each for each in proxy.dump()["certificates"] if each["identity"].endswith("/remote"))
-        return str(entry["certChain"][0]["serialNumber"])
+        return str(entry["certChain"][0]["serialNumber"]) if entry["certChain"] else ""
 
     with Load(partial(site.get, "shop")) as load:
         for _ in range(2):
             before = serial()
-            if not eventually(lambda before=before: serial() != before):
+            if not eventually(lambda before=before: serial() not in ("", before)):
                 return "not renewed"
             load.goes_on()
     return f"{load}, renewed twice"
