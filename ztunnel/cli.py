@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
     # Without a command it is the proxy, as upstream.
     given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
-    if given[0] == "worker":  # no command for people: the node proxy starts these
+    if given[0] == "worker" and given[1:2] and given[1].isdigit():  # no command for people: the proxy starts these
         from ztunnel.ambient.workers.worker import run
 
         return run(int(given[1]))

@@ -15,10 +15,10 @@ def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
     Raises:
         SettingsError: all unusable values together.
     """
-    return config_from(env, cpus=_cpus(), arguments=arguments)
+    return config_from(env, cpus=cpus_available(), arguments=arguments)
 
 
-def _cpus(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """CPUs that this process may use: its affinity, and the limit of its control group (version 2)."""
     cpus = len(os.sched_getaffinity(0))
     try:

@@ -489,7 +489,9 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     if deadline is None:
         deadline = 5.0 if grace is None else grace - 5 if grace > 10 else max(grace - 1, 1.0)
     values["drain_s"] = deadline
-    values["worker_threads"] = _worker_threads(seen, proxy_config, cpus)
+    values["worker_threads"] = _worker_threads(
+        seen, proxy_config, cpus, dedicated=values["proxy_mode"] is ProxyMode.DEDICATED
+    )
     for name, key, default in (("admin_port", "proxyAdminPort", 15000), ("stats_port", "statsPort", 15020)):
         port = proxy_config.get(key, default)
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
@@ -499,7 +501,7 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
 
 
-def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int) -> int:
+def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:
     limit = seen.get("ZTUNNEL_RESOURCE_CPU_LIMIT", _quantity, 0)
     seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked, and no reason for more processes
     old_limit = seen.get("ZTUNNEL_CPU_LIMIT", _quantity, 0)
@@ -511,8 +513,8 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int)
         count = _number(0, 4096)(text)
         return count or available
 
-    # Each has the mesh in its memory, unlike upstream's threads: as few as serve.
-    default = 1 if available <= 2 else min(max(1, math.ceil(available / 4)), _MOST_BY_DEFAULT)
+    # Each has the mesh in its memory, unlike upstream's threads: as few as serve, and one for one workload.
+    default = 1 if available <= 2 or dedicated else min(math.ceil(available / 4), _MOST_BY_DEFAULT)
     concurrency = proxy_config.get("concurrency")
     if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
         default = concurrency or available

@@ -171,6 +171,7 @@ def test_variables(env: dict[str, str], field: str, value: Any) -> None:
         ({"ZTUNNEL_RESOURCE_CPU_REQUEST": "3"}, 2),
         ({"ZTUNNEL_CPU_LIMIT": "16"}, 4),
         ({"ZTUNNEL_CPU_LIMIT": "2"}, 1),
+        ({"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "a/b/c"}, 1),
         ({"ZTUNNEL_CPU_LIMIT": "128"}, 8),
         ({"ZTUNNEL_WORKER_THREADS": "0"}, 8),
         ({"ZTUNNEL_WORKER_THREADS": "5"}, 5),
