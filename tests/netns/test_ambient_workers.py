@@ -228,6 +228,34 @@ def test_connections_wait_for_a_worker_when_all_die(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_worker_that_hangs_is_done_without(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
+            proxy, client = mesh.proxies["w1"], mesh.lab.pod("client")
+            await many(stack, mesh, 4, "client", "far")
+            opened = {"reporter": "source", "destination_workload": "far"}
+            assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 4
+            hanging, other = workers_of(proxy)
+            os.kill(hanging, signal.SIGSTOP)
+            try:
+                # No counter goes down, and others take what is new although that one has fewer.
+                await many(stack, mesh, 4, "client", "far")
+                assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 8
+                assert proxy.metric("ztunnel_workers_late_total") >= 1
+                assert len(proxy.connections()) == 6  # of its own two nothing is known
+                assert shares(mesh, proxy, "client", 15001) == [2, 6]
+                # A pod that comes is not held up for ever: who does not even answer that is ended.
+                await proxy.agent.remove(PodUid("uid-near"), grace_s=0)
+                await eventually(lambda: proxy.metric("ztunnel_worker_restarts_total") == 1, "replaced")
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(hanging, signal.SIGCONT)
+            assert other in workers_of(proxy)
+            assert (await ask(client, mesh.lab.pod("far").ipv4, 8080)).endswith(HELLO)
+
+    asyncio.run(main())
+
+
 def test_pods_come_and_go(tmp_path: Path) -> None:
     async def main() -> None:
         async with (

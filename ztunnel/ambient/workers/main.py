@@ -149,9 +149,13 @@ class _Worker:
             )
             self.kill()
             raise Gone from None
+        except Gone:
+            self.synced = False
+            raise
 
     def kill(self) -> None:
         """End it now."""
+        self.synced = False
         if self.process.returncode is None:
             self.process.kill()
         self.conversation.hang_up()
@@ -496,8 +500,11 @@ class Workers:
 
     async def _started(self, pod: WorkerPod) -> None:
         while True:
-            self._changed.clear()
             asking = [worker.ask(*pod.start()) for worker in self._running.values() if worker.synced]
+            if not asking:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             outcomes = await asyncio.gather(*asking, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
@@ -506,7 +513,6 @@ class Workers:
                     raise outcome
             if any(outcome is None for outcome in outcomes):
                 return
-            await self._changed.wait()
 
     def leaves(self, pod: WorkerPod) -> None:
         """A pod is not given to new workers any more."""
