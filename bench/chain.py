@@ -78,8 +78,14 @@ class Chain:
             process.wait()
 
     def usage(self) -> list[Usage]:
-        """Of each proxy."""
-        return [_usage(process.pid) for process in self.proxies]
+        """Of each proxy, its workers included."""
+        return [_usage_of_all(process.pid) for process in self.proxies]
+
+
+def _usage_of_all(pid: int) -> Usage:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    each = [_usage(pid), *(_usage(int(child)) for child in children)]
+    return Usage(sum(usage.cpu_s for usage in each), sum(usage.rss for usage in each))
 
 
 def _usage(pid: int) -> Usage:
