@@ -84,9 +84,9 @@ SERVICES = {
     "shop": 8,
     "server": 9,
 }
-#: What the dialling Envoy listens on: its ports, by what it does with a connection.
+#: What the dialling Envoy listens on, by what it does with a connection; below the ports of clients.
 DIALS = {
-    name: 20000 + number
+    name: 10000 + number
     for number, name in enumerate(
         (
             "server",
