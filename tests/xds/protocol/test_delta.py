@@ -63,6 +63,21 @@ def received(client: DeltaClient, response: DeltaDiscoveryResponse, now_s: float
     return event
 
 
+def test_what_is_being_removed_is_not_claimed_on_the_next_stream() -> None:
+    client = started(cds=True)
+    client.requests_to_send()
+    client.accept(received(client, clusters("1", cluster("a"), cluster("b"))))
+    applying = received(client, clusters("2", cluster("b", "2"), cluster("c", "2"), removed="a"))
+    client.stream_closed()
+    client.stream_opened()
+    # Whatever the server does with names that are still being applied, it must not take them for settled.
+    assert dict(only_request(client).initial_resource_versions) == {"b": "", "c": ""}
+    client.accept(applying)
+    client.stream_closed()
+    client.stream_opened()
+    assert dict(only_request(client).initial_resource_versions) == {"b": "2", "c": "2"}
+
+
 def only_request(client: DeltaClient) -> DeltaDiscoveryRequest:
     (request,) = client.requests_to_send()
     return request

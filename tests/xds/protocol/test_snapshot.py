@@ -482,6 +482,8 @@ class Link(RuleBasedStateMachine):
     def reject(self, type_url: str) -> None:
         event = self.pending.pop(type_url, None)
         if event is not None:
+            for name in event.update.removed:  # receivers refuse what is sent, never what goes
+                self.view[type_url].pop(name, None)
             self.client.reject(event, "no")
             self.has_refused = True
 
