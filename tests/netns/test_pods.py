@@ -108,14 +108,12 @@ def test_ten_thousand_pods_come_and_go_and_leave_nothing(spaces: list[Netns]) ->
             await come_and_go(0, 1_000)  # caches and the allocator have what they want to keep
             gc.collect()
             descriptors, tasks, memory = open_descriptors(), len(asyncio.all_tasks()), resident_bytes()
-            objects = len(gc.get_objects())
             await come_and_go(1_000, 10_000)
             while manager.proxies_stopped < 10_000:
                 await asyncio.sleep(0)
             gc.collect()
             assert open_descriptors() == descriptors
             assert len(asyncio.all_tasks()) == tasks
-            assert len(gc.get_objects()) - objects < 1000
             if memory < _ALONE_BYTES:  # else the allocator's arenas are those of the tests before, holes and all
                 assert resident_bytes() - memory < 4 << 20
             assert manager.proxies_started == manager.proxies_stopped == 10_000
