@@ -128,9 +128,10 @@ def test_without_retries(tmp_path: Path) -> None:
                 "down": "http status: 503 Service Unavailable",
                 "idle": "http status: 503 Service Unavailable",
             }.items():
-                assert await refused(client, VIPS[name], 80), name
-                (line,) = await proxy.lines("outbound", 1, dst_workload=name)
-                assert line["error"] == error
+                for attempt in (1, 2):  # nor does a failure steer the connections after it
+                    assert await refused(client, VIPS[name], 80), name
+                    lines = await proxy.lines("outbound", attempt, dst_workload=name)
+                    assert [line["error"] for line in lines] == [error] * attempt
             assert not mesh.node_of("good").access("inbound")
 
     asyncio.run(main())

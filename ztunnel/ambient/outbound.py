@@ -217,7 +217,8 @@ class Outbound:
                 uid = route.workload.uid if route.workload is not None else None
                 if uid is None or not worth_another_endpoint(error):
                     raise failure from error
-                node.suspects.add(uid, node.clock.monotonic())
+                if node.config.connect_retries:  # without, a draw is a draw, as upstream's
+                    node.suspects.add(uid, node.clock.monotonic())
                 failed.add(uid)
                 tries_left -= 1
                 if tries_left < 0 or node.clock.monotonic() > give_up_s:
