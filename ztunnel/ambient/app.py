@@ -34,7 +34,7 @@ from ztunnel.ambient.node import Node
 from ztunnel.ambient.pod import PodProxy
 from ztunnel.clock import Clock, SystemClock
 from ztunnel.identity.ca_client import IstioCertificateAuthority
-from ztunnel.identity.certificates import CertificateAuthority, CertificateManager, TlsPolicy
+from ztunnel.identity.certificates import CertificateAuthority, CertificateManager
 from ztunnel.identity.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.identity.crl import RevocationFile
 from ztunnel.identity.fake_ca import FakeCertificateAuthority
@@ -109,7 +109,7 @@ class AmbientProxy:
             self.authority,
             now=lambda: datetime.now(UTC),
             jitter=random.random,
-            policy=TlsPolicy.for_compliance("pqc" if config.post_quantum_only else "", tls_1_2=config.tls12),
+            policy=config.tls_policy,
             revocations=self.revocations,
         )
         self.node = Node(

@@ -20,6 +20,7 @@ import yaml
 
 from ztunnel.ambient.logs import InvalidLevel, LogFilter
 from ztunnel.config import SettingsError
+from ztunnel.identity.certificates import TlsPolicy
 from ztunnel.identity.credentials import Endpoint
 
 MESH_CONFIG = "./etc/istio/config/mesh"
@@ -158,6 +159,11 @@ class AmbientConfig:
         """Ports no connection may lead to: this proxy's own."""
         socks = {SOCKS_PORT} if self.socks5 else set()
         return frozenset({OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT} | socks)
+
+    @property
+    def tls_policy(self) -> TlsPolicy:
+        """What tunnels negotiate."""
+        return TlsPolicy.for_compliance("pqc" if self.post_quantum_only else "", tls_1_2=self.tls12)
 
     @property
     def version_tag(self) -> str:
@@ -473,8 +479,13 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     )
     values["frame_size"] = seen.get("HTTP2_FRAME_SIZE", _number(16_384, 2**24 - 1), 1024 * 1024)
     values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", _boolean, False)
-    values["post_quantum_only"] = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc"), "") == "pqc"
+    compliance = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc"), "")
+    values["post_quantum_only"] = compliance == "pqc"
     values["tls12"] = seen.get("TLS12_ENABLED", _boolean, False)
+    try:
+        TlsPolicy.for_compliance(compliance, tls_1_2=values["tls12"])
+    except ValueError as error:
+        seen.faults.append(str(error))
     values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", _boolean, False)
     values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)

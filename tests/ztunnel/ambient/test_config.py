@@ -251,6 +251,10 @@ def test_worker_threads_are_processes_and_limited() -> None:
         ({"XDS_ADDRESS": "http://istiod:15010"}, None),
         ({"COMPLIANCE_POLICY": "fips"}, None),
         ({"LOG_FORMAT": "xml"}, None),
+        (
+            {"COMPLIANCE_POLICY": "pqc", "TLS12_ENABLED": "true"},
+            "COMPLIANCE_POLICY=pqc excludes TLS12_ENABLED: TLS 1.2 has no post-quantum groups",
+        ),
     ],
 )
 def test_faults(env: dict[str, str], fault: str | None) -> None:

@@ -185,8 +185,7 @@ class _Carrier:
         self.metrics = Metrics(config.version_tag, config.metric_series)
         self.mesh = Mesh(node=config.node)
         self.revocations = ToldRevocations() if config.crl_path else None
-        policy = TlsPolicy.for_compliance("pqc" if config.post_quantum_only else "", tls_1_2=config.tls12)
-        self.certificates = ToldCertificates(conversation, policy, self.revocations)
+        self.certificates = ToldCertificates(conversation, config.tls_policy, self.revocations)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
         self._shares = shares
         self.clock = SystemClock()
