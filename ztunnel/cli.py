@@ -6,9 +6,10 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 
 from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, names_a_source, settings_from
+from ztunnel.tasks import errors_of
 
 log = logging.getLogger("ztunnel")
 
@@ -174,15 +175,7 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
 
             uvloop.run(serve())
     except* (ConfigError, TproxyError) as group:  # alone, or in the groups of the tasks it stopped
-        for error in _leaves(group):
+        for error in errors_of(group):
             print(f"ztunnel: {error}", file=sys.stderr)
         status = 1
     return status
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

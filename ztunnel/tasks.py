@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -48,3 +48,12 @@ class Tasks:
         self.cancel()
         while self._running:
             await asyncio.wait(list(self._running))
+
+
+def errors_of(error: BaseException) -> Iterator[BaseException]:
+    """What stopped the tasks of a group, out of the groups within it too."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from errors_of(inner)
+    else:
+        yield error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ztunnel.ambient.config import AmbientConfig, config_from
+from ztunnel.tasks import errors_of
 
 
 def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
@@ -45,13 +46,7 @@ def run(config: AmbientConfig) -> int:
     try:
         uvloop.run(serve())
     except* (ConfigError, TproxyError) as group:
-        for error in _leaves(group):
+        for error in errors_of(group):
             print(f"Error: {error}", file=sys.stderr)
         status = 1
     return status
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
