@@ -1,6 +1,7 @@
 """The server half: what it sends when, and that client and server agree after any history."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -402,8 +403,7 @@ NAMES = st.frozensets(st.sampled_from("ab"))
 class Link(RuleBasedStateMachine):
     """A client and a server joined by a link that keeps order but may be cut; see :meth:`teardown`."""
 
-    def make(self) -> tuple[ClientState[Any, Any], Any]:
-        raise NotImplementedError
+    make: Callable[[], tuple[ClientState[Any, Any], Any]]
 
     @initialize(refuses=st.booleans())
     def begin(self, refuses: bool) -> None:
@@ -539,12 +539,14 @@ class Link(RuleBasedStateMachine):
 
 
 class SotwLink(Link):
-    def make(self) -> tuple[ClientState[Any, Any], Any]:
+    @staticmethod
+    def make() -> tuple[ClientState[Any, Any], Any]:
         return SotwClient(ClientOptions(node=NODE)), SotwServer
 
 
 class DeltaLink(Link):
-    def make(self) -> tuple[ClientState[Any, Any], Any]:
+    @staticmethod
+    def make() -> tuple[ClientState[Any, Any], Any]:
         return DeltaClient(ClientOptions(node=NODE)), DeltaServer
 
 
