@@ -12,7 +12,7 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.admin.http import Pages, PageServer
 from ztunnel.admin.page import HTML, JSON, PLAIN, Page, PageRequest, text
-from ztunnel.ambient import config_dump, metrics
+from ztunnel.ambient import config_dump, metrics_page
 from ztunnel.ambient.logs import InvalidLevel
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class Servers:
             return text("", 404, PLAIN)
         if self._proxy.workers is not None:
             return self._stats_of_all(self._proxy.workers, request)
-        return metrics.page(self._proxy.metrics, request.accept, request.accept_encoding)
+        return metrics_page.page(self._proxy.metrics, request.accept, request.accept_encoding)
 
     @staticmethod
     async def _stats_of_all(workers: Workers, request: PageRequest) -> Page:
-        return metrics.page(await workers.metrics(), request.accept, request.accept_encoding)
+        return metrics_page.page(await workers.metrics(), request.accept, request.accept_encoding)
 
     async def _dump_of_all(self, workers: Workers) -> Page:
         connections = await workers.connections()

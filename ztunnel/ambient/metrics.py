@@ -9,9 +9,8 @@ a scan of the mesh cannot take the node's memory.
 """
 
 import logging
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,18 +19,14 @@ from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.admin.page import Page
-from ztunnel.telemetry.exposition import Family, lines, process_families
 
 log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 EXPIRY_S = 900.0
-OPENMETRICS = "application/openmetrics-text;charset=utf-8;version=1.0.0"
-PLAIN = "text/plain; charset=utf-8"
 DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 
-_SIDE = (
+SIDE_LABELS = (
     "workload",
     "canonical_service",
     "canonical_revision",
@@ -43,11 +38,11 @@ _SIDE = (
 )
 TRAFFIC_LABELS = (
     "reporter",
-    *(f"source_{name}" for name in _SIDE),
+    *(f"source_{name}" for name in SIDE_LABELS),
     "destination_service",
     "destination_service_namespace",
     "destination_service_name",
-    *(f"destination_{name}" for name in _SIDE),
+    *(f"destination_{name}" for name in SIDE_LABELS),
     "request_protocol",
     "response_flags",
     "connection_security_policy",
@@ -56,7 +51,6 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
-_FLAGS = TRAFFIC_LABELS.index("response_flags")
 
 
 class Side(NamedTuple):
@@ -221,7 +215,7 @@ class Metrics:
     """
 
     def __init__(self, version: str, series_budget: int) -> None:
-        self._version = version
+        self.version = version
         self._budget = series_budget
         self._traffic: dict[tuple[str, ...], TrafficSeries] = {}
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
@@ -302,9 +296,9 @@ class Metrics:
         return len(old)
 
     @property
-    def series(self) -> int:
-        """Traffic series there are."""
-        return len(self._traffic)
+    def series(self) -> Collection[TrafficSeries]:
+        """Every traffic series."""
+        return self._traffic.values()
 
     # Several processes
 
@@ -370,181 +364,12 @@ class Metrics:
 
     def page_with(self) -> "Metrics":
         """The same numbers apart, to add those of other processes to for one page."""
-        page = Metrics(self._version, self._budget)
+        page = Metrics(self.version, self._budget)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))
         for part in self.counts():
             page.add(part)
         return page
-
-    # Pages
-
-    def collect(self) -> Iterator[Family]:
-        """Every family that has samples."""
-        yield _family(
-            "istio_build",
-            "gauge",
-            "Istio component build info",
-            [(("ztunnel", self._version), 1.0)],
-            ("component", "tag"),
-        )
-        yield from filter(lambda family: bool(family.samples), self._traffic_families())
-        yield from filter(lambda family: bool(family.samples), self._other_families())
-        yield from process_families(self.processes())
-
-    def _traffic_families(self) -> Iterator[Family]:
-        opened: list[Sample] = []
-        closed: list[Sample] = []
-        failed: list[Sample] = []
-        received: list[Sample] = []
-        sent: list[Sample] = []
-        for labels, series in self._traffic.items():
-            opened.append((labels, series.opened))
-            received.append((labels, series.received + sum(counts.sent for counts in series.running)))
-            sent.append((labels, series.sent + sum(counts.received for counts in series.running)))
-            for flags, count in series.closed.items():
-                final = (*labels[:_FLAGS], flags, *labels[_FLAGS + 1 :])
-                closed.append((final, count))
-                if flags != "-":
-                    failed.append((final, count))
-        connections = "The total number of TCP connections "
-        yield _family("istio_tcp_connections_opened", "counter", connections + "opened", opened, TRAFFIC_LABELS)
-        yield _family("istio_tcp_connections_closed", "counter", connections + "closed", closed, TRAFFIC_LABELS)
-        yield _family(
-            "istio_tcp_connections_failed",
-            "counter",
-            connections + "that failed (unstable)",
-            failed,
-            TRAFFIC_LABELS,
-        )
-        size = "The size of total bytes {} in case of a TCP connection"
-        yield _family(
-            "istio_tcp_received_bytes",
-            "counter",
-            size.format("received during request"),
-            received,
-            TRAFFIC_LABELS,
-            "bytes",
-        )
-        yield _family(
-            "istio_tcp_sent_bytes", "counter", size.format("sent during response"), sent, TRAFFIC_LABELS, "bytes"
-        )
-
-    def _other_families(self) -> Iterator[Family]:
-        reporter = ("reporter",)
-        yield _family(
-            "istio_tcp_sockets_open",
-            "gauge",
-            "The current number of open TCP sockets (unstable)",
-            _by_one(self.sockets_open),
-            reporter,
-        )
-        yield _family(
-            "istio_on_demand_dns",
-            "counter",
-            "The total number of on-demand DNS requests made (unstable)",
-            list(self.on_demand_dns.items()),
-            (*(f"source_{name}" for name in _SIDE), "hostname"),
-        )
-        crl = "The total number of connections {} (unstable)"
-        yield _family(
-            "istio_crl_policy_rejections",
-            "counter",
-            crl.format("rejected by revocation lists"),
-            _nonzero(self.crl_rejections),
-            reporter,
-        )
-        yield _family(
-            "istio_crl_untracked_connections",
-            "counter",
-            crl.format("that revocation cannot end"),
-            _nonzero(self.crl_untracked),
-            reporter,
-        )
-        yield _family(
-            "istio_xds_connection_terminations",
-            "counter",
-            "The total number of completed connections to the control plane (unstable)",
-            _by_one(self.xds_terminations()),
-            ("reason",),
-        )
-        yield _family(
-            "istio_xds_message",
-            "counter",
-            "The total number of messages received (unstable)",
-            _by_one(self.xds_messages),
-            ("url",),
-        )
-        yield _family(
-            "istio_xds_message_bytes",
-            "counter",
-            "The total number of bytes received (unstable)",
-            _by_one(self.xds_bytes),
-            ("url",),
-            "bytes",
-        )
-        yield from self._dns_families()
-        yield _family(
-            "ztunnel_authorization_dry_run",
-            "counter",
-            "Connections that dry-run policies would have decided about (unstable)",
-            list(self.authorization_dry_run.items()),
-            ("policy", "action", "result"),
-        )
-        yield _family(
-            "ztunnel_connect_retries",
-            "counter",
-            "Further endpoints tried after one failed (unstable)",
-            [((), self.connect_retries)],
-            (),
-        )
-        yield _family(
-            "ztunnel_metric_series", "gauge", "Traffic label sets in use (unstable)", [((), self.series)], ()
-        )
-        yield _family(
-            "ztunnel_metric_series_over_budget",
-            "counter",
-            "Label sets counted as unknown (unstable)",
-            [((), self.over_budget)],
-            (),
-        )
-        for name, gauge in self.gauges.items():
-            yield _family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
-
-    def _dns_families(self) -> Iterator[Family]:
-        labels = (
-            "request_query_type",
-            "request_protocol",
-            "source_canonical_service",
-            "source_canonical_revision",
-        )
-        upstream = "The total number of DNS requests forwarded to upstream (unstable)"
-        yield _family(
-            "istio_dns_requests",
-            "counter",
-            "The total number of DNS requests (unstable)",
-            list(self.dns_requests.items()),
-            labels,
-        )
-        yield _family("istio_dns_upstream_requests", "counter", upstream, list(self.dns_forwarded.items()), labels)
-        yield _family(
-            "istio_dns_upstream_failures",
-            "counter",
-            "The total number of DNS requests that upstream failed (unstable)",
-            list(self.dns_failures.items()),
-            labels,
-        )
-        name = "istio_dns_upstream_request_duration_seconds"
-        metric = Family(
-            name, "The time Istio takes to get DNS response from upstream (unstable).", "histogram", "seconds"
-        )
-        for values, durations in self.dns_durations.items():
-            shared = dict(zip(labels, values, strict=True))
-            for bound, count in durations.cumulative():
-                metric.add(f"{name}_bucket", shared | {"le": bound}, count)
-            metric.add(f"{name}_sum", shared, durations.total_s)
-            metric.add(f"{name}_count", shared, durations.count)
-        yield metric
 
 
 class Gauge(NamedTuple):
@@ -586,54 +411,3 @@ class DnsDurations:
 def _plain(labels: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """Texts alone, where they may be members of enumerations."""
     return str(labels) if isinstance(labels, str) else tuple(str(label) for label in labels)
-
-
-Sample = tuple[tuple[str, ...], float]
-
-
-def _by_one(values: dict[str, int]) -> list[Sample]:
-    return [((label,), value) for label, value in values.items()]
-
-
-def _nonzero(values: dict[str, int]) -> list[Sample]:
-    return [((label,), value) for label, value in values.items() if value]
-
-
-def _family(
-    name: str, kind: str, text: str, samples: Iterable[Sample], labels: tuple[str, ...], unit: str = ""
-) -> Family:
-    """A family from counters by label values; names of counters without ``_total``."""
-    metric = Family(name, text + ".", kind, unit)
-    sample_name = f"{name}_total" if kind == "counter" else name
-    for values, value in samples:
-        metric.add(sample_name, dict(zip(labels, values, strict=False)), value)
-    return metric
-
-
-def page(metrics: Metrics, accept: str, accept_encoding: str) -> Page:
-    """Always OpenMetrics text, whatever it is called, compressed if the scraper likes that."""
-    wants = any(item.split(";")[0].strip() == "application/openmetrics-text" for item in accept.split(","))
-    content_type = OPENMETRICS if wants else PLAIN
-    text = lines(metrics.collect())
-    headers = [("vary", "accept-encoding")]
-    for coding, bits in (("gzip", 31), ("deflate", 15)):
-        if accepts(accept_encoding, coding):
-            headers.append(("content-encoding", coding))
-            return Page(content_type=content_type, headers=tuple(headers), body=_compressed(text, bits))
-    return Page(content_type=content_type, headers=tuple(headers), body=text)
-
-
-def accepts(accept_encoding: str, coding: str) -> bool:
-    """Whether a content coding is acceptable (RFC 9110, 12.5.3); only what is named counts."""
-    for item in accept_encoding.split(","):
-        name, _, weight = item.replace(" ", "").partition(";q=")
-        if name.lower() == coding:
-            return not weight or weight.strip("0.") != ""
-    return False
-
-
-def _compressed(pieces: Iterable[str], window_bits: int) -> Iterator[bytes]:
-    compressor = zlib.compressobj(1, zlib.DEFLATED, window_bits)
-    for piece in pieces:
-        yield compressor.compress(piece.encode())
-    yield compressor.flush()

@@ -14,17 +14,14 @@ from xds.model.service import Service
 from xds.model.workload import WorkloadUid
 from ztunnel.ambient.metrics import (
     EXPIRY_S,
-    OPENMETRICS,
-    PLAIN,
     DnsDurations,
     Gauge,
     Metrics,
     Side,
     TrafficSeries,
-    accepts,
-    page,
     traffic_labels,
 )
+from ztunnel.ambient.metrics_page import OPENMETRICS, PLAIN, accepts, page
 
 #: In this order, as observed of upstream.
 ORDER = [
@@ -288,7 +285,7 @@ def test_series_of_vanished_workloads_expire() -> None:
     metrics.changed(gone("b"), [])
     assert metrics.expire(EXPIRY_S - 1) == 0
     assert metrics.expire(EXPIRY_S + 1) == 1
-    assert metrics.series == 0
+    assert not metrics.series
 
 
 def test_series_in_use_or_used_again_do_not() -> None:
@@ -316,7 +313,7 @@ def test_beyond_the_budget_strangers_share() -> None:
     ]
     series = [opened(metrics, each) for each in labels]
     assert series[2] is series[3] is series[4]
-    assert (metrics.series, metrics.over_budget) == (3, 3)
+    assert (len(metrics.series), metrics.over_budget) == (3, 3)
     shared = dict(zip(ORDER, series[4].labels, strict=True))
     assert shared["reporter"] == "source"
     assert shared["connection_security_policy"] == "mutual_tls"
@@ -382,7 +379,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
     assert 'hostname="host"} 3\n' in text
     # The page is apart: what it adds up changes nobody's numbers.
     assert main.sockets_open["source"] == 0
-    assert others[0].series == main.series == 1
+    assert len(others[0].series) == len(main.series) == 1
 
 
 def test_many_series_come_in_parts() -> None:
@@ -395,7 +392,7 @@ def test_many_series_come_in_parts() -> None:
     assert [len(part.traffic) for part in parts] == [0, 500, 500, 234]
     for part in parts:
         summed.add(part)
-    assert summed.series == 1234  # each process has its budget
+    assert len(summed.series) == 1234  # each process has its budget
     assert summed.over_budget == 0
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from tests.ztunnel.ambient.nodes import LOCAL, Lines, StoppedClock, a_node
 from xds.model.address import SocketAddress
 from xds.model.service import Service
-from ztunnel.ambient.metrics import Side, page
+from ztunnel.ambient.metrics import Side
+from ztunnel.ambient.metrics_page import page
 from ztunnel.ambient.node import Node
 from ztunnel.ambient.outcome import DRAINED, RECURSIVE_CALL, Failed, Flags, of_reason
 from ztunnel.ambient.record import Direction, Record
@@ -104,7 +105,7 @@ def test_an_early_denial(tmp_path: Path) -> None:
             "2026-11-21T11:14:45.997947Z\twarn\taccess\tconnection failed\tsrc.addr=127.0.0.1:39232 "
             'dst.addr=127.0.0.1:15008 direction="outbound" error="attempted recursive call to ourselves"'
         )
-        assert node.metrics.series == 0
+        assert not node.metrics.series
 
     with_node(tmp_path, check)
 
