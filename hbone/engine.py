@@ -152,6 +152,11 @@ class Engine:
         return len(self._streams)
 
     @property
+    def unused(self) -> bool:
+        """Client: no stream was ever opened."""
+        return self._next_id == 1
+
+    @property
     def exhausted(self) -> bool:
         """Client: no stream identifier is left."""
         return self._next_id > MAX_STREAM_ID

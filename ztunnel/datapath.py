@@ -108,7 +108,7 @@ class Datapath:
             started_at=self._clock.wall(),
             listener=listener.name,
         )
-        self._tasks.start(self._serve(listener, sock, info), f"{info.connection_id}")
+        self._tasks.run(self._poller, self._serve(listener, sock, info), f"{info.connection_id}")
 
     async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo) -> None:
         end = PlainSocket(sock, self._poller)

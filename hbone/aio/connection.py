@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hbone.aio import waits
+from hbone.aio.fiber import Moment
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import Tunnel
@@ -138,7 +139,7 @@ class Connection:
         self._on_established = on_established
         self._on_change: Callable[[Connection], None] | None = None
         self._tunnels: dict[int, Tunnel] = {}
-        self._answers: dict[int, asyncio.Future[Tunnel]] = {}
+        self._answers: dict[int, Moment[Tunnel]] = {}
         self._waiting: dict[int, Tunnel] = {}
         self._touched: list[Tunnel] = []
         self._room = False
@@ -451,16 +452,20 @@ class Connection:
         Raises:
             ConnectRefused: another status.
             TunnelBroken: the stream or the connection ended before the answer.
-                ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`.
+                ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`, but not when
+                the connection ended before it carried any.
             TlsError: ... because the peer refused our certificate, which TLS 1.3 tells after the handshake.
         """
         if not self.accepts_streams:
             if isinstance(self.error, TlsError):
                 raise self.error
+            if self.error is not None and self.engine.unused:
+                # As a server does that judges after the handshake: another connection would only hear the same.
+                raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
-        answer: asyncio.Future[Tunnel] = self.poller.loop.create_future()
+        answer: Moment[Tunnel] = Moment(self.poller)
         self._answers[stream_id] = answer
         self.poller.mark(self)
         return waits.answer(tunnel, answer)

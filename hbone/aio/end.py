@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hbone.aio.poller import Poller
     from hbone.aio.relay import Relay
 
 CHUNK_BYTES = 256 * 1024
@@ -28,8 +29,9 @@ CHUNK_BYTES = 256 * 1024
 class End(ABC):
     """One end; owned and closed by whoever made it, also after a relay."""
 
-    __slots__ = ("peer", "read_bytes", "relay")
+    __slots__ = ("peer", "poller", "read_bytes", "relay")
 
+    poller: Poller
     peer: End | None
     relay: Relay | None
     read_bytes: int

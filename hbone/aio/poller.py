@@ -1,10 +1,10 @@
 """Readiness for the data path: a private edge-triggered epoll, itself watched by the asyncio loop.
 
 One wake-up of the loop serves every socket that is ready, by plain callbacks. Theory of a turn: sockets that
-were left readable by the fairness rule go first, then what epoll reports; whatever has output puts itself on
-the dirty list and is flushed once, at the end. Code that queues output outside a turn (a coroutine, a timer)
-uses the same list; a turn is then scheduled. Works on uvloop and on asyncio's own loop, because it only
-needs ``add_reader``.
+were left readable by the fairness rule go first, then what epoll reports; then the coroutines that can go on
+(:mod:`hbone.aio.fiber`); whatever has output puts itself on the dirty list and is flushed once, at the end. Code
+that queues output outside a turn (a task, a timer) uses the same list; a turn is then scheduled. Works on uvloop
+and on asyncio's own loop, because it only needs ``add_reader``.
 
 Buffers: a turn handles one read at a time to its end, so that one set of scratch buffers serves all sockets
 (:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`); output buffers are borrowed
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -57,6 +59,13 @@ class Flushable(Protocol):
         """Write; clears ``dirty``."""
 
 
+class Steps(Protocol):
+    """What goes on after the events of a turn; a :class:`hbone.aio.fiber.Fiber`."""
+
+    def step(self) -> None:
+        """Go on until it waits again; raises nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpinSettings:
     """Adaptive spin: off while ``limit_s`` is 0; that bounds one spin after the last activity."""
@@ -72,6 +81,7 @@ class Poller:
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._again: list[Handler] = []
+        self._steps: deque[Steps] = deque()
         self._dirty: list[Flushable] = []
         self._scheduled = False
         self._turning = False
@@ -118,6 +128,14 @@ class Poller:
         self._again.append(handler)
         self._schedule()
 
+    def soon(self, waiting: Steps) -> None:
+        """Call ``waiting.step()`` in this turn, when its events have been handled and no buffer is in use."""
+        if self._closed:
+            self._loop.call_soon(waiting.step)
+        else:
+            self._steps.append(waiting)
+            self._schedule()
+
     def mark(self, flushable: Flushable) -> None:
         """Flush at the end of this turn."""
         if not flushable.dirty:
@@ -144,6 +162,9 @@ class Poller:
             self._again.clear()
             self._dirty.clear()
             self._free.clear()
+            for waiting in self._steps:
+                self._loop.call_soon(waiting.step)
+            self._steps.clear()
 
     def _schedule(self) -> None:
         if not (self._scheduled or self._turning or self._closed):
@@ -155,35 +176,42 @@ class Poller:
             return
         self._scheduled = False
         self._turning = True
-        self.now_s = self._loop.time()
-        again, self._again = self._again, []
-        for handler in again:
-            self._call(handler.on_event, 0, handler)
-        ready = self._epoll.poll(0, _BATCH)
-        spin = self._spin
-        if spin is not None:
-            if spin.on and not ready:
-                ready = spin.poll(self._epoll)
-            if ready:
-                spin.worked(len(ready))
-        handlers = self._handlers
-        for fd, mask in ready:
-            handler_at = handlers.get(fd)
-            if handler_at is not None:
-                try:
-                    handler_at.on_event(mask)
-                except Exception as error:  # noqa: BLE001  one socket's bug must not end the others
-                    self._report(handler_at, error)
+        try:
+            self.now_s = self._loop.time()
+            again, self._again = self._again, []
+            for handler in again:
+                self._call(handler.on_event, 0, handler)
+            ready = self._epoll.poll(0, _BATCH)
+            spin = self._spin
+            if spin is not None:
+                if spin.on and not ready:
+                    ready = spin.poll(self._epoll)
+                if ready:
+                    spin.worked(len(ready))
+            handlers = self._handlers
+            for fd, mask in ready:
+                handler_at = handlers.get(fd)
+                if handler_at is not None:
+                    try:
+                        handler_at.on_event(mask)
+                    except Exception as error:  # noqa: BLE001  one socket's bug must not end the others
+                        self._report(handler_at, error)
+                    if self._is_closed():
+                        return
+            steps = self._steps
+            while steps or self._dirty:
+                while steps:
+                    steps.popleft().step()
                 if self._is_closed():
                     return
-        while self._dirty:
-            dirty, self._dirty = self._dirty, []
-            for flushable in dirty:
-                try:
-                    flushable.flush()
-                except Exception as error:  # noqa: BLE001
-                    self._report(flushable, error)
-        self._turning = False
+                dirty, self._dirty = self._dirty, []
+                for flushable in dirty:
+                    try:
+                        flushable.flush()
+                    except Exception as error:  # noqa: BLE001
+                        self._report(flushable, error)
+        finally:
+            self._turning = False
         if self._again or len(ready) == _BATCH or (spin is not None and spin.on):
             self._schedule()
 
@@ -205,21 +233,36 @@ class Poller:
 
 _CROWD: Final = 3.0  # sockets ready per turn, on average; more are busy enough to be served in batches
 _POLLS: Final = 8  # at a stretch, before the loop's other work gets its turn: some 5 microseconds
-_LATE_S: Final = 500e-6  # between two polls of a stretch: somebody else had the processor
+_LATE_S: Final = 500e-6  # between two polls of a stretch: somebody else had the processor for long
 _HOLD_S: Final = 0.02  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
 _MOST_SKIPPED: Final = 256
+_WASTE: Final = 0.03  # of a processor, at most, for spins that end without work; saved up to
+_SAVED_S: Final = 0.01
 
 
 class _Spin:
     """Decides after each turn whether to ask again at once.
 
-    Never where it cannot pay: not while many sockets are busy (sleeping collects their work), not for a while
-    after the processor was taken away during a spin (cores are contended), and ever more rarely when spins end
-    without work, down to one activity in 256, so that a trickle of traffic costs no more than sleeping would.
+    Between polls the processor is offered to whoever else wants it (sched_yield): mostly that is the very process
+    whose answer is waited for. Never where it cannot pay: not while many sockets are busy (sleeping collects their
+    work), not for a while after the processor came back late (cores are contended, and who sleeps is served
+    sooner than who yields), and ever more rarely when spins end without work, down to one activity in 256, so that
+    a trickle of traffic costs no more than sleeping would. What spins in vain have cost is bounded besides.
     """
 
-    __slots__ = ("_crowd", "_failures", "_held_until_s", "_hold_s", "_limit_s", "_skip", "_until_s", "on")
+    __slots__ = (
+        "_crowd",
+        "_failures",
+        "_held_until_s",
+        "_hold_s",
+        "_limit_s",
+        "_saved_at_s",
+        "_saved_s",
+        "_skip",
+        "_until_s",
+        "on",
+    )
 
     def __init__(self, settings: SpinSettings) -> None:
         self.on = False
@@ -231,24 +274,28 @@ class _Spin:
         self._skip = 0
         self._held_until_s = 0.0
         self._hold_s = _HOLD_S
+        self._saved_s = _SAVED_S
+        self._saved_at_s = time.perf_counter()
 
     def poll(self, epoll: select.epoll) -> list[tuple[int, int]]:
         """Ask a few times; what is ready, if anything."""
         last_s = time.perf_counter()
         for _ in range(_POLLS):
+            os.sched_yield()
             ready = epoll.poll(0, _BATCH)
-            if ready:
-                self._failures = 0
-                return ready
             now_s = time.perf_counter()
             if now_s - last_s > _LATE_S:
                 self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
                 self._held_until_s = now_s + self._hold_s
                 self.on = False
-                break
+                return ready
+            if ready:
+                self._failures = 0
+                return ready
             if now_s > self._until_s:
-                self._failures += 1
                 self._skip = min(_MOST_SKIPPED, 1 << self._failures) - 1
+                self._failures += 1
+                self._saved_s -= self._limit_s
                 self.on = False
                 break
             last_s = now_s
@@ -262,8 +309,10 @@ class _Spin:
             self._skip -= 1
         elif self._crowd < _CROWD:
             now_s = time.perf_counter()
+            self._saved_s = min(_SAVED_S, self._saved_s + _WASTE * (now_s - self._saved_at_s))
+            self._saved_at_s = now_s
             idle_s = now_s - self._held_until_s
-            if idle_s >= 0.0:
+            if idle_s >= 0.0 and self._saved_s > 0.0:
                 if idle_s > 2 * self._hold_s:
                     self._hold_s = _HOLD_S
                 self._until_s = now_s + self._limit_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hbone.aio import waits
 from hbone.aio.end import End
+from hbone.aio.fiber import Moment
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
@@ -84,11 +85,11 @@ class Relay:
     )
 
     def __init__(self, a: End, b: End, counts: ByteCounts, idle_timeout_s: float | None) -> None:
-        self._loop = asyncio.get_running_loop()
         self._a: End | None = a
         self._b: End | None = b
         self._counts = counts
-        self._done: asyncio.Future[RelayEnd] = self._loop.create_future()
+        self._loop = a.poller.loop
+        self._done: Moment[RelayEnd] = Moment(a.poller)
         self._first: End | None = None
         self._error: Exception | None = None
         self._left = {a, b}

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
 
 from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import LINGER_S
 from hbone.aio.tunnel import Tunnel
@@ -95,17 +96,17 @@ class Requests:
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._tasks: dict[Tunnel, tuple[Request, asyncio.Task[None]]] = {}
+        self._running: dict[Tunnel, tuple[Request, Fiber]] = {}
 
     def arrived(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
         """Start the handler of a new stream."""
         request = Request(connection, tunnel, head, ended=ended)
-        task = connection.poller.loop.create_task(self._run(request, tunnel), name=f"request {tunnel.stream_id}")
-        self._tasks[tunnel] = request, task
+        fiber = Fiber(connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
+        self._running[tunnel] = request, fiber
 
     def gone(self, tunnel: Tunnel) -> None:
         """The stream ended under its handler: before the answer there is nothing left to do."""
-        entry = self._tasks.get(tunnel)
+        entry = self._running.get(tunnel)
         if entry is not None and not entry[0].answered:
             entry[1].cancel("the client gave up")
 
@@ -113,7 +114,7 @@ class Requests:
         try:
             await self._handler(request)
         except asyncio.CancelledError:
-            pass  # nobody awaits this task but cancel()
+            pass  # nobody awaits this fiber but cancel()
         except Exception:
             logger.exception("request handler failed")
         finally:
@@ -121,18 +122,18 @@ class Requests:
                 request.reset(ErrorCode.INTERNAL_ERROR)
             else:
                 tunnel.close()
-            self._tasks.pop(tunnel, None)
+            self._running.pop(tunnel, None)
 
     async def finish(self, *, cancel: bool, timeout_s: float | None = None) -> None:
         """Wait for every handler: cancelled, or left to deliver what their tunnels have received."""
-        tasks = []
-        for tunnel, (_, task) in list(self._tasks.items()):
-            tasks.append(task)
+        fibers = []
+        for tunnel, (_, fiber) in list(self._running.items()):
+            fibers.append(fiber)
             tunnel.stop_swallowing()
             if cancel:
-                task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+                fiber.cancel()
+        if fibers:
+            await asyncio.wait(fibers, timeout=timeout_s)
 
 
 async def serve_connection(
@@ -151,7 +152,7 @@ async def serve_connection(
         tls_context: None: cleartext HTTP/2 with prior knowledge.
         settings: times and windows.
         poller: of this loop.
-        on_request: runs as a task per request; must answer it, owns the tunnel it accepted, which is closed
+        on_request: runs as a fiber per request; must answer it, owns the tunnel it accepted, which is closed
             when the handler returns. Cancelled when the stream ends before the answer.
         on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is sent; may keep it
             for ``drain``, ``abort`` or ``close``; may raise to close it without a frame.

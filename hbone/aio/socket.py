@@ -44,7 +44,6 @@ class PlainSocket(End):
         "_waiter",
         "broken",
         "closed",
-        "poller",
         "sock",
     )
 

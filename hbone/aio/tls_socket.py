@@ -44,7 +44,6 @@ class TlsSocket(End):
         "dirty",
         "facts",
         "link",
-        "poller",
     )
 
     def __init__(self, sock: socket.socket, tls_context: TlsContext, poller: Poller) -> None:

@@ -44,6 +44,7 @@ class Tunnel(End):
 
     def __init__(self, connection: Connection, stream_id: int) -> None:
         self.connection = connection
+        self.poller = connection.poller
         self.stream_id = stream_id
         self.peer = None
         self.relay = None

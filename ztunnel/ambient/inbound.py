@@ -108,11 +108,11 @@ class Inbound:
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A tunnel connection; returns at once."""
-        self._pod.tasks.start(self._tunnels(sock, peer), "inbound")
+        self._pod.tasks.run(self._node.poller, self._tunnels(sock, peer), "inbound")
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A captured plain connection; returns at once."""
-        self._pod.tasks.start(self._plain(sock, peer), "inbound plaintext")
+        self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
     # Tunnels
 

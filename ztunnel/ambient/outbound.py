@@ -96,11 +96,11 @@ class Outbound:
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A captured connection; returns at once."""
-        self._pod.tasks.start(self._captured(sock, peer), "outbound")
+        self._pod.tasks.run(self._node.poller, self._captured(sock, peer), "outbound")
 
     def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A SOCKS5 client; returns at once."""
-        self._pod.tasks.start(self._socks(sock, peer), "socks5")
+        self._pod.tasks.run(self._node.poller, self._socks(sock, peer), "socks5")
 
     async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)

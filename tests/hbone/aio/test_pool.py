@@ -14,7 +14,7 @@ from hbone.aio.connection import Connection, ConnectionSettings, connect, defaul
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.server import Request, serve_connection
-from hbone.errors import ConnectRefused, PoolClosed, TlsError, TunnelBroken
+from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError, TunnelBroken
 from hbone.pool import PoolSettings
 from hbone.settings import Http2Settings, Role
 from hbone.tls_context import TlsContext
@@ -210,9 +210,6 @@ def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*
                         await connection.wait_closed()
                     return connection
 
-                async def unasked(request: Request) -> None:
-                    raise AssertionError(request)
-
                 pool = Pool(dial)
                 error = await raises(pool.open("k", CONNECT), TlsError)
                 assert error.by_peer
@@ -220,6 +217,46 @@ def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*
                 await pool.close()
 
     run(main)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["before-the-request", "at-any-time"])
+def test_a_server_that_judges_after_the_handshake_is_asked_once(*, heard: bool) -> None:
+    class Denied(Exception):
+        """A policy of the server's."""
+
+    def deny(connection: Connection) -> None:
+        raise Denied
+
+    async def main() -> None:
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                dials = 0
+
+                async def dial(key: Hashable) -> Connection:
+                    nonlocal dials
+                    dials += 1
+                    near, far = tcp_pair()
+                    client_context, server_context = contexts()
+                    serving = serve_connection(
+                        far, server_context, ConnectionSettings(), poller, unasked, on_established=deny
+                    )
+                    tasks.create_task(raises(serving, Denied))
+                    connection = await connect(near, client_context, default_client(), poller)
+                    if heard:
+                        await connection.wait_closed()
+                    return connection
+
+                pool = Pool(dial)
+                error = await raises(pool.open("k", CONNECT), ConnectionBroken)
+                assert not error.unprocessed
+                assert dials == 1
+                await pool.close()
+
+    run(main)
+
+
+async def unasked(request: Request) -> None:
+    raise AssertionError(request)
 
 
 async def raises(work: Awaitable[object], kind: type[ErrorT]) -> ErrorT:

@@ -19,8 +19,8 @@ class Machine:
         self.now_s = 1000.0
         self.poll_s = 1e-6
         self.events: list[list[tuple[int, int]]] = []
-        self.spin = _Spin(SpinSettings(limit_s=LIMIT_S))
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+        self.spin = _Spin(SpinSettings(limit_s=LIMIT_S))
 
     def poll(self, timeout: float, maxevents: int) -> list[tuple[int, int]]:
         self.now_s += self.poll_s
@@ -64,6 +64,19 @@ def test_spins_that_find_nothing_become_rare(machine: Machine) -> None:
     assert spins < 60
 
 
+def test_spins_in_vain_have_a_budget(machine: Machine) -> None:
+    began_s, vain_s = machine.now_s, 0.0
+    for _ in range(5_000):  # each request is answered at once, and then there is silence
+        machine.now_s += 1e-3
+        machine.spin.worked(1)
+        machine.events = [[], EVENT]
+        machine.spun_s()
+        machine.spin.worked(1)
+        vain_s += machine.spun_s()
+    assert vain_s > 0.02 * (machine.now_s - began_s)  # most of the budget was there to be used
+    assert vain_s < 0.04 * (machine.now_s - began_s)
+
+
 def test_many_busy_sockets_are_served_in_batches(machine: Machine) -> None:
     for _ in range(100):
         machine.spin.worked(8)
@@ -71,6 +84,15 @@ def test_many_busy_sockets_are_served_in_batches(machine: Machine) -> None:
     for _ in range(100):
         machine.spin.worked(1)
     assert machine.spin.on
+
+
+def test_work_that_was_found_late_shows_a_contended_processor(machine: Machine) -> None:
+    machine.spin.worked(1)
+    machine.poll_s = 5e-3
+    machine.events = [EVENT]
+    assert machine.spin.poll(machine) == EVENT  # type: ignore[arg-type]
+    machine.spin.worked(1)
+    assert not machine.spin.on
 
 
 def test_a_processor_taken_away_ends_it_for_longer_each_time(machine: Machine) -> None:

@@ -1,0 +1,180 @@
+"""Coroutines of connections, run by the poller: each goes on in the very turn that has something for it.
+
+A task of asyncio goes on in the next iteration of the loop, and what it then wants to send leaves in the turn
+after that: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and
+a client that waits, waits for as many wake-ups. A :class:`Fiber` that waits for a :class:`Moment` goes on when
+the turn has read its sockets, and before it flushes.
+
+Whatever else a coroutine waits for, futures of asyncio and its timeouts included, works as in a task: a fiber is
+one, by the protocol for tasks of other makes (Python's documentation, "Extending asyncio"). Only context
+variables are those of the moment.
+
+Not compiled: see :mod:`hbone.aio.waits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import CancelledError
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from hbone.aio.poller import Poller
+
+T = TypeVar("T")
+
+# For tasks of other makes, which typeshed does not know of.
+_enter: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._enter_task
+_leave: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._leave_task
+_register: Callable[[Any], None] = asyncio._register_task
+
+
+class Moment(asyncio.Future[T]):
+    """A future for one waiter: a fiber that awaits it goes on in the turn in which it is settled."""
+
+    __slots__ = ("fiber",)
+
+    def __init__(self, poller: Poller) -> None:
+        super().__init__(loop=poller.loop)
+        self.fiber: Fiber | None = None
+
+    def set_result(self, result: T, /) -> None:
+        """See :class:`asyncio.Future`."""
+        super().set_result(result)
+        self._settled()
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        """See :class:`asyncio.Future`."""
+        super().set_exception(exception)
+        self._settled()
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """See :class:`asyncio.Future`."""
+        cancelled = super().cancel(msg)
+        self._settled()
+        return cancelled
+
+    def _settled(self) -> None:
+        fiber, self.fiber = self.fiber, None
+        if fiber is not None:
+            fiber.poller.soon(fiber)
+
+
+class Fiber(asyncio.Future[None]):
+    """A coroutine under way; begins in this turn of the poller, or the next if none is running.
+
+    Args:
+        poller: runs it.
+        coroutine: what to run.
+        name: for debugging.
+        ended: called with the fiber as soon as it is done, before anybody who waits for it.
+    """
+
+    __slots__ = ("_cancelling", "_coroutine", "_ended", "_message", "_must_cancel", "_name", "_waiting", "poller")
+
+    def __init__(
+        self,
+        poller: Poller,
+        coroutine: Coroutine[Any, Any, None],
+        name: str,
+        ended: Callable[[Fiber], None] | None = None,
+    ) -> None:
+        super().__init__(loop=poller.loop)
+        self.poller = poller
+        self._coroutine = coroutine
+        self._name = name
+        self._ended = ended
+        self._waiting: asyncio.Future[Any] | None = None
+        self._must_cancel = False
+        self._message: Any | None = None
+        self._cancelling = 0
+        _register(self)
+        poller.soon(self)
+
+    # As asyncio.Task
+
+    def get_name(self) -> str:
+        """See :class:`asyncio.Task`."""
+        return self._name
+
+    def get_coro(self) -> Coroutine[Any, Any, None]:
+        """See :class:`asyncio.Task`."""
+        return self._coroutine
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """See :class:`asyncio.Task`."""
+        if self.done():
+            return False
+        self._cancelling += 1
+        if self._waiting is None or not self._waiting.cancel(msg):
+            self._must_cancel = True
+            self._message = msg
+        return True
+
+    def cancelling(self) -> int:
+        """See :class:`asyncio.Task`."""
+        return self._cancelling
+
+    def uncancel(self) -> int:
+        """See :class:`asyncio.Task`."""
+        self._cancelling = max(0, self._cancelling - 1)
+        return self._cancelling
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "waiting" if self._waiting is not None else "to be run"
+        return f"<Fiber {self._name!r} {state} {self._coroutine!r}>"
+
+    # Running
+
+    def step(self) -> None:
+        """Go on until it waits again. Called by the poller and the loop."""
+        if self.done():
+            return
+        self._waiting = None
+        loop = self.poller.loop
+        _enter(loop, self)
+        try:
+            if self._must_cancel:
+                self._must_cancel = False
+                waits_for = self._coroutine.throw(
+                    CancelledError(*(() if self._message is None else (self._message,)))
+                )
+            else:
+                waits_for = self._coroutine.send(None)
+        except StopIteration:
+            if self._must_cancel:
+                super().cancel(self._message)
+            else:
+                super().set_result(None)
+        except CancelledError as error:
+            super().cancel(error.args[0] if error.args else None)
+        except (KeyboardInterrupt, SystemExit) as error:
+            super().set_exception(error)
+            raise
+        except BaseException as error:  # noqa: BLE001  whoever waits for the fiber gets it
+            # Without this frame, by which fiber and error would hold each other.
+            super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        else:
+            self._wait(waits_for)
+            return
+        finally:
+            _leave(loop, self)
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
+
+    def _wait(self, future: Any) -> None:
+        if future is None:  # asyncio.sleep(0)
+            self.poller.loop.call_soon(self.step)
+            return
+        future._asyncio_future_blocking = False
+        self._waiting = future
+        if type(future) is Moment and future.fiber is None and not future.done():
+            future.fiber = self
+        else:
+            future.add_done_callback(self._woken)
+        if self._must_cancel and future.cancel(self._message):
+            self._must_cancel = False
+
+    def _woken(self, _: asyncio.Future[Any]) -> None:
+        self.step()

@@ -1,0 +1,338 @@
+"""Fibers: coroutines that go on in the poller's turn, and behave as tasks in everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hbone.aio.fiber import Fiber, Moment
+from hbone.aio.poller import Poller
+
+Main = Callable[[Poller], Coroutine[Any, Any, None]]
+
+
+@contextmanager
+def poller() -> Iterator[Poller]:
+    made = Poller()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
+    def with_poller(main: Main) -> None:
+        async def whole() -> None:
+            with poller() as made:
+                await main(made)
+
+        request.param(whole())
+
+    return with_poller
+
+
+Run = Callable[[Main], None]
+
+
+class Turns:
+    """Notes, as something to be flushed, when turns of a poller end."""
+
+    def __init__(self, poller: Poller, notes: list[str]) -> None:
+        self.dirty = False
+        self._notes = notes
+        poller.mark(self)
+
+    def flush(self) -> None:
+        self.dirty = False
+        self._notes.append("flushed")
+
+
+def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        notes: list[str] = []
+        moment: Moment[int] = Moment(poller)
+
+        async def work() -> None:
+            notes.append("begun")
+            notes.append(f"got {await moment}")
+
+        class Settles:
+            """Stands for the event that brings an answer."""
+
+            def step(self) -> None:
+                Turns(poller, notes)
+                moment.set_result(7)
+                notes.append("settled")
+
+        fiber = Fiber(poller, work(), "a fiber")
+        assert notes == []  # not in the caller's hands, whose buffers may be in use
+        await asyncio.sleep(0.01)
+        assert notes == ["begun"]
+        poller.soon(Settles())
+        await fiber
+        assert notes == ["begun", "settled", "got 7", "flushed"]
+
+    run(main)
+
+
+def test_whoever_waits_for_a_moment_otherwise_is_told_too(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        moment: Moment[str] = Moment(poller)
+        heard: list[str] = []
+
+        async def listen() -> None:
+            heard.append(await moment)
+
+        waiting = [Fiber(poller, listen(), "first"), Fiber(poller, listen(), "second")]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(listen())
+            await asyncio.sleep(0.01)
+            moment.set_result("news")
+        await asyncio.gather(*waiting)
+        await Fiber(poller, listen(), "late")
+        assert heard == ["news"] * 4
+
+    run(main)
+
+
+def test_errors_reach_the_fiber_and_those_who_wait_for_it(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        moment: Moment[None] = Moment(poller)
+        fiber = Fiber(poller, wait_for(moment), "a fiber")
+        await asyncio.sleep(0.01)
+        moment.set_exception(LookupError("gone"))
+        with pytest.raises(LookupError, match="gone"):
+            await fiber
+
+    run(main)
+
+
+async def wait_for(what: Awaitable[Any]) -> None:
+    await what
+
+
+def test_timeouts_sleep_and_the_current_task_work_inside(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        never: Moment[None] = Moment(poller)
+        seen: list[object] = []
+
+        async def work() -> None:
+            seen.append(asyncio.current_task())
+            await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(0.01):
+                    await never
+            except TimeoutError:
+                seen.append("timed out")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(0))
+            seen.append(await asyncio.to_thread(lambda: "from a thread"))
+
+        fiber = Fiber(poller, work(), "a fiber")
+        assert fiber in asyncio.all_tasks()
+        await fiber
+        assert seen == [fiber, "timed out", "from a thread"]
+        assert fiber not in asyncio.all_tasks()
+        assert asyncio.current_task() is not fiber
+        assert (fiber.get_name(), fiber.cancelling()) == ("a fiber", 0)
+        assert "a fiber" in repr(fiber)
+
+    run(main)
+
+
+@pytest.mark.parametrize("when", ["before it began", "while it waits", "when what it waits for is there"])
+def test_cancelling(run: Run, when: str) -> None:
+    async def main(poller: Poller) -> None:
+        moment: Moment[None] = Moment(poller)
+        ended: list[Fiber] = []
+        tidied: list[str] = []
+
+        async def work() -> None:
+            try:
+                await moment
+            finally:
+                tidied.append("tidied")
+
+        fiber = Fiber(poller, work(), "a fiber", ended.append)
+        if when != "before it began":
+            await asyncio.sleep(0.01)
+        if when == "when what it waits for is there":
+            moment.set_result(None)
+        assert fiber.cancel("enough")
+        with pytest.raises(asyncio.CancelledError, match="enough"):
+            await fiber
+        assert fiber.cancelled()
+        assert not fiber.cancel()
+        assert ended == [fiber]
+        assert tidied == ([] if when == "before it began" else ["tidied"])
+
+    run(main)
+
+
+def test_a_fiber_may_cancel_itself_and_may_refuse(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        moment: Moment[None] = Moment(poller)
+
+        async def work() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            try:
+                await moment
+            except asyncio.CancelledError:
+                assert task.uncancel() == 0
+            await asyncio.sleep(0)
+
+        await Fiber(poller, work(), "a fiber")
+
+    run(main)
+
+
+def test_cancelled_at_its_very_end(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        async def work() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel("too late to be thrown")
+
+        fiber = Fiber(poller, work(), "a fiber")
+        with pytest.raises(asyncio.CancelledError):
+            await fiber
+
+    run(main)
+
+
+def test_an_error_that_nobody_fetches_is_logged_at_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(poller: Poller) -> None:
+        async def work() -> None:
+            raise LookupError("nobody asked")
+
+        gc.disable()  # nothing of a fiber waits for the collector
+        try:
+            Fiber(poller, work(), "a fiber")
+            await asyncio.sleep(0.01)
+            assert "nobody asked" in caplog.text
+        finally:
+            gc.enable()
+
+    with caplog.at_level(logging.ERROR, logger="asyncio"):
+        run(main)
+
+
+def test_fibers_outlive_their_poller(run: Run) -> None:
+    """A program that ends cancels what still runs, in whatever order things close."""
+
+    async def main(poller: Poller) -> None:
+        never: Moment[None] = Moment(poller)
+        waiting = Fiber(poller, wait_for(never), "waiting")
+        await asyncio.sleep(0.01)
+        beginning = Fiber(poller, wait_for(asyncio.sleep(0)), "beginning")
+        poller.close()
+        await asyncio.wait_for(beginning, 1)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=1)
+        assert waiting.cancelled()
+
+    run(main)
+
+
+def test_closing_the_poller_in_a_step_loses_none(run: Run) -> None:
+    async def main(poller: Poller) -> None:
+        async def close() -> None:
+            poller.close()
+
+        first = Fiber(poller, close(), "closes")
+        second = Fiber(poller, wait_for(asyncio.sleep(0)), "the next")
+        await asyncio.wait_for(asyncio.gather(first, second), 1)
+
+    run(main)
+
+
+# Whatever a program does, it does the same as a fiber and as a task.
+
+STEPS = ["sleep", "settled", "future", "timeout", "fail", "cancelled waiting", "cancelled before it waits"]
+STEPS += ["settled, then cancelled", "cancelled, then settled"]
+
+
+async def run_step(step: str, awaited: asyncio.Future[None]) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def settle() -> None:
+        if not awaited.done():
+            awaited.set_result(None)
+
+    match step:
+        case "sleep":
+            await asyncio.sleep(0)
+        case "settled":
+            loop.call_soon(settle)
+            await awaited
+        case "future":
+            plain: asyncio.Future[None] = loop.create_future()
+            loop.call_soon(plain.set_result, None)
+            await plain
+        case "timeout":
+            async with asyncio.timeout(0):
+                await awaited
+        case "fail":
+            raise LookupError("failed")
+        case "cancelled waiting":
+            loop.call_soon(task.cancel, step)
+            await awaited
+        case "cancelled before it waits":
+            task.cancel(step)
+            await awaited
+        case "settled, then cancelled":
+            loop.call_soon(lambda: (settle(), task.cancel(step)))
+            await awaited
+        case "cancelled, then settled":
+            loop.call_soon(lambda: (task.cancel(step), settle()))
+            await awaited
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=6))
+def test_as_a_task(steps: list[tuple[str, bool]]) -> None:
+    def outcome(*, as_fiber: bool) -> list[str]:
+        noted: list[str] = []
+
+        async def program(future: Callable[[], asyncio.Future[None]]) -> None:
+            for step, swallows in steps:
+                try:
+                    await run_step(step, future())
+                except (asyncio.CancelledError, TimeoutError, LookupError) as error:
+                    noted.append(f"{step}: {error!r}")
+                    if not swallows:
+                        raise
+                else:
+                    noted.append(step)
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            with poller() as made:
+                running: asyncio.Future[None]
+                if as_fiber:
+                    running = Fiber(made, program(lambda: Moment(made)), "as a fiber")
+                else:
+                    running = loop.create_task(program(loop.create_future))
+                await asyncio.wait([running])
+            try:
+                running.result()
+            except BaseException as error:  # noqa: BLE001
+                noted.append(f"ended: {error!r}")
+
+        asyncio.run(main())
+        return noted
+
+    assert outcome(as_fiber=True) == outcome(as_fiber=False)
