@@ -11,6 +11,8 @@ from xds.model.address import SocketAddress
 _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
 _METRICS = SocketAddress("0.0.0.0", 15020)
+#: Enough for an answer from next door; longer found no more of them (``bench.compare --only "rr, 1"``).
+SPIN_US = 300
 
 
 class TunnelSource(StrEnum):
@@ -80,7 +82,7 @@ class Settings:
     shutdown_s: float = 5.0
     log_flush_s: float = 10.0
     log_level: str = "info"
-    spin_us: int = 0
+    spin_us: int = SPIN_US
     switches: Switches = Switches()
 
 

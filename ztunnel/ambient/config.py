@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ztunnel.ambient.logs import InvalidLevel, LogFilter
-from ztunnel.config import SettingsError
+from ztunnel.config import SPIN_US, SettingsError
 from ztunnel.identity.certificates import TlsPolicy
 from ztunnel.identity.credentials import Endpoint
 
@@ -149,7 +149,7 @@ class AmbientConfig:
     connect_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0
     node_local_shortcut: bool = True
-    spin_us: int = 0
+    spin_us: int = SPIN_US
     metric_series: int = 20_000
     arguments: str = ""
     warnings: tuple[str, ...] = ()
@@ -491,7 +491,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
     values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
     values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean, True)
-    values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), 0)
+    values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
 
 
 def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any], cpus: int) -> None:
