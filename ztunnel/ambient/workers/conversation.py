@@ -114,10 +114,12 @@ class Conversation:
         told: does what it is told.
         asked: answers a question, in parts. What it raises of :class:`IdentityError`, :class:`TproxyError`,
             :class:`OSError` and :class:`Refused` refuses the question; anything else is a bug, and refuses it too.
+        with_main: the other end is the main process, which is trusted.
     """
 
-    def __init__(self, sock: socket.socket, told: Telling, asked: Answering) -> None:
+    def __init__(self, sock: socket.socket, told: Telling, asked: Answering, *, with_main: bool = False) -> None:
         self._socket = sock
+        self._with_main = with_main
         self._told = told
         self._asked = asked
         self._tasks = Tasks("worker link")
@@ -171,7 +173,7 @@ class Conversation:
         Raises:
             Corrupt: it says what cannot be understood.
         """
-        decoder, arrived = Decoder(), Descriptors()
+        decoder, arrived = Decoder(trusted=self._with_main), Descriptors()
         try:
             while data := await self._read(arrived):
                 decoder.receive(data)

@@ -318,7 +318,7 @@ class Worker:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._conversation = Conversation(sock, self._told, self._asked)
+        self._conversation = Conversation(sock, self._told, self._asked, with_main=True)
         self._carrier: _Carrier | None = None
 
     async def run(self) -> None:

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import pickle
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -140,8 +141,8 @@ MESSAGES: tuple[Message, ...] = (
 )
 
 
-def decoded(*pieces: bytes) -> list[tuple[Message, int]]:
-    decoder, found = Decoder(), []
+def decoded(*pieces: bytes, trusted: bool = False) -> list[tuple[Message, int]]:
+    decoder, found = Decoder(trusted=trusted), []
     for piece in pieces:
         decoder.receive(piece)
         found += list(decoder)
@@ -152,8 +153,9 @@ WIRE = b"".join(encode(message, number) for number, message in enumerate(MESSAGE
 WANTED = [(message, number) for number, message in enumerate(MESSAGES)]
 
 
-def test_what_is_said_is_what_is_heard() -> None:
-    assert decoded(WIRE) == WANTED
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_is_said_is_what_is_heard(*, trusted: bool) -> None:
+    assert decoded(WIRE, trusted=trusted) == WANTED
 
 
 def test_frames_do_not_depend_on_how_bytes_arrive() -> None:
@@ -205,9 +207,21 @@ class _Reads:
         ("text", "a frame that is no message: str"),
     ],
 )
-def test_only_values_of_the_named_classes_are_made(value: object, said: str) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+def test_only_values_of_the_named_classes_are_made(value: object, said: str, *, trusted: bool) -> None:
     with pytest.raises(Corrupt, match=said):
-        decoded(framed(pickle.dumps(value)))
+        decoded(framed(pickle.dumps(value)), trusted=trusted)
+
+
+@pytest.mark.parametrize("number", [b"r" + (1 << 24).to_bytes(4, "little"), b"p%d\n" % (1 << 24)])
+def test_a_worker_cannot_take_memory_with_a_number(number: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="no message: list"):
+            decoded(framed(b"\x80\x05]" + number + b"."))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_length_beyond_reason_is_refused_before_it_is_waited_for() -> None:
