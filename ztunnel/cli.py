@@ -25,7 +25,7 @@ _HELP = {
     "shutdown_s": "how long connections may live after SIGTERM (default 5s)",
     "log_flush_s": "how long an access log line may wait (default 10s)",
     "log_level": "trace, debug, info, warning, error, critical or off (default info)",
-    "spin_us": "poll this many microseconds after activity before sleeping (default 300; 0: off)",
+    "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
     "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
     "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
     "check_authority": "false: a tunnel may name any pod (as Envoy)",

@@ -12,7 +12,7 @@ _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
 _METRICS = SocketAddress("0.0.0.0", 15020)
 #: Enough for an answer from next door; longer found no more of them (``bench.compare --only "rr, 1"``).
-SPIN_US = 300
+SPIN_US = 500
 
 
 class TunnelSource(StrEnum):

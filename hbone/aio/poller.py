@@ -37,7 +37,7 @@ _KEPT_BUFFERS: Final = 64
 READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 WRITABLE: Final = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
-_INTEREST: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+_INTEREST: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 
 
 class Handler(Protocol):
@@ -80,6 +80,7 @@ class Poller:
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
+        self._filled: set[int] = set()
         self._again: list[Handler] = []
         self._steps: deque[Steps] = deque()
         self._dirty: list[Flushable] = []
@@ -107,12 +108,25 @@ class Poller:
         return len(self._handlers)
 
     def register(self, fd: int, handler: Handler) -> None:
-        """Watch ``fd``, edge-triggered, for everything; it must be non-blocking."""
+        """Watch ``fd``, edge-triggered, for bytes and ends; it must be non-blocking.
+
+        What is there already is an event of the next turn. Room is not: see :meth:`await_room`.
+        """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
 
+    def await_room(self, fd: int) -> None:
+        """The network took less than it was given: from now on room in it is an event too.
+
+        Not from the beginning, since every new socket has room: a turn for each to say so.
+        """
+        if fd not in self._filled:
+            self._filled.add(fd)
+            self._epoll.modify(fd, _INTEREST | select.EPOLLOUT)
+
     def unregister(self, fd: int) -> None:
         """Stop watching; call before closing the descriptor."""
+        self._filled.discard(fd)
         if self._handlers.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
 
@@ -121,6 +135,7 @@ class Poller:
 
         One system call less per socket, which must not have been duplicated.
         """
+        self._filled.discard(fd)
         self._handlers.pop(fd, None)
 
     def again(self, handler: Handler) -> None:
@@ -159,6 +174,7 @@ class Poller:
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._handlers.clear()
+            self._filled.clear()
             self._again.clear()
             self._dirty.clear()
             self._free.clear()
@@ -234,7 +250,7 @@ class Poller:
 _CROWD: Final = 3.0  # sockets ready per turn, on average; more are busy enough to be served in batches
 _POLLS: Final = 8  # at a stretch, before the loop's other work gets its turn: some 5 microseconds
 _LATE_S: Final = 500e-6  # between two polls of a stretch: somebody else had the processor for long
-_HOLD_S: Final = 0.02  # at first; doubled each time up to
+_HOLD_S: Final = 0.005  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
 _MOST_SKIPPED: Final = 256
 _WASTE: Final = 0.03  # of a processor, at most, for spins that end without work; saved up to

@@ -24,8 +24,11 @@ def abort_on_close(sock: socket.socket) -> None:
 class PlainSocket(End):
     """A connected, non-blocking stream socket; owns it from here on.
 
-    Bytes that arrive before a relay starts stay in the kernel, unless taken with :meth:`read_now` and given
-    back with :meth:`push_back`.
+    Bytes that arrive before a relay starts stay in the kernel, unless taken with :meth:`read` and given back with
+    :meth:`push_back`. Before that nobody watches it, unless somebody waits for its bytes.
+
+    Args:
+        fresh: connected just now, so that nothing can have come; a relay waits for the first event.
     """
 
     __slots__ = (
@@ -42,12 +45,13 @@ class PlainSocket(End):
         "_readable",
         "_starving",
         "_waiter",
+        "_watched",
         "broken",
         "closed",
         "sock",
     )
 
-    def __init__(self, sock: socket.socket, poller: Poller) -> None:
+    def __init__(self, sock: socket.socket, poller: Poller, *, fresh: bool = False) -> None:
         self.sock = sock
         self.poller = poller
         self.peer = None
@@ -55,7 +59,8 @@ class PlainSocket(End):
         self.read_bytes = 0
         self.broken: OSError | None = None
         self.closed = False
-        self._readable = True  # unknown: the first read tells
+        self._readable = not fresh  # perhaps: the first read tells
+        self._watched = False
         self._hung_up = False
         self._paused = False
         self._ended = False
@@ -68,7 +73,6 @@ class PlainSocket(End):
         self._gather: list[memoryview] = []
         self._gathered = 0
         self._waiter: asyncio.Future[None] | None = None
-        poller.register(sock.fileno(), self)
 
     # Before a relay
 
@@ -127,7 +131,13 @@ class PlainSocket(End):
         """Queue bytes that precede the relay's (a PROXY header); they are not counted."""
         self._send(memoryview(data))
 
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self.poller.register(self.sock.fileno(), self)
+
     def _next_event(self) -> asyncio.Future[None]:
+        self._watch()
         waiter = self._waiter = self.poller.loop.create_future()
         return waiter
 
@@ -167,7 +177,10 @@ class PlainSocket(End):
             self.read_bytes += len(pushed)
             peer.write([memoryview(pushed)], len(pushed))
             peer.flush()
-        self._pump()
+        if not self.closed:
+            self._watch()
+            if self._readable:
+                self._pump()
 
     def resume(self) -> None:
         """See :class:`End`."""
@@ -258,6 +271,7 @@ class PlainSocket(End):
             if pipe.empty(peer.sock.fileno()):
                 return True
             peer._starving = self._paused = True
+            peer._await_room()
         except OSError as error:
             self._stop_splicing()
             peer._break(error)
@@ -344,6 +358,7 @@ class PlainSocket(End):
                     skip = 0
                 else:
                     skip -= len(chunk)
+            self._await_room()
         peer = self.peer
         if peer is not None and sent:
             peer.delivered(sent)
@@ -376,6 +391,11 @@ class PlainSocket(End):
             return
         if sent < len(data):
             self._pending += data[sent:]
+            self._await_room()
+
+    def _await_room(self) -> None:
+        self._watch()  # a header may be sent before the relay
+        self.poller.await_room(self.sock.fileno())
 
     def _drain(self) -> None:
         try:
@@ -427,7 +447,8 @@ class PlainSocket(End):
         assert self.relay is None
         assert not self._pushed
         self.closed = True
-        self.poller.unregister(self.sock.fileno())
+        if self._watched:
+            self.poller.unregister(self.sock.fileno())
         return self.sock
 
     def close(self, error: Exception | None = None) -> None:

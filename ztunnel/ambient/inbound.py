@@ -321,7 +321,7 @@ class Inbound:
         else:
             source = client.host if pod.preserves_source[HBONE_PORT] else None
             sock = await pod.connect(address, source=source)
-        return PlainSocket(sock, self._node.poller)
+        return PlainSocket(sock, self._node.poller, fresh=True)
 
     # Tunnels of this very node
 
@@ -442,7 +442,8 @@ class Inbound:
         await self._allowed(live, who.workload)
         preserved = source.host if pod.preserves_source[PLAINTEXT_PORT] else None
         try:
-            application = PlainSocket(await pod.connect(destination, source=preserved), node.poller)
+            sock = await pod.connect(destination, source=preserved)
+            application = PlainSocket(sock, node.poller, fresh=True)
         except (TproxyError, OSError) as error:
             return _unreachable(error)
         try:

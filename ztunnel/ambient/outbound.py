@@ -268,7 +268,7 @@ class Outbound:
     async def _dial(self, live: Live, route: Route, target: SocketAddress, who: Described) -> Opened:
         match route:
             case Direct():
-                return Opened(PlainSocket(await self._pod.connect(target), self._node.poller))
+                return Opened(PlainSocket(await self._pod.connect(target), self._node.poller, fresh=True))
             case Tunnel():
                 joined = await self._join(live, route, target, who)
                 if joined is not None:

@@ -270,7 +270,7 @@ class Connector:
             if context is None:
                 sock = await self._connect(cluster, address, info.options)
                 info.upstream_local = str(_address(sock.getsockname()))
-                return PlainSocket(sock, self._poller)
+                return PlainSocket(sock, self._poller, fresh=True)
             assert context.current is not None
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 sock = await self._connect(cluster, address, info.options)
@@ -320,7 +320,7 @@ class Connector:
         except BaseException:
             sock.close()
             raise
-        upstream = Upstream(PlainSocket(sock, self._poller))
+        upstream = Upstream(PlainSocket(sock, self._poller, fresh=True))
         self._account_connection(cluster, host, upstream)
         return upstream
 
