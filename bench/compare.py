@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +178,8 @@ CASES: dict[str, Case] = {
 _OURS = {"envoy": ours, "istio": in_pods}
 _REST = Row("RSS at rest, per proxy", "MiB", target=0.6)
 _IDLE = Row("RSS per 1,000 idle connections, both", "MiB", target=1.0)
+_STILL = Row("CPU of an idle proxy", "%")
+_STILL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -221,8 +224,8 @@ def _steal() -> tuple[int, int]:
     return values[7], sum(values)
 
 
-def _memory(chains: list[Chain], table: Table, connections: int) -> None:
-    """Resident memory at rest, and what idle connections add."""
+def _at_rest(chains: list[Chain], table: Table, connections: int) -> None:
+    """Resident memory, what idle connections add, and the processor time of proxies that hold them."""
     for made in chains:
         if not made.proxies:
             continue
@@ -230,6 +233,10 @@ def _memory(chains: list[Chain], table: Table, connections: int) -> None:
         table.add(_REST, made.name, at_start / 2**20 / len(made.proxies))
         with made.idling(connections):
             loaded = sum(usage.rss for usage in made.usage())
+            before_s = sum(usage.cpu_s for usage in made.usage())
+            time.sleep(_STILL_S)
+            used_s = sum(usage.cpu_s for usage in made.usage()) - before_s
+        table.add(_STILL, made.name, 100 * used_s / _STILL_S / len(made.proxies))
         table.add(_IDLE, made.name, (loaded - at_start) / 2**20 * 1000 / connections)
 
 
@@ -295,8 +302,8 @@ def main() -> int:
         ]
         if os.environ.get("RIVAL_CMD"):
             chains.append(stack.enter_context(chain("third", load, rival, args.target)))
-        if not args.only or "memory" in args.only:
-            _memory(chains, table, 200 if args.quick else 1000)
+        if not args.only or "rest" in args.only:
+            _at_rest(chains, table, 200 if args.quick else 1000)
         for number in range(rounds):
             order = list(cases)
             random.shuffle(order)
