@@ -82,7 +82,7 @@ def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
                 await many(stack, mesh, 6, "client", server)
             least, most = shares(mesh, proxy, "client", 15001)
             assert least + most == 12
-            assert least >= 1, "one worker has everything"
+            assert least >= 3, "one worker has nearly everything"  # 6 unless the machine is busy
             # One page, one dump.
             opened = {"reporter": "source", "source_workload": "client"}
             assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 12
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
                 lambda: proxy.metric("istio_tcp_connections_opened_total", **opened) >= 8 + load.done - 8,
                 "counted",
             )
-            assert proxy.metric("istio_tcp_sockets_open", reporter="source") == 4
+            assert proxy.metric("istio_tcp_sockets_open", reporter="source") == 8 - lost
             # The new one has pods, mesh and certificates.
             os.kill(other, signal.SIGKILL)
             assert (await ask(client, mesh.lab.pod("far").ipv4, 8080)).endswith(HELLO)

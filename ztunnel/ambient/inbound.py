@@ -124,7 +124,7 @@ class Inbound:
         except OSError:
             sock.close()
             return
-        node.metrics.sockets_open["destination"] += 1
+        node.sockets("destination", +1)
         owned: socket.socket | None = sock
         try:
             certificate = await pod.certificate((await pod.local.get()).workload)
@@ -165,7 +165,7 @@ class Inbound:
         except HboneError as error:
             log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
-            node.metrics.sockets_open["destination"] -= 1
+            node.sockets("destination", -1)
             if owned is not None:
                 owned.close()
 
@@ -396,7 +396,7 @@ class Inbound:
         """One captured connection of somebody outside the mesh."""
         node = self._node
         client = PlainSocket(sock, node.poller)
-        node.metrics.sockets_open["destination"] += 1
+        node.sockets("destination", +1)
         record: Record | None = None
         failure: Failed | None = None
         live: Live | None = None
@@ -418,7 +418,7 @@ class Inbound:
             log.debug("a client was gone before its connection was looked at: %s", error)
         finally:
             client.close()
-            node.metrics.sockets_open["destination"] -= 1
+            node.sockets("destination", -1)
             if live is not None:
                 self.left(live, failure)
 

@@ -101,6 +101,7 @@ class Node:
     Attributes:
         revocations: where lists come from; ``None``: nobody is revoked.
         is_ours: see :class:`ztunnel.accepting.ListeningSocket`.
+        tell_open: told how many sockets are open whenever that changes, for those who accept from the same ports.
         pods: proxies of pods that run here, for joining tunnels that never leave the node.
         ask: on demand: have the control plane tell about a key; ``None`` when the mesh holds everything.
         asked: keys that were asked for and answered, one way or the other.
@@ -116,6 +117,7 @@ class Node:
     logs: LogStream
     revocations: Revocations | None = None
     is_ours: Callable[[], bool] | None = None
+    tell_open: Callable[[int], None] | None = None
     rng: random.Random = field(default_factory=random.Random)
     suspects: Suspects = field(default_factory=Suspects)
     pods: dict[PodKey, PodProxy] = field(default_factory=dict)
@@ -161,6 +163,13 @@ class Node:
         if known is None or known.workload is not workload:
             known = self.descriptions[workload.uid] = describe(workload)
         return known
+
+    def sockets(self, reporter: str, change: int) -> None:
+        """So many sockets more, or less, are open for users."""
+        number = self.metrics.sockets_open
+        number[reporter] += change
+        if self.tell_open is not None:
+            self.tell_open(number["source"] + number["destination"])
 
     def forget(self, uids: Iterable[WorkloadUid]) -> None:
         """Workloads changed or are gone."""

@@ -133,7 +133,7 @@ class Outbound:
         live = Live(record, ends_this_task())
         live.original = str(destination)
         failure: Failed | None = None
-        node.metrics.sockets_open["source"] += 1
+        node.sockets("source", +1)
         pod.outbound[live] = None
         try:
             failure = await self._carry(live, client, destination)
@@ -145,7 +145,7 @@ class Outbound:
             failure = of_reason(live.reason)
             raise
         finally:
-            node.metrics.sockets_open["source"] -= 1
+            node.sockets("source", -1)
             pod.left(live, pod.outbound)
             record.complete(failure)
 

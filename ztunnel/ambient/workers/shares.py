@@ -8,7 +8,6 @@ still there a moment later: nobody has to be alive for others to be served.
 
 import mmap
 import os
-from collections.abc import Callable
 from typing import Final, Self
 
 _ENTRY_BYTES: Final = 8
@@ -42,19 +41,17 @@ class Shares:
         """A worker does not run."""
         self._counts[index] = _ABSENT
 
-    def turn(self, index: int, own: Callable[[], int]) -> Callable[[], bool]:
-        """Whether the next connection is for this worker, as a function to ask each time.
+    def tell(self, index: int, count: int) -> None:
+        """A worker has so many connections; to be told with every change.
 
-        Args:
-            own: how many connections it has.
+        Not only when it is its turn to accept: whoever finds the queue empty again is not woken to say that it has
+        none, and would count as busy for ever.
         """
-        counts = self._counts
+        self._counts[index] = count
 
-        def is_ours() -> bool:
-            have = counts[index] = own()
-            return have <= min(counts)
-
-        return is_ours
+    def is_turn_of(self, index: int) -> bool:
+        """Whether the next connection is for this worker."""
+        return self._counts[index] <= min(self._counts)
 
     def close(self) -> None:
         """Let go of the memory."""

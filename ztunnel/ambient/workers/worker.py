@@ -198,7 +198,8 @@ class _Carrier:
             metrics=self.metrics,
             logs=self.logs,
             revocations=self.revocations,
-            is_ours=shares.turn(begin.index, self._connections),
+            is_ours=partial(shares.is_turn_of, begin.index),
+            tell_open=partial(shares.tell, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,
         )
         self.pods: dict[int, _Pod] = {}
@@ -207,9 +208,7 @@ class _Carrier:
         self._tasks = Tasks("worker")
         self._tasks.start(self._sweep(), "metrics sweep")
         self.mesh.watch(self._mesh_changed)
-
-    def _connections(self) -> int:
-        return sum(self.metrics.sockets_open.values())
+        shares.tell(begin.index, 0)
 
     async def _ask_about(self, key: str) -> None:
         try:
