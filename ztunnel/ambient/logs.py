@@ -113,13 +113,26 @@ def target_of(logger: str) -> str:
     return logger.replace(".", "::")
 
 
-Fields = Iterable[tuple[str, str | int]]
+Field = tuple[str, str | int]
 
 
 class Bare(str):
     """A field's value that is printed without quotes in plain lines: addresses."""
 
     __slots__ = ()
+
+
+class Recurring:
+    """Fields that many lines have in common: rendered once."""
+
+    __slots__ = ("fields", "plain")
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
+
+
+Fields = Iterable[Field | Recurring]
 
 
 # The defaults of json.dumps make an encoder per call; most values of access lines recur.
@@ -129,16 +142,22 @@ _quoted = lru_cache(maxsize=16384)(_encode)
 
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """``TIME LEVEL TARGET MESSAGE k=v k=v``, by tabs; texts are quoted."""
-    shown = " ".join(
-        [f"{name}={_quoted(value)}" if type(value) is str else f"{name}={value}" for name, value in fields]
-    )
+    shown = " ".join([part.plain if isinstance(part, Recurring) else _plain_field(*part) for part in fields])
     return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
+
+
+def _plain_field(name: str, value: str | int) -> str:
+    return f"{name}={_quoted(value)}" if type(value) is str else f"{name}={value}"
 
 
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """The same as one JSON object; numbers stay numbers."""
     entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
-    entry.update(fields)
+    for part in fields:
+        if isinstance(part, Recurring):
+            entry.update(part.fields)
+        else:
+            entry[part[0]] = part[1]
     return _encode(entry) + "\n"
 
 

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hbone.aio.relay import ByteCounts
@@ -109,6 +110,13 @@ def traffic_labels(
 ) -> tuple[str, ...]:
     """Values of :data:`TRAFFIC_LABELS`; the last four are left out while nobody is known."""
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
+    return _labels(reporter, source, destination, named, secured)
+
+
+@lru_cache(maxsize=4096)  # twice per connection, about few pairs
+def _labels(
+    reporter: str, source: Side, destination: Side, named: tuple[str, ...], secured: bool
+) -> tuple[str, ...]:
     labels = (
         reporter,
         *(value or UNKNOWN for value in source[:8]),

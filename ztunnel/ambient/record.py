@@ -1,6 +1,8 @@
 """One user's connection from accept to its log line: opened once, completed once, or denied early."""
 
+from collections.abc import Iterator
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hbone.aio.relay import ByteCounts
@@ -8,7 +10,7 @@ from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.ambient.logs import Bare
+from ztunnel.ambient.logs import Bare, Field, Recurring
 from ztunnel.ambient.metrics import Side, TrafficSeries, traffic_labels
 from ztunnel.ambient.outcome import Failed, Flags
 
@@ -154,7 +156,7 @@ class Record:
         """The connection ends before it counted."""
         node = self._node
         if node.logs.access_level <= _WARN:
-            fields = [
+            fields: list[Field] = [
                 ("src.addr", Bare(self.source)),
                 ("dst.addr", Bare(self.destination)),
                 ("direction", str(self.direction)),
@@ -162,7 +164,7 @@ class Record:
             ]
             node.logs.write(node.clock.wall(), "warn", "access", "connection failed", fields)
 
-    def _fields(self) -> list[tuple[str, str | int]]:
+    def _fields(self) -> list[Field | Recurring]:
         source, destination = self.source_side, self.destination_side
         source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
         destination_name = (
@@ -170,28 +172,38 @@ class Record:
             if self.destination_workload is not None
             else destination.canonical_service
         )
-        fields: list[tuple[str, str | int]] = [("src.addr", Bare(self.source))]
-        append = fields.append
-        if source_name:
-            append(("src.workload", source_name))
-        if source.namespace:
-            append(("src.namespace", source.namespace))
-        if self.secured and self.source_identity is not None:
-            append(("src.identity", str(self.source_identity)))
-        if source.cluster:
-            append(("src.cluster", source.cluster))
-        append(("dst.addr", Bare(self.destination)))
+        service = self.service.hostname if self.service is not None else ""
+        fields: list[Field | Recurring] = [("src.addr", Bare(self.source))]
+        who = _source_fields(source_name, source, self.source_identity if self.secured else None)
+        if who.fields:
+            fields.append(who)
+        fields.append(("dst.addr", Bare(self.destination)))
         if self.hbone_authority:
-            append(("dst.hbone_addr", Bare(self.hbone_authority)))
-        if self.service is not None:
-            append(("dst.service", self.service.hostname))
-        if destination_name:
-            append(("dst.workload", destination_name))
-        if destination.namespace:
-            append(("dst.namespace", destination.namespace))
-        if self.secured and self.destination_identity is not None:
-            append(("dst.identity", str(self.destination_identity)))
-        if destination.cluster:
-            append(("dst.cluster", destination.cluster))
-        append(("direction", str(self.direction)))
+            fields.append(("dst.hbone_addr", Bare(self.hbone_authority)))
+        identity = self.destination_identity if self.secured else None
+        fields.append(_destination_fields(service, destination_name, destination, identity, self.direction))
         return fields
+
+
+@lru_cache(maxsize=4096)  # once or twice per connection, about few workloads
+def _source_fields(name: str, side: Side, identity: SpiffeId | None) -> Recurring:
+    return Recurring(_side_fields("src", name, side, identity))
+
+
+@lru_cache(maxsize=4096)
+def _destination_fields(
+    service: str, name: str, side: Side, identity: SpiffeId | None, direction: Direction
+) -> Recurring:
+    named = [("dst.service", service)] if service else []
+    return Recurring([*named, *_side_fields("dst", name, side, identity), ("direction", str(direction))])
+
+
+def _side_fields(prefix: str, name: str, side: Side, identity: SpiffeId | None) -> Iterator[Field]:
+    if name:
+        yield f"{prefix}.workload", name
+    if side.namespace:
+        yield f"{prefix}.namespace", side.namespace
+    if identity is not None:
+        yield f"{prefix}.identity", str(identity)
+    if side.cluster:
+        yield f"{prefix}.cluster", side.cluster

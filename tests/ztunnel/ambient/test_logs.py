@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ztunnel.ambient.nodes import Lines
-from ztunnel.ambient.logs import Bare, InvalidLevel, LogFilter, json_line, plain_line, target_of, timestamp
+from ztunnel.ambient.logs import (
+    Bare,
+    InvalidLevel,
+    LogFilter,
+    Recurring,
+    json_line,
+    plain_line,
+    target_of,
+    timestamp,
+)
 
 ALWAYS = "hickory_server::server=off"
 
@@ -32,6 +42,15 @@ def test_texts_are_quoted_and_addresses_are_not() -> None:
 def test_json_keeps_numbers_and_the_whole_target() -> None:
     line = json_line("T", "info", "ztunnel::app", "m", (("n", 5), ("a", Bare("1.2.3.4:5"))))
     assert line == '{"level":"info","time":"T","scope":"ztunnel::app","message":"m","n":5,"a":"1.2.3.4:5"}\n'
+
+
+@pytest.mark.parametrize("line", [plain_line, json_line])
+def test_recurring_fields_read_as_others(line: Callable[..., str]) -> None:
+    fields = [("a", 'x"'), ("b", Bare("1.2.3.4:5")), ("c", 7)]
+    last = ("d", "y")
+    alone = line("T", "info", "t", "m", (*fields, last))
+    assert line("T", "info", "t", "m", (Recurring(fields), last)) == alone
+    assert line("T", "info", "t", "m", (fields[0], Recurring(fields[1:]), last)) == alone
 
 
 @given(st.text(), st.text())
