@@ -368,6 +368,26 @@ class Engine:
             if kind == frames.PRIORITY and frames.U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
+    def data_whole(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
+        """See :class:`hbone.reader.FrameSink`; most frames of small messages come so."""
+        stream = self._streams.get(stream_id)
+        if (
+            stream is None
+            or not stream.remote_open
+            or not (stream.answered or self._server)
+            or size > stream.receive_window
+            or size > self._receive_window
+        ):
+            self.data_began(stream_id, size, size, ended=ended)
+            self.data_piece(payload, size)
+            self.data_done()
+            return
+        self._receive_window -= size
+        stream.receive_window -= size
+        self._deliver(stream_id, payload, size)
+        if ended:
+            self._remote_ended(stream_id, stream)
+
     def data_began(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         self._receive_window -= length
@@ -398,7 +418,10 @@ class Engine:
         stream_id = self._data_stream_id
         if self._data_stream is None:
             self.acknowledge(stream_id, size)
-            return
+        else:
+            self._deliver(stream_id, piece, size)
+
+    def _deliver(self, stream_id: int, piece: memoryview, size: int) -> None:
         events = self._events
         if events:
             last = events[-1]

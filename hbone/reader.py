@@ -41,6 +41,9 @@ class Failure(Exception):
 class FrameSink(Protocol):
     """What acts on frames."""
 
+    def data_whole(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
+        """A DATA frame without padding, all ``size`` bytes of it; else the next three are called."""
+
     def data_began(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """A DATA frame: ``length`` bytes for the windows, ``payload`` of them to come."""
 
@@ -127,7 +130,14 @@ class FrameReader:
             length = high << 8 | low
             if kind == DATA and not flags & PADDED:
                 position += HEADER_BYTES
-                self._data(flags, stream_id & MAX_STREAM_ID, length, length, sink)
+                stream_id &= MAX_STREAM_ID
+                stop = position + length
+                if length and stop <= end:
+                    self._admit_data(stream_id, length)
+                    sink.data_whole(stream_id, view[position:stop], length, ended=flags & END_STREAM != 0)
+                    position = stop
+                else:
+                    self._data(flags, stream_id, length, length, sink)
                 continue
             self._check_header(kind, length, stream_id & MAX_STREAM_ID)
             need = self._needed(kind, flags, length)
@@ -220,11 +230,14 @@ class FrameReader:
         self._skip = padding
         self._data(flags, stream_id, length, length - 1 - padding, sink)
 
-    def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:
+    def _admit_data(self, stream_id: int, length: int) -> None:
         if length > self._settings.max_frame_bytes:
             raise Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
         if self._block_stream or self._settings_next or not stream_id:
             raise Failure(ErrorCode.PROTOCOL_ERROR, "DATA out of place")
+
+    def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:
+        self._admit_data(stream_id, length)
         sink.data_began(stream_id, length, payload, ended=flags & END_STREAM != 0)
         self._left = payload
         if not payload:
