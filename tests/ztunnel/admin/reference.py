@@ -103,3 +103,21 @@ def write_secret(path: Path, name: str, content: dict[str, object]) -> None:
         **content,
     }
     path.write_text(json.dumps({"version_info": "1", "resources": [secret]}))
+
+
+def proxy_to(reference: Reference, port: int) -> None:
+    """Make the plaintext listener carry what nobody intercepted to a local port."""
+    rewrite(
+        reference.folder / "w2" / "lds.yaml",
+        ("- name: blackhole inbound plaintext\n", "- name: here\n"),
+        (
+            "stat_prefix: BlackHoleCluster, cluster: blackhole inbound plaintext",
+            "stat_prefix: here, cluster: here",
+        ),
+    )
+    address = f"{{address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}}}"
+    assignment = f"{{cluster_name: here, endpoints: [{{lb_endpoints: [{{endpoint: {address}}}]}}]}}"
+    cds = reference.folder / "w2" / "cds.yaml"
+    cds.write_text(
+        cds.read_text() + f'- {{"@type": *C, name: here, type: STATIC, load_assignment: {assignment}}}\n'
+    )
