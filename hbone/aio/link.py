@@ -59,6 +59,7 @@ class Link:
             return 0
         if not size:
             raise LinkClosed(notified=False)
+        self.poller.read_bytes += size
         if size < len(into) and not self._hung_up:
             self.readable = False
         return size

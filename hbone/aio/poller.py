@@ -98,6 +98,8 @@ class Poller:
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
+        self.read_bytes = 0
+        """What was read from sockets in this turn; who reads adds to it."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
 
     @property
@@ -202,11 +204,8 @@ class Poller:
                 self._call(handler.on_event, 0, handler)
             ready = self._epoll.poll(0, _BATCH)
             spin = self._spin
-            if spin is not None:
-                if spin.on and not ready:
-                    ready = spin.poll(self._epoll)
-                if ready:
-                    spin.worked(len(ready))
+            if spin is not None and spin.on and not ready:
+                ready = spin.poll(self._epoll)
             handlers = self._handlers
             for fd, mask in ready:
                 handler_at = handlers.get(fd)
@@ -231,6 +230,9 @@ class Poller:
                         flushable.flush()
                     except Exception as error:  # noqa: BLE001
                         self._report(flushable, error)
+            if spin is not None and ready:
+                spin.worked(len(ready), self.read_bytes)
+                self.read_bytes = 0
         finally:
             self._turning = False
         if self._again or len(ready) == _BATCH or (spin is not None and spin.on):
@@ -253,6 +255,7 @@ class Poller:
 
 
 _CROWD: Final = 3.0  # sockets ready per turn, on average; more are busy enough to be served in batches
+_BULK_BYTES: Final = 8 * 1024  # read per turn, on average: work enough to make up for a wake-up
 _POLLS: Final = 8  # at a stretch, before the loop's other work gets its turn: some 5 microseconds
 _LATE_S: Final = 500e-6  # between two polls of a stretch: somebody else had the processor for long
 _HOLD_S: Final = 0.005  # at first; doubled each time up to
@@ -267,9 +270,10 @@ class _Spin:
 
     Between polls the processor is offered to whoever else wants it (sched_yield): mostly that is the very process
     whose answer is waited for. Never where it cannot pay: not while many sockets are busy (sleeping collects their
-    work), not for a while after the processor came back late (cores are contended, and who sleeps is served
-    sooner than who yields), and ever more rarely when spins end without work, down to one activity in 256, so that
-    a trickle of traffic costs no more than sleeping would. What spins in vain have cost is bounded besides.
+    work) or much is moved, not for a while after the processor came back late (cores are contended, and who sleeps
+    is served sooner than who yields), and ever more rarely when spins end without work, down to one activity in
+    256, so that a trickle of traffic costs no more than sleeping would. What spins in vain have cost is bounded
+    besides.
     """
 
     __slots__ = (
@@ -278,6 +282,7 @@ class _Spin:
         "_held_until_s",
         "_hold_s",
         "_limit_s",
+        "_moved",
         "_saved_at_s",
         "_saved_s",
         "_skip",
@@ -291,6 +296,7 @@ class _Spin:
         self._limit_s = settings.limit_s
         self._until_s = 0.0
         self._crowd = 0.0
+        self._moved = 0.0
         self._failures = 0
         self._skip = 0
         self._held_until_s = 0.0
@@ -322,13 +328,14 @@ class _Spin:
             last_s = now_s
         return []
 
-    def worked(self, ready: int) -> None:
-        """A turn serves ``ready`` sockets: begin to spin after it, or go on."""
+    def worked(self, ready: int, read_bytes: int) -> None:
+        """A turn has served ``ready`` sockets: begin to spin after it, or go on."""
         self._crowd += (ready - self._crowd) / 16
+        self._moved += (read_bytes - self._moved) / 16
         self.on = False
         if self._skip:
             self._skip -= 1
-        elif self._crowd < _CROWD:
+        elif self._crowd < _CROWD and self._moved < _BULK_BYTES:
             now_s = time.perf_counter()
             self._saved_s = min(_SAVED_S, self._saved_s + _WASTE * (now_s - self._saved_at_s))
             self._saved_at_s = now_s

@@ -225,6 +225,7 @@ class PlainSocket(End):
                 self._end(self.broken)
                 return
             self.read_bytes += size
+            self.poller.read_bytes += size
             peer.commit(size)
             if size < most and not self._hung_up:
                 # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
@@ -262,6 +263,7 @@ class PlainSocket(End):
             self._end(self.broken)
             return
         self.read_bytes += size
+        self.poller.read_bytes += size
         if self._empty_pipe(pipe, peer):
             self.poller.again(self)
 
