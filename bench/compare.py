@@ -2,7 +2,7 @@
 
     python -m bench.compare [--quick] [--json FILE] [--rounds N] [--seconds S] [--only CASE] [--target pod|service]
 
-Environment: ``QUICK=1``, ``JSON=file``, ``RIVAL_CMD`` (a third pair: a command with ``{node}`` and ``{xds}``).
+Environment: ``QUICK=1``, ``ROUNDS=n``, ``JSON=file``, ``RIVAL_CMD`` (a third pair: a command with ``{node}`` and ``{xds}``).
 """
 
 import argparse
@@ -272,7 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
     parser.add_argument("--json", type=Path, default=os.environ.get("JSON") or None)
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, default=os.environ.get("ROUNDS") or None)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--only", action="append", help="a part of a case's name; repeatable")
     parser.add_argument("--target", choices=("pod", "service"), default="pod")
