@@ -2,7 +2,8 @@
 
     python -m bench.compare [--quick] [--json FILE] [--rounds N] [--seconds S] [--only CASE] [--target pod|service]
 
-Environment: ``QUICK=1``, ``ROUNDS=n``, ``JSON=file``, ``RIVAL_CMD`` (a third pair: a command with ``{node}`` and ``{xds}``).
+Environment: ``QUICK=1``, ``ROUNDS=n``, ``JSON=file``, ``DIALECT``, ``RIVAL_CMD`` (a third pair: a command with
+``{node}`` and ``{xds}``).
 """
 
 import argparse
