@@ -32,9 +32,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Usage:
-    """What a proxy has used: CPU seconds so far, resident bytes now."""
+    """What a proxy has used: CPU seconds so far, those of them in the kernel, resident bytes now."""
 
     cpu_s: float
+    kernel_s: float
     rss: int
 
 
@@ -85,13 +86,16 @@ class Chain:
 def _usage_of_all(pid: int) -> Usage:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     each = [_usage(pid), *(_usage(int(child)) for child in children)]
-    return Usage(sum(usage.cpu_s for usage in each), sum(usage.rss for usage in each))
+    return Usage(
+        sum(usage.cpu_s for usage in each), sum(usage.kernel_s for usage in each), sum(usage.rss for usage in each)
+    )
 
 
 def _usage(pid: int) -> Usage:
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Usage((int(stat[11]) + int(stat[12])) / _TICKS, pages * os.sysconf("SC_PAGE_SIZE"))
+    user, kernel = int(stat[11]) / _TICKS, int(stat[12]) / _TICKS
+    return Usage(user + kernel, kernel, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def build_load(folder: Path) -> Path:

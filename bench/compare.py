@@ -45,7 +45,8 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
     def measure(made: Chain, seconds: float) -> dict[str, float]:
         before = made.usage()
         result = made.run(kind, str(connections), str(seconds))
-        cpu = sum(b.cpu_s - a.cpu_s for a, b in zip(before, made.usage(), strict=True))
+        used = list(zip(before, made.usage(), strict=True))
+        cpu, kernel = sum(b.cpu_s - a.cpu_s for a, b in used), sum(b.kernel_s - a.kernel_s for a, b in used)
         if result["failures"]:
             raise RuntimeError(f"{made.name}: {result['failures']} of {result['messages']} failed")
         return {
@@ -53,6 +54,7 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
             "p50": result["p50_us"],
             "p99": result["p99_us"],
             "cpu": 1e6 * cpu / max(1, result["messages"]),
+            "kernel": 1e6 * kernel / max(1, result["messages"]),
         }
 
     return measure
@@ -127,6 +129,7 @@ CASES: dict[str, Case] = {
         (
             Row("new connections, 32 at once", "/s", "rate", more=True, target=1.6, compiled=1.8),
             Row("  their CPU", "us", "cpu"),
+            Row("  of it in the kernel", "us", "kernel"),
         ),
     ),
     "crr, 1": Case(
@@ -159,6 +162,7 @@ CASES: dict[str, Case] = {
                     compiled=0.6 if n == 1 else None,
                 ),
                 Row(f"  its CPU, {n} conn", "us", "cpu"),
+                Row(f"  of it in the kernel, {n} conn", "us", "kernel"),
             ),
         )
         for n in (1, 64)
