@@ -36,5 +36,8 @@ if __name__ == "__main__":
     if os.environ.get("ZTUNNEL_COMPILE") == "1":
         from mypyc.build import mypycify
 
-        extensions = mypycify(["--config-file", "pyproject.toml", *COMPILED], opt_level="3")
+        # The name puts what they share into the package: beside it, an editable install does not find it.
+        extensions = mypycify(
+            ["--config-file", "pyproject.toml", *COMPILED], opt_level="3", group_name="hbone.compiled"
+        )
     setup(ext_modules=extensions)

@@ -52,3 +52,5 @@ def test_the_engines_own_tests_pass_compiled(tmp_path: Path) -> None:
     ):
         done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    # What lies beside the packages is not part of an editable install.
+    assert list(tmp_path.glob("*.so")) == []
