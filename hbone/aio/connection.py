@@ -132,8 +132,9 @@ class Connection:
         """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
         self.error: Exception | None = None
         """Why the connection ended, once it has."""
-        self.local_name: tuple[str, int] = sock.getsockname()
-        """Address and port of our end (for IPv6 more), asked once for all tunnels."""
+        name = sock.getsockname()  # of two parts, of four for IPv6, a path for a socket pair
+        self.local_name: tuple[str, int] = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
+        """Address and port of our end, asked once for all tunnels; of a socket pair nothing."""
         self.dirty = False
         self._requests = requests
         self._on_established = on_established

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import socket
 
 import h2.config
 import h2.connection
@@ -57,6 +58,39 @@ def test_facts_and_requests(loop: str) -> None:
                 accepted.close()
 
     run(main, loop)
+
+
+def over(family: socket.AddressFamily) -> tuple[socket.socket, socket.socket]:
+    if family == socket.AF_UNIX:
+        ends = socket.socketpair()
+    else:
+        host = "127.0.0.1" if family == socket.AF_INET else "::1"
+        with socket.create_server((host, 0), family=family) as listener:
+            ends = socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]
+    for sock in ends:
+        sock.setblocking(False)
+    return ends
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6, socket.AF_UNIX])
+def test_any_stream_socket_will_do(family: socket.AddressFamily) -> None:
+    async def main() -> None:
+        near, far = over(family)
+        name = near.getsockname()
+
+        async def accept(request: Request) -> None:
+            request.accept()
+
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                serving = serve_connection(far, contexts()[1], ConnectionSettings(), poller, accept)
+                tasks.create_task(serving)
+                client = await connect(near, contexts()[0], default_client(), poller)
+                assert client.local_name == (("", 0) if family == socket.AF_UNIX else name[:2])
+                (await client.open(CONNECT)).close()
+                client.close()
+
+    run(main)
 
 
 def test_refusals_reach_the_client() -> None:
