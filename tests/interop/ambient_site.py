@@ -17,7 +17,6 @@ network.
 """
 
 import asyncio
-import contextlib
 import shutil
 import subprocess
 import tempfile
@@ -28,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -53,6 +52,7 @@ from tests.interop.ambient_envoys import (
     typed,
 )
 from tests.interop.apps import COMMAND, HTTP, Apps, Reply, get
+from tests.interop.case import Opened
 from tests.interop.proxies import eventually
 from tests.netns.ambient import AmbientMesh, NodeProxy
 from tproxy.aio.lab import Lab, Place, Worker
@@ -143,7 +143,7 @@ class _Mesh(AmbientMesh):
         return super().start_proxy(worker, place, **env)
 
 
-class AmbientSite:
+class AmbientSite(Opened):
     """``with AmbientSite(Setting(version=4)) as site: ...``; agents and control plane run in a thread meanwhile.
 
     Attributes:
@@ -154,23 +154,12 @@ class AmbientSite:
     """
 
     def __init__(self, setting: Setting) -> None:
+        super().__init__()
         self.setting = setting
         self.version = setting.version
         self.envoys: dict[str, AmbientEnvoy] = {}
-        self._stack = contextlib.ExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def _open(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="interop-"))

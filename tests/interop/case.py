@@ -1,9 +1,34 @@
 """What a case is: a stimulus, a function that applies it, and what every pairing must show."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+
+class Opened(ABC):
+    """What is opened in pieces, and closed whole, also when opening fails halfway."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open everything, each piece on the stack."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
 
 #: What cases run on: :class:`tests.interop.site.Site`, or the site of a node proxy.
 SiteT = TypeVar("SiteT")

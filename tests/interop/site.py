@@ -14,7 +14,6 @@ Outsiders are in no mesh. ``standin`` is in the mesh but not captured: what come
 test and no proxy. Only productpage and ratings may talk to reviews.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -25,11 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
 from tests.interop.apps import Apps
+from tests.interop.case import Opened
 from tests.interop.proxies import ADS_BOOTSTRAP, ZTUNNEL, Kind, Proxy, eventually, unix_ready
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place
@@ -73,7 +73,7 @@ class Pairing:
         return kinds if self.source == "sotw" else f"{kinds}-{self.source}"
 
 
-class Site:
+class Site(Opened):
     """``with Site(Pairing(Kind.ENVOY, Kind.NATIVE)) as site: ...``.
 
     Attributes:
@@ -85,22 +85,11 @@ class Site:
     """
 
     def __init__(self, pairing: Pairing) -> None:
+        super().__init__()
         self.pairing = pairing
         self.proxies: dict[str, Proxy] = {}
         self.mesh: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
         self._control_plane: subprocess.Popen[Any] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def _open(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="interop-"))
