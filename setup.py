@@ -26,6 +26,7 @@ COMPILED = (
     "hbone/aio/poller.py",
     "hbone/aio/relay.py",
     "hbone/aio/socket.py",
+    "hbone/aio/spin.py",
     "hbone/aio/splice.py",
     "hbone/aio/tls_socket.py",
     "hbone/aio/tunnel.py",

@@ -27,10 +27,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from hbone.aio.connection import ConnectionSettings, connect, default_client
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
+from hbone.aio.spin import SpinSettings
 from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings
 

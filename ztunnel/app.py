@@ -11,7 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from hbone.aio.connection import ConnectionSettings
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
 from xds.aio.client import AdsClient, PerTypeClient
 from xds.aio.file import FileSource as FileWatcher
 from xds.dialects.envoy import Surroundings

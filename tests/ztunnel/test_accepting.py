@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
 from tproxy.aio import sockets
 from xds.model.address import SocketAddress
 from ztunnel.accepting import ListeningSocket
@@ -35,7 +35,7 @@ class Server:
 
 @contextmanager
 def poller() -> Iterator[Poller]:
-    with closing(Poller(SpinSettings(limit_s=0.0))) as found:
+    with closing(Poller()) as found:
         yield found
 
 

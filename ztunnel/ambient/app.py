@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
 from ztunnel import heap

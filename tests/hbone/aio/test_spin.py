@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hbone.aio.poller import SpinSettings, _Spin
+from hbone.aio.spin import Spin, SpinSettings
 
 LIMIT_S = 100e-6
 EVENT = [(7, 1)]
@@ -20,7 +20,7 @@ class Machine:
         self.poll_s = 1e-6
         self.events: list[list[tuple[int, int]]] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
-        self.spin = _Spin(SpinSettings(limit_s=LIMIT_S))
+        self.spin = Spin(SpinSettings(limit_s=LIMIT_S))
 
     def poll(self, timeout: float, maxevents: int) -> list[tuple[int, int]]:
         self.now_s += self.poll_s
@@ -29,7 +29,7 @@ class Machine:
     def spun_s(self) -> float:
         """Spin until it ends; how long."""
         began = self.now_s
-        while self.spin.on and not self.spin.poll(self):  # type: ignore[arg-type]
+        while self.spin.on and not self.spin.poll(self, 16):  # type: ignore[arg-type]
             pass
         return self.now_s - began
 
@@ -90,7 +90,7 @@ def test_work_that_was_found_late_shows_a_contended_processor(machine: Machine) 
     machine.spin.worked(1, 1000)
     machine.poll_s = 5e-3
     machine.events = [EVENT]
-    assert machine.spin.poll(machine) == EVENT  # type: ignore[arg-type]
+    assert machine.spin.poll(machine, 16) == EVENT  # type: ignore[arg-type]
     machine.spin.worked(1, 1000)
     assert not machine.spin.on
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
 from ztunnel.ambient.config import config_from
@@ -63,7 +63,7 @@ def a_node(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[tuple
     def now() -> datetime:
         return datetime.now(UTC)
 
-    poller = Poller(SpinSettings(limit_s=0.0))
+    poller = Poller()
     try:
         node = Node(
             config=config,

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
 from hbone.aio.socket import PlainSocket
 from xds.model.address import SocketAddress
 from ztunnel.ambient import socks5
@@ -34,7 +34,7 @@ def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tup
 
     async def main() -> tuple[SocketAddress | None, bytes]:
         family, host = (socket.AF_INET6, "::1") if ipv6 else (socket.AF_INET, "127.0.0.1")
-        poller = Poller(SpinSettings(limit_s=0.0))
+        poller = Poller()
         with socket.create_server((host, 0), family=family) as server:
             theirs = socket.create_connection(server.getsockname()[:2])
             ours, _ = server.accept()

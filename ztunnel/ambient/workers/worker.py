@@ -19,7 +19,8 @@ from typing import Final, assert_never
 
 from cryptography import x509
 
-from hbone.aio.poller import Poller, SpinSettings
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
