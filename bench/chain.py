@@ -6,6 +6,7 @@ All chains of a run are alive side by side, so that whatever the machine does hi
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,7 @@ class Chain:
     Attributes:
         name: for tables.
         proxies: the two processes, the client's node first; empty for the chain without proxies.
+        server: the load's other end.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Chain:
     load: Path
     proxies: list["subprocess.Popen[Any]"] = field(default_factory=list)
     target: str = ""
+    server: "subprocess.Popen[Any] | None" = None
 
     def run(self, *arguments: str) -> dict[str, Any]:
         """One load run from the client's pod; its JSON result."""
@@ -81,6 +84,12 @@ class Chain:
     def usage(self) -> list[Usage]:
         """Of each proxy, its workers included."""
         return [_usage_of_all(process.pid) for process in self.proxies]
+
+    def load_s(self) -> float:
+        """CPU seconds of the load so far: the server's, and those of every client that has ended (any chain's)."""
+        assert self.server is not None
+        clients = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return _usage(self.server.pid).cpu_s + clients.ru_utime + clients.ru_stime
 
 
 def _usage_of_all(pid: int) -> Usage:
@@ -252,7 +261,7 @@ def chain(
             _quick_ports(worker.ztunnel)
             for pod in worker.pods.values():
                 _quick_ports(pod)
-        lab.pod("server").popen([str(load), "serve", str(PORT)])
+        made.server = lab.pod("server").popen([str(load), "serve", str(PORT)])
         made.target = str(lab.pod("server").ipv4)
         if command is not None:
             made.target = VIP if target == "service" else made.target

@@ -43,8 +43,9 @@ def _bulk(kind: str, connections: int) -> Callable[[Chain, float], dict[str, flo
 
 def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str, float]]:
     def measure(made: Chain, seconds: float) -> dict[str, float]:
-        before = made.usage()
+        before, load_s, (_, idle, total) = made.usage(), made.load_s(), _processors()
         result = made.run(kind, str(connections), str(seconds))
+        load_s, after = made.load_s() - load_s, _processors()
         used = list(zip(before, made.usage(), strict=True))
         cpu, kernel = sum(b.cpu_s - a.cpu_s for a, b in used), sum(b.kernel_s - a.kernel_s for a, b in used)
         if result["failures"]:
@@ -55,6 +56,8 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
             "p99": result["p99_us"],
             "cpu": 1e6 * cpu / max(1, result["messages"]),
             "kernel": 1e6 * kernel / max(1, result["messages"]),
+            "load": 1e6 * load_s / max(1, result["messages"]),
+            "idle": 100 * (after[1] - idle) / max(1, after[2] - total),
         }
 
     return measure
@@ -130,10 +133,16 @@ CASES: dict[str, Case] = {
             Row("new connections, 32 at once", "/s", "rate", more=True, target=1.6, compiled=1.8),
             Row("  their CPU", "us", "cpu"),
             Row("  of it in the kernel", "us", "kernel"),
+            Row("  of the load beside it", "us", "load"),
+            Row("  cores idle meanwhile", "%", "idle"),
         ),
     ),
     "crr, 1": Case(
-        _requests("crr", 1), (Row("new connection, 1 at a time, p50", "us", "p50", target=0.7, compiled=0.6),)
+        _requests("crr", 1),
+        (
+            Row("new connection, 1 at a time, p50", "us", "p50", target=0.7, compiled=0.6),
+            Row("  its CPU, 1 at a time", "us", "cpu"),
+        ),
     ),
     **{
         f"rr, {n}": Case(
@@ -163,6 +172,8 @@ CASES: dict[str, Case] = {
                 ),
                 Row(f"  its CPU, {n} conn", "us", "cpu"),
                 Row(f"  of it in the kernel, {n} conn", "us", "kernel"),
+                Row(f"  of the load beside it, {n} conn", "us", "load"),
+                Row(f"  cores idle meanwhile, {n} conn", "%", "idle"),
             ),
         )
         for n in (1, 64)
@@ -224,9 +235,10 @@ class Table:
         return records
 
 
-def _steal() -> tuple[int, int]:
+def _processors() -> tuple[int, int, int]:
+    """Time of all processors so far, in ticks: stolen, idle, all."""
     values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return values[7], sum(values)
+    return values[7], values[3] + values[4], sum(values)
 
 
 def _at_rest(chains: list[Chain], table: Table, connections: int) -> None:
@@ -334,10 +346,10 @@ def _round(
     """One case on every chain, in random order; again when the machine was stolen meanwhile."""
     found: dict[str, dict[str, float]] = {}
     for attempt in range(_RETRIES + 1):
-        stolen, total = _steal()
+        stolen, _, total = _processors()
         found = {made.name: case.measure(made, seconds) for made in random.sample(chains, len(chains))}
-        after = _steal()
-        if (after[0] - stolen) / max(1, after[1] - total) < _STEAL_LIMIT:
+        after = _processors()
+        if (after[0] - stolen) / max(1, after[2] - total) < _STEAL_LIMIT:
             break
         print(f"{name}: the machine was stolen, attempt {attempt + 1}", file=sys.stderr)
     for row in case.rows:
