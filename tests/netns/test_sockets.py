@@ -1,6 +1,8 @@
 """Options, errors and leaks of the sockets; what needs capture is in test_interception."""
 
 import asyncio
+import contextlib
+import errno
 import gc
 import os
 import socket
@@ -14,6 +16,7 @@ import pytest
 import uvloop
 
 from tests.netns.toys import WAIT_S, app, ask
+from tproxy.aio import sockets
 from tproxy.aio.lab import Lab
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import (
@@ -177,6 +180,66 @@ def test_a_pod_can_talk_to_itself_in_its_namespace(lab: Lab) -> None:
             assert await ask(server, "127.0.0.1") == "app server peer 127.0.0.1"
 
     asyncio.run(main())
+
+
+def test_a_client_and_who_appears_as_it_use_different_ports(lab: Lab) -> None:
+    # A client that got the port of a connection in its name would be led into that one by connection tracking.
+    async def main() -> None:
+        client, server = lab.pod("client"), lab.pod("server")
+        ports: dict[bool, set[int]] = {False: set(), True: set()}
+        async with app(server), contextlib.AsyncExitStack() as stack:
+            for impersonated in (False, True) * 50:
+                sock = await connect(
+                    (server.ipv4, 8080), source=client.ipv4 if impersonated else None, netns=client.netns
+                )
+                stack.enter_context(sock)
+                assert local_address(sock).ip == client.ipv4
+                ports[impersonated].add(local_address(sock).port)
+        assert {port % 2 for port in ports[False]} == {0}  # the kernel's part of it
+        assert {port % 2 for port in ports[True]} == {1}
+        assert len(ports[True]) > 40  # chosen freely: RFC 6056
+        assert min(ports[True]) >= 32768
+        assert max(ports[True]) < 61000
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_is_passed_over(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        place, source = lab.pod("client"), "127.0.0.9"
+        offered: list[int] = []
+        monkeypatch.setattr(sockets, "choice", lambda ports: offered.pop(0))
+
+        async def port(to: int, *ports: int) -> int:
+            offered[:] = ports
+            sock = stack.enter_context(await connect(("127.0.0.1", to), source=source, netns=place.netns))
+            assert not offered
+            return local_address(sock).port
+
+        async with app(place), app(place, 8081), contextlib.AsyncExitStack() as stack:
+            before = open_descriptors()
+            assert await port(8080, 40001) == 40001
+            assert await port(8080, 40001, 40003) == 40003  # two connections cannot be the same one
+            assert await port(8081, 40001) == 40001  # but this is another
+            stack.enter_context(listen("0.0.0.0", 40005, netns=place.netns))
+            assert await port(8080, 40005, 40007) == 40007
+            assert await port(8080, *[40001] * 8) % 2 == 0  # the kernel's choice in the end
+            # Ours and the application's of five connections, and the listener.
+            assert await eventually_equal(open_descriptors, before + 11)
+            with pytest.raises(ConnectFailed) as failed:
+                await port(1, 40009)
+            assert failed.value.error is not None
+            assert failed.value.error.errno == errno.ECONNREFUSED  # which no other port would mend
+            assert open_descriptors() == before + 11
+
+    asyncio.run(main())
+
+
+async def eventually_equal(value: Callable[[], int], expected: int) -> bool:
+    async with asyncio.timeout(WAIT_S):
+        while value() != expected:
+            await asyncio.sleep(0.01)
+    return True
 
 
 WITHOUT = """

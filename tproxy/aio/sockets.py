@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from random import choice
 from typing import NamedTuple, TypeAlias
 
 from tproxy.aio.netns import Netns, entered
@@ -30,6 +31,12 @@ IP_BIND_ADDRESS_NO_PORT = 24
 SO_MARK = 36
 SO_ORIGINAL_DST = 80
 _SO_ATTACH_REUSEPORT_CBPF = 51
+#: Where to look for ports to appear as somebody else from. Connection tracking cannot tell our connection in a
+#: client's name from one that the client itself makes to the same destination from the same port, and leads the
+#: second to where the first is. Linux gives its connections even ports of 32768 to 60999, odd ones only when those
+#: are used up (``__inet_hash_connect``).
+_FOREIGN_PORTS = range(32769, 61000, 2)
+_FOREIGN_PORTS_TRIED = 8
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -222,9 +229,8 @@ async def connect(
 
     Args:
         destination: address and port, no names.
-        source: appear as this address, which need not be ours; the port is chosen at connect, per
-            destination, so that 28,000 connections from one source are no limit (ip(7),
-            IP_BIND_ADDRESS_NO_PORT).
+        source: appear as this address, which need not be ours, from a port that its owner hardly uses itself;
+            the same port may serve other destinations, so that 28,000 connections from one source are no limit.
         mark: SO_MARK.
         timeout_s: for the handshake.
         netns: make the socket there instead of here.
@@ -240,27 +246,22 @@ async def connect(
     """
     family, target = _target(destination[0])
     shown = (target, destination[1])
-    sock = _make(family, netns)
-    try:
+    tries = 0 if source is None else _FOREIGN_PORTS_TRIED
+    while True:
+        sock = _make(family, netns)
         try:
-            _prepare(sock, family, source, mark, keepalive, nodelay, socket_options)
-        except OSError as error:
-            raise _translated(error, f"connect to {target} port {shown[1]} as {source}") from error
-        try:
+            _prepare(sock, mark, keepalive, nodelay, socket_options, shown)
+            if source is not None:
+                _appear_as(sock, family, source, choice(_FOREIGN_PORTS) if tries else 0, shown)
             if not _connects_at_once(sock, shown):
-                async with asyncio.timeout(timeout_s):
-                    await _connected(sock)
-        except TimeoutError as error:
-            # The loop's limit and the kernel's ETIMEDOUT are one exception type.
-            if isinstance(error, OSError) and error.errno:
-                raise ConnectFailed(shown, error) from error
-            raise ConnectTimedOut(shown, timeout_s) from error
-        except OSError as error:
-            raise ConnectFailed(shown, error) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+                await _connected(sock, shown, timeout_s)
+        except BaseException as error:
+            sock.close()
+            if not (tries and _port_is_taken(error)):
+                raise
+            tries -= 1
+        else:
+            return sock
 
 
 @lru_cache(maxsize=16384)  # once per connection, about few addresses
@@ -282,11 +283,11 @@ def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
     if code in (errno.EALREADY, errno.EINPROGRESS, errno.EINTR):
         return False
     if code not in (0, errno.EISCONN):
-        raise OSError(code, os.strerror(code))
+        raise ConnectFailed(address, OSError(code, os.strerror(code)))
     return True
 
 
-async def _connected(sock: socket.socket) -> None:
+async def _connected(sock: socket.socket, address: tuple[str, int], timeout_s: float) -> None:
     """As ``loop.sock_connect``, but the descriptor is off the loop before the caller may close it.
 
     Cancellation arrives at the ``await``; whatever loop runs this, ``finally`` comes before ``close``.
@@ -300,35 +301,66 @@ async def _connected(sock: socket.socket) -> None:
 
     loop.add_writer(sock.fileno(), done)
     try:
-        await writable
+        async with asyncio.timeout(timeout_s):
+            await writable
+    except TimeoutError as error:
+        raise ConnectTimedOut(address, timeout_s) from error
     finally:
         loop.remove_writer(sock.fileno())
     code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
-        raise OSError(code, os.strerror(code))
+        raise ConnectFailed(address, OSError(code, os.strerror(code)))
 
 
 def _prepare(
     sock: socket.socket,
-    family: socket.AddressFamily,
-    source: IpAddress | str | None,
     mark: int | None,
     keepalive: Keepalive | None,
     nodelay: bool,
     socket_options: Iterable[SocketOption],
+    target: tuple[str, int],
 ) -> None:
-    if mark is not None:
-        _set_mark(sock, mark)
-    for level, name, value in socket_options:
-        sock.setsockopt(level, name, value)
-    if keepalive is not None:
-        set_keepalive(sock, keepalive)
-    if nodelay:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if source is not None:
+    try:
+        if mark is not None:
+            _set_mark(sock, mark)
+        for level, name, value in socket_options:
+            sock.setsockopt(level, name, value)
+        if keepalive is not None:
+            set_keepalive(sock, keepalive)
+        if nodelay:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise _translated(error, f"connect to {target[0]} port {target[1]}") from error
+
+
+def _appear_as(
+    sock: socket.socket,
+    family: socket.AddressFamily,
+    source: IpAddress | str,
+    port: int,
+    target: tuple[str, int],
+) -> None:
+    """Bind to an address that need not be ours; port 0: one that the kernel chooses at connect."""
+    try:
         _set_transparent(sock, family)
-        sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
-        sock.bind((_target(source)[1], 0))
+        if port:
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # until connect, when the destination counts
+        else:
+            sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
+        sock.bind((_target(source)[1], port))
+    except OSError as error:
+        raise _translated(error, f"connect to {target[0]} port {target[1]} as {source}") from error
+
+
+def _port_is_taken(error: BaseException) -> bool:
+    """By a listener (at bind), or by another connection to the same destination (at connect)."""
+    if isinstance(error, KernelRefused):
+        return error.code == errno.EADDRINUSE
+    return (
+        isinstance(error, ConnectFailed) and error.error is not None and error.error.errno == errno.EADDRNOTAVAIL
+    )
 
 
 def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
