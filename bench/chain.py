@@ -81,6 +81,21 @@ class Chain:
             process.kill()
             process.wait()
 
+    @contextlib.contextmanager
+    def apart(self, one_way_us: int) -> Iterator[None]:
+        """Let frames between the two nodes take so long."""
+        with self.lab.unplugged() as (fabric, ports):
+            with fabric.entered():
+                wire = subprocess.Popen([self.load, "wire", *ports, str(one_way_us)], stdout=subprocess.PIPE)
+            try:
+                assert wire.stdout is not None
+                if not wire.stdout.readline():
+                    raise RuntimeError(f"{self.name}: the wire did not start")
+                yield
+            finally:
+                wire.kill()
+                wire.wait()
+
     def usage(self) -> list[Usage]:
         """Of each proxy, its workers included."""
         return [_usage_of_all(process.pid) for process in self.proxies]

@@ -28,6 +28,8 @@ from tproxy.aio.lab import become_root_of_own_namespaces
 #: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
 _STEAL_LIMIT = 0.05
 _RETRIES = 2
+#: Between nodes of neighbouring zones.
+_ONE_WAY_US = 500
 
 
 def _bulk(kind: str, connections: int) -> Callable[[Chain, float], dict[str, float]]:
@@ -61,6 +63,14 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
         }
 
     return measure
+
+
+def _apart(measure: Callable[[Chain, float], dict[str, float]]) -> Callable[[Chain, float], dict[str, float]]:
+    def measure_apart(made: Chain, seconds: float) -> dict[str, float]:
+        with made.apart(_ONE_WAY_US):
+            return measure(made, seconds)
+
+    return measure_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,10 @@ CASES: dict[str, Case] = {
             Row("new connection, 1 at a time, p50", "us", "p50", target=0.7, compiled=0.6),
             Row("  its CPU, 1 at a time", "us", "cpu"),
         ),
+    ),
+    "crr, apart": Case(
+        _apart(_requests("crr", 1)),
+        (Row("new connection, nodes 1 ms apart, p50", "us", "p50"),),
     ),
     **{
         f"rr, {n}": Case(

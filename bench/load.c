@@ -2,20 +2,27 @@
  *
  *   load serve PORT
  *   load up|down|rr|crr|idle HOST PORT CONNECTIONS SECONDS [SIZE]
+ *   load wire INTERFACE INTERFACE MICROSECONDS
  *
  * The first byte of a connection says what it is: U the server swallows, D the server sends, E the server
- * echoes. Results are one JSON object on standard output. IPv4 only. */
+ * echoes. Results are one JSON object on standard output. IPv4 only. A wire passes frames between two interfaces,
+ * each so late, until it is killed; it says a line when it has begun. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/if_packet.h>
+#include <net/ethernet.h>
+#include <net/if.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -155,11 +162,61 @@ static void restart(Conn *c) {
     close(c->fd);
 }
 
+typedef struct {
+    uint64_t due;
+    int to;
+    ssize_t length;
+    char *bytes;
+} Frame;
+
+static int tap(const char *name) {
+    int yes = 1, fd = socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK, htons(ETH_P_ALL));
+    struct sockaddr_ll at = {
+        .sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_ALL), .sll_ifindex = (int)if_nametoindex(name)};
+    struct packet_mreq all = {.mr_ifindex = at.sll_ifindex, .mr_type = PACKET_MR_PROMISC};
+    if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof at) < 0 ||
+        /* Frames larger than any network's, and checksums that nobody has computed, pass as they are. */
+        setsockopt(fd, SOL_PACKET, PACKET_VNET_HDR, &yes, sizeof yes) < 0 ||
+        setsockopt(fd, SOL_PACKET, PACKET_IGNORE_OUTGOING, &yes, sizeof yes) < 0 ||
+        setsockopt(fd, SOL_PACKET, PACKET_ADD_MEMBERSHIP, &all, sizeof all) < 0)
+        die(name);
+    return fd;
+}
+
+static void wire(const char *one, const char *other, uint64_t late_ns) {
+    enum { QUEUE = 1 << 16 };
+    static Frame queue[QUEUE]; /* by due time, since all are equally late */
+    uint64_t first = 0, end = 0;
+    struct pollfd taps[2] = {{.fd = tap(one), .events = POLLIN}, {.fd = tap(other), .events = POLLIN}};
+    prctl(PR_SET_TIMERSLACK, 1);
+    puts("{}"), fflush(stdout);
+    for (;;) {
+        uint64_t now = now_ns();
+        for (; first < end && queue[first % QUEUE].due <= now; first++) {
+            Frame *f = &queue[first % QUEUE];
+            if (write(taps[f->to].fd, f->bytes, (size_t)f->length) < 0 && errno != ENOBUFS) die("wire");
+            free(f->bytes);
+        }
+        struct timespec wait = {0, 0};
+        if (first < end) wait.tv_nsec = (long)(queue[first % QUEUE].due - now);
+        if (ppoll(taps, 2, first < end ? &wait : NULL, NULL) < 0) die("ppoll");
+        for (int from = 0; from < 2; from++) {
+            ssize_t length;
+            while (end - first < QUEUE && (length = read(taps[from].fd, buffer, CHUNK)) > 0) {
+                Frame *f = &queue[end++ % QUEUE];
+                *f = (Frame){now_ns() + late_ns, !from, length, malloc((size_t)length)};
+                memcpy(f->bytes, buffer, (size_t)length);
+            }
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     raise_limit();
     poller = epoll_create1(0);
     if (argc == 3 && !strcmp(argv[1], "serve")) serve(atoi(argv[2]));
+    if (argc == 5 && !strcmp(argv[1], "wire")) wire(argv[2], argv[3], (uint64_t)atoi(argv[4]) * 1000);
     if (argc < 6) return 2;
     const char *kind = argv[1];
     int count = atoi(argv[4]);

@@ -17,7 +17,8 @@ from tests.netns.toys import WAIT_S, app, ask
 from tproxy.aio import netns
 from tproxy.aio.lab import Lab, sweep
 from tproxy.aio.netns import Netns
-from tproxy.errors import KernelRefused, UnknownNamespace
+from tproxy.aio.sockets import connect
+from tproxy.errors import ConnectTimedOut, KernelRefused, UnknownNamespace
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 PLAN = {"w1": ["productpage", "ratings", "details"], "w2": ["reviews-v1", "reviews-v2", "a-rather-long-name"]}
@@ -58,6 +59,23 @@ def test_every_place_reaches_every_pod(version: int) -> None:
                     for source in places + others:
                         line = await ask(source, target.address(version))
                         assert line == f"app {target.name} peer {source.address(version)}"
+
+    asyncio.run(main())
+
+
+def test_unplugged_nodes_meet_by_whoever_passes_their_frames() -> None:
+    async def main() -> None:
+        with Lab({"w1": ["a"], "w2": ["b", "c"]}) as lab:
+            target = lab.pod("b")
+            async with app(target):
+                with lab.unplugged() as (fabric, ports):
+                    assert ports == ["port1", "port2"]
+                    with fabric.entered():
+                        assert {name for _, name in socket.if_nameindex()} >= set(ports)
+                    with pytest.raises(ConnectTimedOut):
+                        await connect((target.ipv4, 8080), netns=lab.pod("a").netns, timeout_s=0.2)
+                    assert await ask(lab.pod("c"), target.ipv4)  # of the same node
+                assert await ask(lab.pod("a"), target.ipv4)
 
     asyncio.run(main())
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -175,6 +175,31 @@ class Lab:
             if name in worker.pods:
                 return worker.pods[name]
         raise KeyError(name)
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[tuple[Netns, list[str]]]:
+        """Meanwhile nodes do not meet on their bridge.
+
+        Yields:
+            The namespace in which their cables end and the names of the ends, by number of the node: who passes
+            frames between them is the network.
+        """
+        fabric, ports = self._open[0], [f"port{worker.number}" for worker in self.workers.values()]
+        with NetlinkSocket(NETLINK_ROUTE, fabric) as link:
+
+            def plug(bridge: int) -> None:
+                for port in ports:
+                    link.request(
+                        netlink.link_message(
+                            netlink.RTM_SETLINK, 0, u32(_MASTER, bridge), index=_index(link, port), up=True
+                        )
+                    )
+
+            plug(0)
+            try:
+                yield fabric, ports
+            finally:
+                plug(_index(link, "br0"))
 
     def own(self, child: "subprocess.Popen[Any] | BaseProcess") -> None:
         """End this process when the lab ends."""
