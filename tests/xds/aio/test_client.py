@@ -79,7 +79,7 @@ def free_port() -> int:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What the client logged. gRPC's queue of events, one per process, may complain of the loops of other tests."""
+    """What the client logged. gRPC's event queue, one per process, may complain of other tests' loops."""
     return [record for record in caplog.records if record.name.startswith("xds.")]
 
 
