@@ -106,7 +106,7 @@ class Relay:
         if idle_timeout_s is not None:
             self._tick()
         a.start()
-        if self._a is not None:
+        if not self._done.done():  # of ``self._a`` the compiler believes that it still is what it was
             b.start()
 
     def __await__(self) -> Generator[object, None, RelayEnd]:
