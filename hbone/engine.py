@@ -97,6 +97,8 @@ class Engine:
         self.peer_max_frame_bytes = _DEFAULT_FRAME
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS; None while it has not limited us."""
+        self.peer_early_bytes = 0
+        """Client: so many bytes of a stream the peer holds before its answer."""
         self.peer_settings_seen = False
         limits = settings.limits
         self._server = role is Role.SERVER
@@ -600,6 +602,8 @@ class Engine:
             self.peer_max_frame_bytes = value
         elif key == Setting.MAX_CONCURRENT_STREAMS:
             self.peer_max_streams = value
+        elif key == Setting.EARLY_BYTES:
+            self.peer_early_bytes = value if self.settings.early_data and not self._server else 0
         elif key == Setting.ENABLE_PUSH and (value > 1 or (value == 1 and not self._server)):
             raise Failure(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH out of range")
         elif key == Setting.ENABLE_CONNECT_PROTOCOL and value > 1:

@@ -141,13 +141,24 @@ class TunnelBroken(HboneError):
         code: the HTTP/2 error code the peer gave, if one.
         unprocessed: the peer certainly did nothing with the request, so that it may be sent again
             elsewhere (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
+        perhaps_delivered: bytes went along with the request, and the application may have them: elsewhere they
+            would be delivered twice.
     """
 
-    def __init__(self, detail: str, *, code: int | None = None, unprocessed: bool = False) -> None:
+    def __init__(
+        self, detail: str, *, code: int | None = None, unprocessed: bool = False, perhaps_delivered: bool = False
+    ) -> None:
         super().__init__(detail, code, unprocessed)
         self.detail = detail
         self.code = code
         self.unprocessed = unprocessed
+        self.perhaps_delivered = perhaps_delivered
+
+    def after_early_data(self) -> TunnelBroken:
+        """The same about a request with which bytes went along."""
+        if self.unprocessed:
+            return self
+        return type(self)(self.detail, code=self.code, perhaps_delivered=True)
 
     def __str__(self) -> str:
         return self.detail if self.code is None else f"{self.detail} ({code_name(self.code)})"

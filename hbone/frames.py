@@ -36,7 +36,7 @@ TWO_U32: Final = Struct(">LL")
 
 
 class Setting(IntEnum):
-    """SETTINGS identifiers (RFC 9113, 6.5.2; RFC 8441)."""
+    """SETTINGS identifiers (RFC 9113, 6.5.2; RFC 8441), and one of ours."""
 
     HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
@@ -45,6 +45,9 @@ class Setting(IntEnum):
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
     ENABLE_CONNECT_PROTOCOL = 8
+    #: Server: so many bytes of a stream may come before the answer to its CONNECT and are held until then. In the
+    #: range for experiments; whoever does not know it ignores it (RFC 9113, 6.5.2).
+    EARLY_BYTES = 0xF0EB
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:

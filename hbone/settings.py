@@ -51,6 +51,10 @@ class Http2Settings:
     connection_window_bytes: int = 16 * 1024 * 1024
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
+    early_bytes: int = 64 * 1024
+    """Server: of one stream, held before its answer."""
+    early_data: bool = False
+    """Server: announce ``early_bytes``. Client: make use of a server's announcement."""
     extra: tuple[tuple[int, int], ...] = ()
     """More (identifier, value) pairs, sent first: to look like another implementation."""
     limits: Limits = field(default_factory=Limits)
@@ -74,6 +78,8 @@ class Http2Settings:
         values[Setting.INITIAL_WINDOW_SIZE] = self.stream_window_bytes
         values[Setting.MAX_FRAME_SIZE] = self.max_frame_bytes
         values[Setting.MAX_HEADER_LIST_SIZE] = self.max_header_list_bytes
+        if role is Role.SERVER and self.early_data:
+            values[Setting.EARLY_BYTES] = self.early_bytes
         return values
 
 

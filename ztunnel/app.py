@@ -7,12 +7,14 @@ import random
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
+from hbone.settings import server_settings
 from xds.aio.client import AdsClient, PerTypeClient
 from xds.aio.file import FileSource as FileWatcher
 from xds.dialects.envoy import Surroundings
@@ -122,7 +124,7 @@ class Proxy:
             poller=self.poller,
             clock=self.clock,
             timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
-            tunnel_settings=ConnectionSettings(),
+            tunnel_settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
         )
         self.listeners = ListenerManager(
             surroundings=surroundings,
@@ -148,6 +150,7 @@ class Proxy:
             self.poller,
             rng,
             keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
+            early_data=switches.early_data,
         )
         internal.terminator = self.datapath.terminator = Terminator(
             self.clusters,

@@ -28,6 +28,7 @@ _HELP = {
     "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
     "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
     "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
+    "early_data": "false: no byte of a connection leaves before its tunnel has been accepted",
     "check_authority": "false: a tunnel may name any pod (as Envoy)",
     "judge_ports": "false: ports in policies are compared with the tunnel's port, 15008 (as Envoy)",
     "strict_tls": "false: obey configurations that do not verify servers",

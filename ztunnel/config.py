@@ -45,6 +45,8 @@ class Switches:
         route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle hold where the configuration
             is silent.
         node_local_shortcut: tunnels between two pods of this node are joined in-process.
+        early_data: the first bytes of a connection go along with its CONNECT, where the peer says that it holds
+            them until it has answered: one way to the peer and back less.
         check_authority: a tunnel may only name the pod it was opened to.
         judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
         strict_tls: servers are verified even where the configuration forgot to.
@@ -53,6 +55,7 @@ class Switches:
 
     route_timeouts: bool = False
     node_local_shortcut: bool = True
+    early_data: bool = True
     check_authority: bool = True
     judge_ports: bool = True
     strict_tls: bool = True
@@ -146,6 +149,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", _boolean),
     "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean),
+    "early_data": ("ZTUNNEL_EARLY_DATA", _boolean),
     "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", _boolean),
     "judge_ports": ("ZTUNNEL_JUDGE_PORTS", _boolean),
     "strict_tls": ("ZTUNNEL_STRICT_TLS", _boolean),
@@ -156,6 +160,7 @@ COMPAT_VARIABLE = "ZTUNNEL_ENVOY_COMPAT"
 _COMPAT = {
     "route_timeouts": True,
     "node_local_shortcut": False,
+    "early_data": False,
     "check_authority": False,
     "judge_ports": False,
     "strict_tls": False,

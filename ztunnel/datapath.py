@@ -223,7 +223,7 @@ class Datapath:
             chain.judge(hop.info)
             chain.set_filter_state(hop.info)
             proxy.cx_total.value += 1
-            upstream = await self.connector.open(hop, proxy)
+            upstream = await self.connector.open(hop, proxy, downstream)
             try:
                 await self._carry(hop, connection, proxy, downstream, upstream)
             finally:

@@ -67,15 +67,17 @@ class UpstreamFailed(Refused):
         reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
         status: of a refused tunnel, else 0.
         timed_out: the connect timeout passed.
+        final: not to be tried elsewhere, whatever the filter says.
     """
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE
 
-    def __init__(self, reason: str, *, status: int = 0, timed_out: bool = False) -> None:
+    def __init__(self, reason: str, *, status: int = 0, timed_out: bool = False, final: bool = False) -> None:
         super().__init__()
         self.reason = reason
         self.status = status
         self.timed_out = timed_out
+        self.final = final
 
     def __str__(self) -> str:
         return self.reason

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from hbone.aio.connection import Connection
+from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import PoolClosed, TlsError, TunnelBroken
 from hbone.events import Header
@@ -86,11 +87,16 @@ class Pool:
         """Every open connection, for re-checks (revocation) and dumps."""
         return tuple(self._connections.values())
 
-    async def open(self, key: Hashable, request: Iterable[Header]) -> Tunnel:
+    async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
         """A tunnel on a connection of ``key``, after its 200; the caller closes it.
 
         A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is sent
         again, on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
+
+        Args:
+            key: what tunnels of one connection have in common.
+            request: its fields.
+            client: see :meth:`Connection.open <hbone.aio.connection.Connection.open>`.
 
         Raises:
             ConnectRefused: answered with something else than 200.
@@ -109,7 +115,7 @@ class Pool:
             try:
                 if connection is None:
                     raise TunnelBroken("connection ended", unprocessed=True)
-                tunnel = await connection.open(headers)
+                tunnel = await connection.open(headers, client)
             except TunnelBroken as error:
                 self._released(connection_id)
                 if not error.unprocessed or attempt == _MOST_ATTEMPTS:

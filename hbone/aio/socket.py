@@ -82,13 +82,7 @@ class PlainSocket(End):
             await self._next_event()
 
     def _has_something(self) -> bool:
-        try:
-            self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass  # which the next read will raise
-        return True
+        return self._look(memoryview(bytearray(1))) is not None
 
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
         """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
@@ -126,6 +120,35 @@ class PlainSocket(End):
     def push_back(self, data: bytes) -> None:
         """Bytes that :meth:`read` took too many; the next read or the relay gets them first."""
         self._pushed = data + self._pushed
+
+    def look(self, room: memoryview) -> int:
+        """Copy what has come into ``room``, consuming nothing; how much that was."""
+        if self._pushed:
+            size = min(len(self._pushed), len(room))
+            room[:size] = self._pushed[:size]
+            return size
+        return self._look(room) or 0
+
+    def _look(self, room: memoryview) -> int | None:
+        """How much came; 0 at an EOF or a reset, None when nothing is known."""
+        try:
+            return self.sock.recv_into(room, 0, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.broken = bare(error)  # the kernel tells it once, and says EOF then
+            return 0
+
+    def skip(self, size: int) -> None:
+        """Consume bytes that :meth:`look` has shown, as if a relay had read them."""
+        self.read_bytes += size
+        if self._pushed:
+            self._pushed = self._pushed[size:]
+        elif not self.closed:
+            # All of it is still there, also after a reset. Of TCP nothing is copied (tcp(7)).
+            self.sock.recv(size, socket.MSG_TRUNC)
+            if not self._watched:
+                self._readable = False  # what else there is will be the first event
 
     def send_first(self, data: bytes) -> None:
         """Queue bytes that precede the relay's (a PROXY header); they are not counted."""

@@ -12,6 +12,7 @@ from hbone.settings import Role
 
 if TYPE_CHECKING:
     from hbone.aio.connection import Connection
+    from hbone.aio.socket import PlainSocket
 
 _CLEAN_CODES = (ErrorCode.NO_ERROR, ErrorCode.CANCEL)
 _SMALL_FRAME = 64 * 1024
@@ -20,8 +21,8 @@ _SMALL_FRAME = 64 * 1024
 class Tunnel(End):
     """A stream after its 200; both roles.
 
-    What the peer sends before the relay starts is held, at most ``early_bytes`` of the connection's
-    settings; more resets the stream, because nothing may be sent before the answer to CONNECT.
+    What the peer sends before the relay starts is held: of a server all that its window allows, of a client, which
+    has no answer yet, at most ``early_bytes`` of the connection's HTTP/2 settings; more resets the stream.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class Tunnel(End):
         "_pending",
         "_remote_ended",
         "_started",
+        "ahead",
         "connection",
         "error",
         "headers",
@@ -55,6 +57,8 @@ class Tunnel(End):
         """Called once, when the owner has closed the tunnel."""
         self.reset_seen = False
         """The stream is gone, by the peer or with the connection."""
+        self.ahead: tuple[PlainSocket, int] | None = None
+        """Client: whose bytes went along with the request, and how many."""
         self.error: Exception | None = None
         """Why, when that was no ordinary end."""
         self._early: list[bytes] = []
@@ -77,7 +81,7 @@ class Tunnel(End):
             self._owed += size
             peer.write(chunks, size)
             self.connection.touch(self)
-        elif self._early_bytes + size > self.connection.settings.early_bytes:
+        elif self._early_bytes + size > self._most_early:
             self.connection.acknowledge(self.stream_id, size + self._early_bytes)
             self._early.clear()
             self._early_bytes = 0
@@ -135,6 +139,11 @@ class Tunnel(End):
         """The connection is gone: the relay ends as soon as the peer has got what was received."""
         if self.reset_seen and self.relay is not None:
             self.relay.write_ended(self)
+
+    @property
+    def _most_early(self) -> int:
+        http2 = self.connection.settings.http2
+        return http2.early_bytes if self.connection.role is Role.SERVER else http2.stream_window_bytes
 
     # As a source
 

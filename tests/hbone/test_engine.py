@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hpack import Encoder
@@ -178,6 +179,27 @@ def test_server_opening() -> None:
     kinds = split(take(engine))
     assert list(frames.SETTING.iter_unpack(kinds[0][3])) == [(3, 200), (4, 4_194_304), (5, 1_048_576), (6, 65_536)]
     assert kinds[1] == (frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(16_711_681))
+
+
+def test_a_server_that_holds_early_bytes_says_so_and_a_client_that_sends_some_hears_it() -> None:
+    server_says = Engine(Role.SERVER, replace(server_settings(), early_data=True, early_bytes=100))
+    server_says.start()
+    opening = take(server_says)
+    assert (0xF0EB, 100) in frames.SETTING.iter_unpack(split(opening)[0][3])
+    for early_data, heard in ((True, 100), (False, 0)):
+        engine = Engine(Role.CLIENT, replace(client_settings(), early_data=early_data))
+        engine.start()
+        engine.receive_data(opening)
+        assert engine.peer_early_bytes == heard
+        engine.receive_data(frames.settings_frame({0xF0EB: 0}))
+        assert engine.peer_early_bytes == 0
+    # A client has no answer to give, and says nothing.
+    says_nothing = Engine(Role.CLIENT, replace(client_settings(), early_data=True))
+    says_nothing.start()
+    wire = take(says_nothing)
+    assert 0xF0EB not in dict(frames.SETTING.iter_unpack(split(wire[len(frames.PREFACE) :])[0][3]))
+    server_says.receive_data(frames.PREFACE + frames.settings_frame({0xF0EB: 7}))
+    assert server_says.peer_early_bytes == 0
 
 
 def test_envoy_client_opening_is_understood() -> None:

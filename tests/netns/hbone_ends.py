@@ -109,12 +109,20 @@ class HboneEnds:
         port: int = HBONE_PORT,
         status: int = 200,
         headers: tuple[Header, ...] = (),
+        settings: ConnectionSettings | None = None,
+        crashes: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[None]:
-        """A server in a place, as a service account; with another ``status`` nobody gets a tunnel."""
+        """A server in a place, as a service account; with another ``status`` nobody gets a tunnel.
+
+        While it ``crashes``, its connections end with whatever they are asked.
+        """
         certificate = self.certificate(account)
 
         async def on_request(request: Request) -> None:
             self.requests.append(request)
+            if crashes():
+                request.connection.abort("crash")
+                return
             if status != 200:
                 request.refuse(status)
                 return
@@ -122,7 +130,8 @@ class HboneEnds:
             await self._handle(request.accept(headers), handler, authority)
 
         async with self._accepting(sockets.listen("::", port, netns=place.netns)) as accepted:
-            self._tasks.start(self._serve(accepted, certificate, on_request), f"server {place.name}")
+            serving = self._serve(accepted, certificate, on_request, settings or ConnectionSettings())
+            self._tasks.start(serving, f"server {place.name}")
             yield
 
     @contextlib.asynccontextmanager
@@ -148,20 +157,20 @@ class HboneEnds:
         accepted: "asyncio.Queue[socket.socket]",
         certificate: WorkloadCertificate,
         on_request: Callable[[Request], Awaitable[None]],
+        settings: ConnectionSettings,
     ) -> None:
         while True:
-            self._tasks.start(self._one(await accepted.get(), certificate, on_request), "connection")
+            self._tasks.start(self._one(await accepted.get(), certificate, on_request, settings), "connection")
 
     async def _one(
         self,
         sock: socket.socket,
         certificate: WorkloadCertificate,
         on_request: Callable[[Request], Awaitable[None]],
+        settings: ConnectionSettings,
     ) -> None:
         with contextlib.suppress(HboneError):
-            await serve_connection(
-                sock, certificate.server_context(), ConnectionSettings(), self.poller, on_request
-            )
+            await serve_connection(sock, certificate.server_context(), settings, self.poller, on_request)
 
     async def _handle(self, tunnel: Tunnel, handler: Handler, authority: str) -> None:
         sock, carried = self._socket_of(tunnel)
@@ -195,7 +204,7 @@ class HboneEnds:
             await self._handle(request.accept(headers), greeting(first), "")
 
         async def handle(sock: socket.socket, authority: str) -> None:
-            await self._one(sock.dup(), certificate, on_request)
+            await self._one(sock.dup(), certificate, on_request, ConnectionSettings())
 
         return handle
 

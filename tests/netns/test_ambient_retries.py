@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hbone.aio.connection import ConnectionSettings
+from hbone.settings import Http2Settings
 from tests.netns.ambient import HELLO, AmbientMesh, ask, eventually, mesh_of, refused
 from tests.netns.hbone_ends import HboneEnds, greeting
 from tests.netns.toys import app, serving
@@ -25,6 +28,7 @@ VIPS = {
     "remote": "10.96.2.6",  # the same on another node
     "strict": "10.96.2.7",  # answers 401
     "impostor": "10.96.2.8",  # is somebody else
+    "shaky": "10.96.2.9",  # crashes over a request, once it has been told to; holds early bytes
 }
 NODES = {"w1": ["client", "idle"], "w2": ["good", *(name for name in VIPS if name != "idle")]}
 CAPTURED = ["client", "idle", "good", "remote"]
@@ -66,6 +70,14 @@ async def endpoints(tmp_path: Path, **env: str) -> AsyncIterator[tuple[AmbientMe
             account = "thief" if name == "impostor" else name
             server = ends.serving(mesh.lab.pod(name), account, greeting(b"stolen\n"), status=status)
             await stack.enter_async_context(server)
+        shaky = ends.serving(
+            mesh.lab.pod("shaky"),
+            "shaky",
+            greeting(b"steady\n"),
+            settings=ConnectionSettings(http2=Http2Settings(early_data=True)),
+            crashes=lambda: ends.requests[:-1] != [],
+        )
+        await stack.enter_async_context(shaky)
         await stack.enter_async_context(app(mesh.lab.pod("good")))
         yield mesh, ends
 
@@ -115,6 +127,30 @@ def test_a_verdict_is_final(tmp_path: Path) -> None:
             assert [request.head.authority for request in ends.requests] == [
                 f"{mesh.lab.pod('strict').ipv4}:8080".encode()
             ]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("early_data", [True, False])
+def test_what_may_have_been_delivered_is_not_sent_elsewhere(tmp_path: Path, *, early_data: bool) -> None:
+    async def main() -> None:
+        env = {"ZTUNNEL_EARLY_DATA": str(early_data).lower()}
+        async with endpoints(tmp_path, **env) as (mesh, ends):
+            client, proxy = mesh.lab.pod("client"), mesh.node_of("client")
+            assert await ask(client, VIPS["shaky"], 80) == b"steady\n" + HELLO
+            # Its first bytes are there before the proxy knows of the connection.
+            proxy.process.send_signal(signal.SIGSTOP)
+            asking = asyncio.get_running_loop().create_task(ask(client, VIPS["shaky"], 80))
+            await asyncio.sleep(0.3)
+            proxy.process.send_signal(signal.SIGCONT)
+            if early_data:
+                with pytest.raises(ConnectionResetError):
+                    await asking
+                assert proxy.metric("ztunnel_connect_retries_total") == 0
+                assert not mesh.node_of("good").access("inbound")
+            else:
+                assert await asking == f"app good peer {client.ipv4}\n".encode() + HELLO
+            assert len(ends.requests) == 2
 
     asyncio.run(main())
 

@@ -44,6 +44,7 @@ def test_envoy_compat_sets_every_switch_and_single_ones_still_win() -> None:
     assert compat == Switches(
         route_timeouts=True,
         node_local_shortcut=False,
+        early_data=False,
         check_authority=False,
         judge_ports=False,
         strict_tls=True,

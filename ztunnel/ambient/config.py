@@ -149,6 +149,7 @@ class AmbientConfig:
     connect_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0
     node_local_shortcut: bool = True
+    early_data: bool = True
     spin_us: int = SPIN_US
     metric_series: int = 20_000
     arguments: str = ""
@@ -491,6 +492,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
     values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
     values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean, True)
+    values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", _boolean, True)
     values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
 
 

@@ -153,6 +153,7 @@ class Node:
                 stream_window_bytes=config.stream_window,
                 connection_window_bytes=config.connection_window,
                 max_frame_bytes=config.frame_size,
+                early_data=config.early_data,
             ),
             handshake_timeout_s=config.handshake_timeout_s,
         )

@@ -2,7 +2,8 @@
 
 :meth:`Outbound.serve` reads top to bottom: who dials, where it goes, the tunnel or the plain connection, the
 bytes. Until something has answered, an endpoint that fails is replaced by another one, within a few tries and a
-time limit: the application's first bytes wait in the kernel meanwhile, so nothing is lost or sent twice.
+time limit. The application's first bytes stay in the kernel meanwhile, also if they go along with a CONNECT, so
+nothing is lost; and an endpoint that may have got them is not replaced, so nothing is delivered twice.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 
 #: No further endpoint is tried after so long: the application has its own patience.
 _PATIENCE_S = 15.0
-#: A peer answers a CONNECT when it has reached its application, which it gives ten seconds.
+#: A peer answers a CONNECT when it has reached its application, which it gives ten seconds. Not less than the
+#: patience: after this limit nobody knows whether the application has got the first bytes.
 _ANSWER_S = 15.0
 #: Between looks at whether an inner tunnel's last bytes are on their way (a guess).
 _LOOK_S = 0.01
@@ -155,7 +157,7 @@ class Outbound:
         record = live.record
         who = await self._pod.local.get()
         record.source_workload, record.source_side = who.workload, who.side
-        upstream = await self._open(live, who, destination)
+        upstream = await self._open(live, who, destination, client)
         record.settled()
         failure = None
         try:
@@ -176,7 +178,9 @@ class Outbound:
 
     # Where to
 
-    async def _open(self, live: Live, who: Described, destination: SocketAddress) -> Opened:
+    async def _open(
+        self, live: Live, who: Described, destination: SocketAddress, application: PlainSocket
+    ) -> Opened:
         """Decide and dial, again with another endpoint when one fails.
 
         Raises:
@@ -208,7 +212,7 @@ class Outbound:
             else:
                 node.metrics.connect_retries += 1
             try:
-                return await self._dial(live, route, target, who)
+                return await self._dial(live, route, target, who, application)
             except _DIAL_ERRORS as error:
                 tunnel = not isinstance(route, Direct)
                 if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
@@ -265,7 +269,9 @@ class Outbound:
 
     # Dialling
 
-    async def _dial(self, live: Live, route: Route, target: SocketAddress, who: Described) -> Opened:
+    async def _dial(
+        self, live: Live, route: Route, target: SocketAddress, who: Described, application: PlainSocket
+    ) -> Opened:
         match route:
             case Direct():
                 return Opened(PlainSocket(await self._pod.connect(target), self._node.poller, fresh=True))
@@ -273,7 +279,7 @@ class Outbound:
                 joined = await self._join(live, route, target, who)
                 if joined is not None:
                     return Opened(joined.end, joined=joined)
-                tunnel = await self._tunnel(target, route.identities, route.authority, live, who)
+                tunnel = await self._tunnel(target, route.identities, route.authority, live, who, application)
                 return Opened(tunnel)
             case DoubleTunnel():
                 return await self._double(live, route, target, who)
@@ -281,12 +287,18 @@ class Outbound:
                 assert_never(route)
 
     async def _tunnel(
-        self, target: SocketAddress, identities: tuple[str, ...], authority: str, live: Live, who: Described
+        self,
+        target: SocketAddress,
+        identities: tuple[str, ...],
+        authority: str,
+        live: Live,
+        who: Described,
+        application: PlainSocket | None = None,
     ) -> End:
         certificate = await self._pod.certificate(who.workload)
         key = PoolKey(target, identities, certificate, certificate.generation)
         async with asyncio.timeout(_ANSWER_S):
-            tunnel = await self._pod.pool.open(key, _request(authority, live.record, who))
+            tunnel = await self._pod.pool.open(key, _request(authority, live.record, who), application)
         live.connection = tunnel.connection
         return tunnel
 

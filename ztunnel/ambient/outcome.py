@@ -129,6 +129,8 @@ def worth_another_endpoint(error: BaseException) -> bool:
             return error.reason is not TlsReason.SAN and not error.by_peer
         case IdentityError() | PoolClosed() | TunnelClosed():
             return False
+        case TunnelBroken(perhaps_delivered=True):
+            return False
         case TproxyError() | HboneError() | TimeoutError():
             return True
         case _:

@@ -91,6 +91,7 @@ class Connector:
         rng: picks among weighted clusters.
         keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
             loses there (``tunnel_source``).
+        early_data: send the first bytes of a connection along with its CONNECT where the peer says it holds them.
     """
 
     def __init__(
@@ -101,18 +102,25 @@ class Connector:
         rng: random.Random,
         *,
         keep_client_address: bool,
+        early_data: bool,
     ) -> None:
         self._clusters = clusters
         self._internal = internal
         self._poller = poller
         self._rng = rng
         self._keep_client_address = keep_client_address
+        self._early_data = early_data
         self._pools: dict[LiveCluster, Pool] = {}
 
     # What a TCP proxy does
 
-    async def open(self, hop: Hop, proxy: LiveTcpProxy) -> Upstream:
+    async def open(self, hop: Hop, proxy: LiveTcpProxy, client: End | None = None) -> Upstream:
         """Connect a hop to its cluster, trying again as often as the filter says.
+
+        Args:
+            hop: who asks.
+            proxy: its filter.
+            client: whose first bytes a tunnel may take along.
 
         Raises:
             Refused: nothing could be opened; ``hop`` has the flags.
@@ -137,11 +145,13 @@ class Connector:
                 raise NoHealthyHost()
             info.attempts += 1
             try:
-                return await self._attempt(hop, proxy, cluster, host)
+                return await self._attempt(hop, proxy, cluster, host, client)
             except UpstreamFailed as error:
                 failed = error
                 avoid |= {host}
                 self.count_failure(cluster, host, error)
+                if error.final:
+                    raise
         assert failed is not None
         info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
         raise failed
@@ -168,7 +178,9 @@ class Connector:
         gateway = error.status in (502, 503, 504)
         cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
 
-    async def _attempt(self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host) -> Upstream:
+    async def _attempt(
+        self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
+    ) -> Upstream:
         info = hop.info
         endpoint = host.endpoint
         info.upstream_host = str(endpoint.address)
@@ -176,11 +188,11 @@ class Connector:
         transport = cluster.transport_socket(host)
         match endpoint.address:
             case InternalAddress() as address:
-                upstream = await self._enter(hop, cluster, host, address, transport)
+                upstream = await self._enter(hop, cluster, host, address, transport, client)
             case SocketAddress() as address:
                 tunnels = proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
                 if tunnels:
-                    upstream = await self._tunnel(hop, proxy, cluster, host, address, transport)
+                    upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
                 else:
                     upstream = await self.dial(info, cluster, host, address, transport)
             case PipeAddress(path):
@@ -201,6 +213,7 @@ class Connector:
         host: Host,
         address: InternalAddress,
         transport: TransportSocket,
+        client: End | None,
     ) -> Upstream:
         """Continue at an internal listener. Whatever goes wrong behind it reads ``Invalid argument`` here."""
         outer = hop.info
@@ -216,12 +229,13 @@ class Connector:
         proxy = inner.proxy
         proxy.cx_total.value += 1
         try:
-            upstream = await self.open(inner.hop, proxy)
+            upstream = await self.open(inner.hop, proxy, client)
         except Refused as error:
             inner.hop.refused(error)
             inner.close()
             inner.hop.finish()
-            raise UpstreamFailed(INVALID_ARGUMENT) from error
+            final = isinstance(error, UpstreamFailed) and error.final
+            raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
         except BaseException:
             inner.close()
             inner.hop.finish()
@@ -350,6 +364,7 @@ class Connector:
         host: Host,
         address: SocketAddress,
         transport: TransportSocket,
+        client: End | None,
     ) -> Upstream:
         """Open a CONNECT stream; waits for its 200."""
         info = hop.info
@@ -369,7 +384,9 @@ class Connector:
         cluster.breaker.requests += 1
         try:
             tunnel = await self._pool(cluster).open(
-                key, [(b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded(headers)]
+                key,
+                [(b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded(headers)],
+                client if type(client) is PlainSocket else None,
             )
         except ConnectRefused as error:
             raise UpstreamFailed(f"tunnel_response:{error.status}", status=error.status) from error
@@ -421,7 +438,8 @@ class Connector:
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 sock = await self._connect(cluster, key.address, key.options)
-                connection = await connect(sock, context, client_settings(cluster), self._poller)
+                settings = client_settings(cluster, early_data=self._early_data)
+                connection = await connect(sock, context, settings, self._poller)
         except TimeoutError:
             raise UpstreamFailed("connection timeout", timed_out=True) from None
         if context is not None:
@@ -455,7 +473,7 @@ class Connector:
         if isinstance(error, PoolClosed):
             return UpstreamFailed("the cluster is going away")
         if isinstance(error, TunnelBroken):
-            return UpstreamFailed(f"tunnel failed: {error}")
+            return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
         return UpstreamFailed(f"delayed_connect_error: {_reason(error)}")
 
     def cluster(self, name: str) -> LiveCluster | None:
@@ -472,13 +490,13 @@ class Connector:
         return self._pools
 
 
-def client_settings(cluster: LiveCluster) -> ConnectionSettings:
+def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
     """HTTP/2 settings towards a cluster: ours, with what the configuration changes."""
     settings = default_client()
     wanted = cluster.model.http2
+    http2 = replace(settings.http2, early_data=early_data)
     if wanted is None:
-        return settings
-    http2 = settings.http2
+        return replace(settings, http2=http2)
     if wanted.initial_stream_window is not None:
         http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
     if wanted.initial_connection_window is not None:

@@ -149,6 +149,33 @@ def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None
     run(main)
 
 
+@pytest.mark.parametrize("with_answer", [True, False])
+def test_data_after_the_answer_is_held_until_somebody_takes_it(*, with_answer: bool) -> None:
+    # A server that speaks first, and much: its window is the only limit.
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT))
+                request = await pair.requests.get()
+                accepted = request.accept()
+                if not with_answer:
+                    await asyncio.wait([opening])
+                assert pair.server.engine.send_data(accepted.stream_id, bytes(200_000)) == 200_000
+                accepted.write_eof()
+                poller.mark(pair.server)
+                near, inner = tcp_pair()
+                with near, PlainSocket(inner, poller) as end, await opening as opened:
+                    async with asyncio.timeout(5):
+                        while opened._early_bytes < 200_000:
+                            await asyncio.sleep(0.001)
+                    running = relay(opened, end, ByteCounts())
+                    assert await App(near).read_all() == bytes(200_000)
+                    running.abort("seen")
+                accepted.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("code", [0, 5, 7, 8, 11])
 @pytest.mark.parametrize("resetter", ["client", "server"])
 def test_resets_end_the_relay_after_what_was_sent(code: int, resetter: str) -> None:

@@ -153,6 +153,7 @@ def test_what_an_empty_environment_means() -> None:
         ({"ZTUNNEL_CONNECT_TIMEOUT": "1s"}, "connect_timeout_s", 1.0),
         ({"ZTUNNEL_HANDSHAKE_TIMEOUT": "2s"}, "handshake_timeout_s", 2.0),
         ({"ZTUNNEL_NODE_LOCAL_SHORTCUT": "false"}, "node_local_shortcut", False),
+        ({"ZTUNNEL_EARLY_DATA": "false"}, "early_data", False),
         ({"ZTUNNEL_SPIN_US": "50"}, "spin_us", 50),
         ({"ZTUNNEL_METRIC_SERIES": "100"}, "metric_series", 100),
     ],

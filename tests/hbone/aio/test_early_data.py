@@ -1,0 +1,272 @@
+"""First bytes that go along with a CONNECT: what is sent, what is consumed, and what may be tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from hbone.aio.connection import ConnectionSettings, default_client
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.server import Request
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import ConnectionBroken, ConnectRefused, TunnelBroken
+from hbone.settings import Http2Settings, client_settings
+from tests.hbone.aio.harness import CONNECT, LOOPS, App, Pair, connected, polling, run, tcp_pair
+
+CLIENT = replace(default_client(), http2=replace(client_settings(), early_data=True))
+
+
+def server(early_bytes: int = 64 * 1024, window_bytes: int = 16 * 1024 * 1024) -> ConnectionSettings:
+    http2 = Http2Settings(early_data=True, early_bytes=early_bytes, connection_window_bytes=window_bytes)
+    return ConnectionSettings(http2=http2)
+
+
+@contextlib.asynccontextmanager
+async def pair_of(
+    poller: Poller,
+    client_settings: ConnectionSettings = CLIENT,
+    server_settings: ConnectionSettings | None = None,
+    *,
+    refuse: bool = False,
+) -> AsyncIterator[Pair]:
+    """A pair whose client has heard what its server announces."""
+
+    async def refused(request: Request) -> None:
+        request.refuse(503)
+
+    async with connected(
+        poller,
+        client_settings=client_settings,
+        server_settings=server_settings or server(),
+        on_request=refused if refuse else None,
+    ) as pair:
+        async with asyncio.timeout(5):
+            while not pair.client.engine.peer_settings_seen:
+                await asyncio.sleep(0.001)
+        yield pair
+
+
+@contextlib.contextmanager
+def application(poller: Poller, first: bytes) -> Iterator[tuple[App, PlainSocket]]:
+    """A client's application that has sent something, and our end of it."""
+    near, inner = tcp_pair()
+    near.sendall(first)
+    with near, PlainSocket(inner, poller) as end:
+        yield App(near), end
+
+
+async def received(poller: Poller, tunnel: Tunnel, size: int | None = None) -> bytes:
+    """What the application behind a server's tunnel gets, up to the end or to ``size``; it answers nothing."""
+    near, inner = tcp_pair()
+
+    async def application() -> bytes:
+        app = App(near)
+        if size is None:
+            data = await app.read_all()
+            app.eof()
+        else:
+            data = await app.read(size)
+            running.abort("seen")
+        return data
+
+    with near:
+        with PlainSocket(inner, poller) as end, tunnel:
+            running = relay(tunnel, end, ByteCounts())
+            reading = asyncio.get_running_loop().create_task(application())
+            await running
+        return await reading
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_they_are_there_before_the_client_has_its_answer(loop: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller) as pair:
+                with application(poller, b"question") as (_, end):
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    request = await pair.requests.get()
+                    assert end.read_bytes == 0
+                    accepted = request.accept()
+                    # No relay of the client's runs that could have sent them.
+                    assert await received(poller, accepted, 8) == b"question"
+                    with await opening:
+                        assert end.read_bytes == 8  # consumed, and counted
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("pushed", [b"", b"pushed back, "])
+@pytest.mark.parametrize("later", [b"", b"and later"])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
+def test_every_byte_arrives_once_and_in_order(size: int, later: bytes, pushed: bytes, *, watched: bool) -> None:
+    # The server holds eight.
+    async def main() -> None:
+        first = bytes(number % 251 for number in range(size))
+        with polling() as poller:
+            async with pair_of(poller, server_settings=server(8)) as pair:
+                with application(poller, b"" if watched else first) as (app, end):
+                    if watched and size:
+                        waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                        await asyncio.sleep(0)
+                        await app.send(first)
+                        await waiting
+                    end.push_back(pushed)
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    request = await pair.requests.get()
+                    accepted = request.accept()
+                    with await opening as opened:
+                        counts = ByteCounts()
+                        running = relay(end, opened, counts)
+                        await app.send(later)
+                        app.eof()
+                        assert await received(poller, accepted) == pushed + first + later
+                        assert (await running).error is None
+                        assert counts.sent == len(pushed + first + later)
+
+    run(main)
+
+
+def test_the_rest_follows_without_another_event() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller, server_settings=server(8)) as pair:
+                with application(poller, b"") as (app, end):
+                    waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                    await asyncio.sleep(0)
+                    await app.send(bytes(1000))
+                    await waiting
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    accepted = (await pair.requests.get()).accept()
+                    with await opening as opened:
+                        running = relay(end, opened, ByteCounts())
+                        assert await received(poller, accepted, 1000) == bytes(1000)
+                        running.abort("seen")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (default_client(), server()),
+        (CLIENT, ConnectionSettings()),
+        (CLIENT, server(0)),
+    ],
+    ids=["switched-off", "not-announced", "none"],
+)
+def test_nothing_goes_along_where_nobody_said_so(ours: ConnectionSettings, theirs: ConnectionSettings) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller, ours, theirs) as pair:
+                with application(poller, b"question") as (_, end):
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    accepted = (await pair.requests.get()).accept()
+                    with accepted, await opening:
+                        assert end.read_bytes == 0
+                        room = memoryview(bytearray(100))
+                        assert bytes(room[: end.look(room)]) == b"question"
+
+    run(main)
+
+
+def test_after_a_refusal_they_are_there_for_another_attempt() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller, refuse=True) as refusing, pair_of(poller) as pair:
+                with application(poller, b"question") as (_, end):
+                    with pytest.raises(ConnectRefused):
+                        await refusing.client.open(CONNECT, end)
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    accepted = (await pair.requests.get()).accept()
+                    assert await received(poller, accepted, 8) == b"question"
+                    (await opening).close()
+
+    run(main)
+
+
+def test_refusals_leave_the_connection_its_window() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            small = server(30_000, window_bytes=100_000)
+            async with pair_of(poller, server_settings=small, refuse=True) as pair:
+                with application(poller, bytes(30_000)) as (_, end):
+                    for _ in range(20):
+                        async with asyncio.timeout(5):
+                            with pytest.raises(ConnectRefused):
+                                await pair.client.open(CONNECT, end)
+                            while pair.client.engine._send_window < 50_000:  # half of it is given back at once
+                                await asyncio.sleep(0.001)
+
+    run(main)
+
+
+@pytest.mark.parametrize("first", [b"", b"question"])
+@pytest.mark.parametrize("cause", ["abort", "reset", "garbage"])
+def test_who_may_have_delivered_them_is_known(first: bytes, cause: str) -> None:
+    async def main() -> None:
+        with polling() as poller, contextlib.suppress(ExceptionGroup):  # of the server, whose end is rough
+            async with pair_of(poller) as pair:
+                with application(poller, first) as (_, end):
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    request = await pair.requests.get()
+                    if cause == "abort":
+                        pair.server.abort("crash")
+                    elif cause == "reset":
+                        request.reset(2)
+                    else:
+                        pair.server.link.sock.send(b"\x17\x03\x03\x00\x20" + bytes(32))
+                    with pytest.raises(Exception) as caught:
+                        await opening
+                    seen.append(caught.value)
+
+    seen: list[BaseException] = []
+    run(main)
+    [error] = seen
+    assert getattr(error, "perhaps_delivered", False) is bool(first)
+    if first:
+        assert isinstance(error, TunnelBroken if cause == "reset" else ConnectionBroken)
+        assert not isinstance(error, ConnectRefused)
+
+
+def test_what_was_certainly_not_processed_was_not_delivered() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller) as pair:
+                with application(poller, b"question") as (_, end):
+                    pair.server.engine.goaway()
+                    poller.mark(pair.server)
+                    with pytest.raises(TunnelBroken) as caught:
+                        await pair.client.open(CONNECT, end)
+                    assert caught.value.unprocessed
+                    assert not caught.value.perhaps_delivered
+
+    run(main)
+
+
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("first", [b"", b"question"])
+def test_a_reset_before_is_none_the_less_a_reset_on_the_other_side(first: bytes, *, looked: bool) -> None:
+    # The kernel tells of it once.
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller) as pair:
+                with application(poller, first) as (app, end):
+                    app.reset()
+                    if looked:
+                        await end.wait_readable()
+                    opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
+                    accepted = (await pair.requests.get()).accept()
+                    with await opening as opened:
+                        running = relay(end, opened, ByteCounts())
+                        with pytest.raises(ConnectionResetError):
+                            await received(poller, accepted)
+                        await running
+
+    run(main)
