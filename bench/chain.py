@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -21,10 +23,22 @@ from typing import IO, Any
 
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place
+from tproxy.aio.netlink import NetlinkSocket
+from tproxy.aio.netns import Netns
 from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
+from tproxy.render.netlink import DUMP, REQUEST
+from tproxy.wire import Message
 
 VIP = "10.96.0.10"
 PORT = 9080
+HBONE_PORT = 15008
+_MESSAGE_BYTES = 1024
+#: ``linux/sock_diag.h``, ``linux/inet_diag.h``, ``linux/tcp.h``.
+_SOCK_DIAG = 4
+_BY_FAMILY = 20
+_DESTROY = 21
+_ESTABLISHED = 1
+_IDENTITY_BYTES = 48
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parent
 _BIN = Path(sys.executable).parent
@@ -81,6 +95,28 @@ class Chain:
             process.kill()
             process.wait()
 
+    def end_tunnels(self) -> int:
+        """End the connections that carry tunnels, as if the network had; how many there were."""
+        client = self.lab.workers["a"]
+        places = (client.ztunnel, *client.pods.values())
+        return sum(_end_connections(place.netns, HBONE_PORT) for place in places) if self.proxies else 0
+
+    def ask_once(self) -> float:
+        """Seconds that one request over a connection of its own takes."""
+
+        def ask() -> float:
+            message, left = b"E" + bytes(_MESSAGE_BYTES), _MESSAGE_BYTES
+            began = time.perf_counter()
+            with socket.create_connection((self.target, PORT), timeout=5) as sock:
+                sock.sendall(message)
+                while left and (data := sock.recv(left)):
+                    left -= len(data)
+            if left:
+                raise RuntimeError(f"{self.name}: the connection ended before its answer")
+            return time.perf_counter() - began
+
+        return float(self.lab.pod("client").run(ask))
+
     @contextlib.contextmanager
     def apart(self, one_way_us: int) -> Iterator[None]:
         """Let frames between the two nodes take so long."""
@@ -105,6 +141,21 @@ class Chain:
         assert self.server is not None
         clients = resource.getrusage(resource.RUSAGE_CHILDREN)
         return _usage(self.server.pid).cpu_s + clients.ru_utime + clients.ru_stime
+
+
+def _end_connections(netns: Netns, port: int) -> int:
+    """End every established connection to a port (SOCK_DESTROY of sock_diag(7)); the peers see a reset."""
+    header = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's identity
+    ended = 0
+    with NetlinkSocket(_SOCK_DIAG, netns) as link:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            wanted = header.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED)
+            for found in link.dump(Message(_BY_FAMILY, REQUEST | DUMP, wanted + bytes(_IDENTITY_BYTES))):
+                identity = found[4 : 4 + _IDENTITY_BYTES]
+                if int.from_bytes(identity[2:4], "big") == port:
+                    link.request(Message(_DESTROY, REQUEST, wanted + identity))
+                    ended += 1
+    return ended
 
 
 def _usage_of_all(pid: int) -> Usage:

@@ -28,6 +28,8 @@ from tproxy.aio.lab import become_root_of_own_namespaces
 #: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
 _STEAL_LIMIT = 0.05
 _RETRIES = 2
+#: For proxies to notice that their connections have ended.
+_SETTLE_S = 0.01
 #: Between nodes of neighbouring zones.
 _ONE_WAY_US = 500
 
@@ -63,6 +65,17 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
         }
 
     return measure
+
+
+def _first(made: Chain, seconds: float) -> dict[str, float]:
+    """Requests over connections whose proxies have none to each other."""
+    before, samples = made.usage(), []
+    for _ in range(int(20 * seconds)):
+        made.end_tunnels()
+        time.sleep(_SETTLE_S)
+        samples.append(made.ask_once())
+    cpu = sum(b.cpu_s - a.cpu_s for a, b in zip(before, made.usage(), strict=True))
+    return {"p50": 1e6 * statistics.median(samples), "cpu": 1e6 * cpu / len(samples)}
 
 
 def _apart(measure: Callable[[Chain, float], dict[str, float]]) -> Callable[[Chain, float], dict[str, float]]:
@@ -152,6 +165,13 @@ CASES: dict[str, Case] = {
         (
             Row("new connection, 1 at a time, p50", "us", "p50", target=0.7, compiled=0.6),
             Row("  its CPU, 1 at a time", "us", "cpu"),
+        ),
+    ),
+    "first": Case(
+        _first,
+        (
+            Row("first connection to a peer, p50", "us", "p50"),
+            Row("  its CPU, first to a peer", "us", "cpu"),
         ),
     ),
     "crr, apart": Case(

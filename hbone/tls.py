@@ -11,6 +11,7 @@ is used again. Everything below these few calls can be swapped without touching 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from cryptography import x509
@@ -238,6 +239,7 @@ class TlsSession:
         return TlsError(TlsReason.OTHER, detail, by_peer=by_peer)
 
 
+@lru_cache(maxsize=1024)  # of the same peers, connection after connection
 def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
     """The URI subject alternative names; empty also when the extension cannot be parsed."""
     try:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -16,9 +17,10 @@ from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import StringMatch
 
-Names = list[tuple[str, str]]
+Names = tuple[tuple[str, str], ...]
 
 
+@lru_cache(maxsize=1024)  # a mesh's workloads come again and again
 def subject_alt_names(certificate: x509.Certificate) -> Names:
     """The (type, text) of each subject alternative name; types as in :class:`SanMatch`.
 
@@ -28,8 +30,8 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
-        return []
-    names: Names = []
+        return ()
+    names: list[tuple[str, str]] = []
     for name in extension.value:
         match name:
             case x509.UniformResourceIdentifier():
@@ -42,7 +44,7 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
                 names.append(("email", name.value))
             case _:
                 names.append(("other", ""))
-    return names
+    return tuple(names)
 
 
 def peer_verifier(validation: Validation) -> Callable[[Sequence[x509.Certificate]], str | None] | None:

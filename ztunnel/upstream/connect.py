@@ -424,21 +424,21 @@ class Connector:
     def _pool(self, cluster: LiveCluster) -> Pool:
         pool = self._pools.get(cluster)
         if pool is None:
+            settings = client_settings(cluster, early_data=self._early_data)
 
             async def dial(key: Hashable) -> Connection:
                 assert isinstance(key, PoolKey)
-                return await self._dial_tunnel(cluster, key)
+                return await self._dial_tunnel(cluster, key, settings)
 
             pool = self._pools[cluster] = Pool(dial)
         return pool
 
-    async def _dial_tunnel(self, cluster: LiveCluster, key: PoolKey) -> Connection:
+    async def _dial_tunnel(self, cluster: LiveCluster, key: PoolKey, settings: ConnectionSettings) -> Connection:
         """One connection for tunnels: TCP, TLS and the client's side of HTTP/2."""
         context = key.context.current if key.context is not None else None
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 sock = await self._connect(cluster, key.address, key.options)
-                settings = client_settings(cluster, early_data=self._early_data)
                 connection = await connect(sock, context, settings, self._poller)
         except TimeoutError:
             raise UpstreamFailed("connection timeout", timed_out=True) from None
