@@ -1,4 +1,4 @@
-"""What sealing and opening cost, per way of calling OpenSSL.
+"""What sealing and opening cost, per way of calling OpenSSL, and what a handshake costs, per group.
 
 Compares :class:`hbone.tls.TlsSession` (cffi pointers) with pyOpenSSL's public calls and with the standard
 library's ``ssl.MemoryBIO``, in one process and without sockets. Run: ``python -m bench.tls_micro``.
@@ -10,6 +10,7 @@ import os
 import ssl
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,15 +30,20 @@ PIECE = 16_384
 Times = tuple[float, float]
 
 
-def ours(settings: TlsSettings) -> Callable[[int], Times]:
-    client = TlsSession(TlsContext(Role.CLIENT, settings))
-    server = TlsSession(TlsContext(Role.SERVER, settings))
+def shaken_hands(contexts: tuple[TlsContext, TlsContext]) -> tuple[TlsSession, TlsSession]:
+    """A client and a server after their handshake, each with the other's certificate proved."""
+    client, server = map(TlsSession, contexts)
     while not (client.established and server.established):
         for one, other in ((client, server), (server, client)):
             if not one.established:
                 one.handshake()
             other.receive(memoryview(bytes(OUT[: one.seal(b"", OUT)])))
     client.read_into(BACK)
+    return client, server
+
+
+def ours(settings: TlsSettings) -> Callable[[int], Times]:
+    client, server = shaken_hands((TlsContext(Role.CLIENT, settings), TlsContext(Role.SERVER, settings)))
 
     def run(size: int) -> Times:
         start = time.perf_counter()
@@ -137,6 +143,12 @@ def main() -> None:
                 rounds.append([sum(column) / count * 1e6 for column in zip(*times, strict=True)])
             seal, unseal = min(rounds, key=sum)
             print(f"{name:22s} {size:8d} {seal:9.1f} {unseal:9.1f}")
+    print(f"\n{'handshake':22s} {'both us':>9s}")
+    for groups in (None, ("X25519",)):
+        offered = replace(settings, groups=groups)
+        contexts = TlsContext(Role.CLIENT, offered), TlsContext(Role.SERVER, offered)
+        best = min(timeit.repeat(lambda: shaken_hands(contexts), number=100, repeat=5))  # noqa: B023
+        print(f"{shaken_hands(contexts)[0].facts().group or '':22s} {best / 100 * 1e6:9.1f}")
 
 
 if __name__ == "__main__":
