@@ -188,6 +188,8 @@ class Connection:
             return
         self._established.set_result(None)
         self.engine.start()
+        if self._closing and self.role is Role.SERVER:
+            self.engine.drain()
         self.flush()
         self._schedule_ping()
         limit_s = self.settings.first_request_timeout_s
@@ -495,7 +497,7 @@ class Connection:
         """Take no new streams; a server tells the peer in two steps. Open streams go on."""
         if self.error is None and not self._closing:
             self._closing = True
-            if self.role is Role.SERVER:
+            if self.role is Role.SERVER and self._established.done():  # else right behind its SETTINGS
                 self.engine.drain()
                 self.poller.mark(self)
             self._changed()

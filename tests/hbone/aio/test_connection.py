@@ -17,6 +17,7 @@ from hbone.aio.connection import Connection, ConnectionSettings, connect, defaul
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
     ConnectionBroken,
     ConnectRefused,
@@ -319,6 +320,35 @@ def test_slow_handshakes_end_in_time() -> None:
 
             with near, pytest.raises(PeerSilent):
                 await serve_connection(far, contexts()[1], slow, poller, never)
+
+    run(main)
+
+
+def test_a_connection_that_comes_while_its_server_drains_is_told_in_order() -> None:
+    # SETTINGS first (RFC 9113, 3.4), then GOAWAY; what was asked for before the client heard of it is carried.
+    async def main() -> None:
+        near, far = tcp_pair()
+
+        async def accept(request: Request) -> None:
+            accepted.append(request.accept())
+
+        accepted: list[Tunnel] = []
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                serving = serve_connection(
+                    far, contexts()[1], ConnectionSettings(), poller, accept, on_established=Connection.drain
+                )
+                tasks.create_task(serving)
+                client = await connect(near, contexts()[0], default_client(), poller)
+                opened = await client.open(CONNECT)
+                async with asyncio.timeout(5):
+                    while not client.engine.going_away:
+                        await asyncio.sleep(0.001)
+                assert client.error is None
+                opened.close()
+                accepted[0].close()
+                async with asyncio.timeout(5):
+                    await client.wait_closed()
 
     run(main)
 
