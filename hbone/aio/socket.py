@@ -145,8 +145,11 @@ class PlainSocket(End):
         if self._pushed:
             self._pushed = self._pushed[size:]
         elif not self.closed:
-            # All of it is still there, also after a reset. Of TCP nothing is copied (tcp(7)).
-            self.sock.recv(size, socket.MSG_TRUNC)
+            try:
+                # All of it is still there, also after a reset. Of TCP nothing is copied (tcp(7)).
+                self.sock.recv(size, socket.MSG_TRUNC)
+            except OSError as error:
+                self.broken = bare(error)  # its own affair, not that of whoever carries the answer
             if not self._watched:
                 self._readable = False  # what else there is will be the first event
 

@@ -344,9 +344,7 @@ def _appear_as(
     try:
         _set_transparent(sock, family)
         if port:
-            sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # until connect, when the destination counts
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connect judges, by destination
         else:
             sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
         sock.bind((_target(source)[1], port))
