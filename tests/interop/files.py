@@ -103,8 +103,9 @@ def _restored(site: Site) -> None:
         raise TimeoutError("the endpoints did not come back")
 
 
-#: Envoy's connection to its inner hop is made, then fails: whether it counted as made by then is a race.
-_DIED_IN_PROCESS = ("UR -", "UF,URX delayed_connect_error:_Invalid_argument")
+#: Envoy's connection to its inner hop is made, then fails: whether it counted as made by then is a race, and so is
+#: whether the client or the hop was the first to end it.
+_DIED_IN_PROCESS = ("UR -", "- -", "UF,URX delayed_connect_error:_Invalid_argument")
 
 
 def without_metadata(name: str) -> Callable[[Site], str]:
