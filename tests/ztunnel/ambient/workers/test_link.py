@@ -4,6 +4,7 @@ import ipaddress
 import os
 import pickle
 import tracemalloc
+from enum import Enum
 
 import pytest
 from hypothesis import given
@@ -156,6 +157,16 @@ WANTED = [(message, number) for number, message in enumerate(MESSAGES)]
 @pytest.mark.parametrize("trusted", [True, False])
 def test_what_is_said_is_what_is_heard(*, trusted: bool) -> None:
     assert decoded(WIRE, trusted=trusted) == WANTED
+
+
+def test_enumerations_are_written_alike_by_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_name(member: Enum, _: int) -> tuple[object, ...]:  # as Python 3.11.0 to 3.11.3
+        return getattr, (type(member), member.name)
+
+    for kind in (Protocol, AppProtocol, Health, Scope, BalancerMode, HealthPolicy, IpFamilies):
+        monkeypatch.setattr(kind, "__reduce_ex__", by_name)
+    assert b"getattr" in pickle.dumps(Protocol.HBONE, protocol=5)
+    assert b"".join(encode(message, number) for number, message in enumerate(MESSAGES)) == WIRE
 
 
 def test_frames_do_not_depend_on_how_bytes_arrive() -> None:
