@@ -312,13 +312,17 @@ class Connection:
             answer.set_exception(ConnectRefused(status, headers))
             tunnel.close()
 
-    def _stream_gone(self, stream_id: int, error: TunnelBroken) -> None:
-        tunnel = self._tunnels.pop(stream_id, None)
-        self._waiting.pop(stream_id, None)
+    def _unanswered(self, stream_id: int, tunnel: Tunnel | None, error: TunnelBroken) -> None:
+        """Tell whoever waits for the answer that there will be none."""
         answer = self._answers.pop(stream_id, None)
         if answer is not None and not answer.done():
             early = tunnel is not None and tunnel.ahead is not None
             answer.set_exception(error.after_early_data() if early else error)
+
+    def _stream_gone(self, stream_id: int, error: TunnelBroken) -> None:
+        tunnel = self._tunnels.pop(stream_id, None)
+        self._waiting.pop(stream_id, None)
+        self._unanswered(stream_id, tunnel, error)
         if tunnel is not None:
             tunnel.on_reset(error)
             if self._requests is not None:
@@ -429,7 +433,7 @@ class Connection:
         """The tunnel's owner is done with it."""
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
-        self._answers.pop(tunnel.stream_id, None)
+        self._unanswered(tunnel.stream_id, tunnel, ConnectionBroken("connection closed"))
         self._changed()
 
     # For owners

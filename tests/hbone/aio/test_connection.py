@@ -499,6 +499,20 @@ def test_lost_connection_breaks_tunnels_and_waiting_requests() -> None:
     run(main)
 
 
+def test_closing_tells_those_who_wait_for_an_answer() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with connected(poller) as pair:
+                waiting = asyncio.get_running_loop().create_task(pair.client.open(CONNECT))
+                await pair.requests.get()
+                pair.client.close()
+                async with asyncio.timeout(5):
+                    with pytest.raises(ConnectionBroken, match="connection closed"):
+                        await waiting
+
+    run(main)
+
+
 def test_many_tunnels_share_a_small_window_fairly() -> None:
     async def main() -> None:
         small = Http2Settings(connection_window_bytes=65_535, stream_window_bytes=65_535)

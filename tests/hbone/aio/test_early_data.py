@@ -208,7 +208,7 @@ def test_refusals_leave_the_connection_its_window() -> None:
 
 
 @pytest.mark.parametrize("first", [b"", b"question"])
-@pytest.mark.parametrize("cause", ["abort", "reset", "garbage"])
+@pytest.mark.parametrize("cause", ["abort", "reset", "garbage", "close"])
 def test_who_may_have_delivered_them_is_known(first: bytes, cause: str) -> None:
     async def main() -> None:
         with polling() as poller, contextlib.suppress(ExceptionGroup):  # of the server, whose end is rough
@@ -220,6 +220,8 @@ def test_who_may_have_delivered_them_is_known(first: bytes, cause: str) -> None:
                         pair.server.abort("crash")
                     elif cause == "reset":
                         request.reset(2)
+                    elif cause == "close":
+                        pair.client.close()
                     else:
                         pair.server.link.sock.send(b"\x17\x03\x03\x00\x20" + bytes(32))
                     with pytest.raises(Exception) as caught:
