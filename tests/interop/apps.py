@@ -209,13 +209,15 @@ def _echo(sock: socket.socket) -> None:
 # Clients
 
 
-def dial(place: Place, address: str, port: int, timeout_s: float = WAIT_S) -> socket.socket:
+def dial(
+    place: Place, address: str, port: int, timeout_s: float = WAIT_S, *, own_port: int | None = None
+) -> socket.socket:
     """A connection from a pod; the caller's to close."""
     sock = place.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("", next(_ports)))
+        sock.bind(("", own_port if own_port is not None else next(_ports)))
         sock.connect((address, port))
     except BaseException:
         sock.close()
@@ -254,16 +256,16 @@ class Reply:
 
 def get(place: Place, address: str, port: int = HTTP, timeout_s: float = WAIT_S) -> Reply:
     """One request on a connection of its own."""
+    own = next(_ports)
     try:
-        sock = dial(place, address, port, timeout_s)
+        sock = dial(place, address, port, timeout_s, own_port=own)
     except ConnectionRefusedError:
-        return Reply("refused", "", "", 0)
+        return Reply("refused", "", "", own)
     except ConnectionResetError:
-        return Reply("reset", "", "", 0)  # before we looked
+        return Reply("reset", "", "", own)  # before we looked
     except TimeoutError:
-        return Reply("timeout", "", "", 0)
+        return Reply("timeout", "", "", own)
     with sock:
-        own = sock.getsockname()[1]
         try:
             sock.sendall(b"GET / HTTP/1.1\r\nhost: app\r\n\r\n")
             with sock.makefile("rb") as reader:

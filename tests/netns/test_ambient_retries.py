@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from hbone.aio.connection import ConnectionSettings
 from hbone.settings import Http2Settings
 from tests.netns.ambient import HELLO, AmbientMesh, ask, eventually, mesh_of, refused
 from tests.netns.hbone_ends import HboneEnds, greeting
+from tests.netns.test_ambient_bytes import everything
 from tests.netns.toys import app, serving
-from tproxy.aio.sockets import listen
+from tproxy.aio.sockets import connect, listen
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
@@ -140,16 +142,17 @@ def test_what_may_have_been_delivered_is_not_sent_elsewhere(tmp_path: Path, *, e
             assert await ask(client, VIPS["shaky"], 80) == b"steady\n" + HELLO
             # Its first bytes are there before the proxy knows of the connection.
             proxy.process.send_signal(signal.SIGSTOP)
-            asking = asyncio.get_running_loop().create_task(ask(client, VIPS["shaky"], 80))
-            await asyncio.sleep(0.3)
-            proxy.process.send_signal(signal.SIGCONT)
-            if early_data:
-                with pytest.raises(ConnectionResetError):
-                    await asking
-                assert proxy.metric("ztunnel_connect_retries_total") == 0
-                assert not mesh.node_of("good").access("inbound")
-            else:
-                assert await asking == f"app good peer {client.ipv4}\n".encode() + HELLO
+            with await connect((VIPS["shaky"], 80), netns=client.netns) as sock:
+                await asyncio.get_running_loop().sock_sendall(sock, HELLO)
+                sock.shutdown(socket.SHUT_WR)
+                proxy.process.send_signal(signal.SIGCONT)
+                if early_data:
+                    with pytest.raises(ConnectionResetError):
+                        await everything(sock)
+                    assert proxy.metric("ztunnel_connect_retries_total") == 0
+                    assert not mesh.node_of("good").access("inbound")
+                else:
+                    assert await everything(sock) == f"app good peer {client.ipv4}\n".encode() + HELLO
             assert len(ends.requests) == 2
 
     asyncio.run(main())
