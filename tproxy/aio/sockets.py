@@ -31,15 +31,15 @@ IP_BIND_ADDRESS_NO_PORT = 24
 SO_MARK = 36
 SO_ORIGINAL_DST = 80
 _SO_ATTACH_REUSEPORT_CBPF = 51
+_BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
+_SOL_IPV6 = socket.IPPROTO_IPV6
+_STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 #: Where to look for ports to appear as somebody else from. Connection tracking cannot tell our connection in a
 #: client's name from one that the client itself makes to the same destination from the same port, and leads the
 #: second to where the first is. Linux gives its connections even ports of 32768 to 60999, odd ones only when those
 #: are used up (``__inet_hash_connect``).
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORTS_TRIED = 8
-_BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
-_SOL_IPV6 = socket.IPPROTO_IPV6
-_STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 
 
 class SocketAddress(NamedTuple):

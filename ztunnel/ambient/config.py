@@ -82,6 +82,7 @@ class AmbientConfig:
         packet_mark: ``None``: none is set.
         dns_host: an address the DNS proxy serves on; empty: loopback, in both families.
         connect_retries: further endpoints tried before the application is told.
+        early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: most label sets per metric; what comes later is counted under ``unknown``.
         worker_threads: processes that carry connections; one: this process does, and starts no others.
         warnings: for the log, once it is there.
