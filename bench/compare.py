@@ -71,7 +71,8 @@ def _first(made: Chain, seconds: float) -> dict[str, float]:
     """Requests over connections whose proxies have none to each other."""
     before, samples = made.usage(), []
     for _ in range(int(20 * seconds)):
-        made.end_tunnels()
+        if not made.end_tunnels() and made.proxies:
+            raise RuntimeError(f"{made.name}: no connection between the proxies was found to be ended")
         time.sleep(_SETTLE_S)
         samples.append(made.ask_once())
     cpu = sum(b.cpu_s - a.cpu_s for a, b in zip(before, made.usage(), strict=True))
