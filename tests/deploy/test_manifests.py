@@ -5,7 +5,6 @@ refers to can be checked; with one it must come out as the base does.
 """
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.programs import needed
 from ztunnel.ambient.config import ProxyMode, config_from
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -299,10 +299,7 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
 
 
 def rendered(values_file: Path | None = None) -> dict[str, Object]:
-    helm = shutil.which("helm")
-    if helm is None:
-        pytest.skip("NOT TESTED: no helm here, so the chart was not rendered")
-    command = [helm, "template", "ztunnel", str(CHART), "--namespace", "istio-system"]
+    command = [needed("helm"), "template", "ztunnel", str(CHART), "--namespace", "istio-system"]
     if values_file is not None:
         command += ["--values", str(values_file)]
     return documents(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -392,9 +389,7 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
 
 
 def test_kustomize_accepts_base_and_overlay() -> None:
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("NOT TESTED: no kubectl here, so nothing was built")
+    kubectl = needed("kubectl")
     for folder in (BASE, DEPLOY / "kustomize" / "openshift"):
         built = subprocess.run([kubectl, "kustomize", str(folder)], check=True, capture_output=True, text=True)
         objects = documents(built.stdout)

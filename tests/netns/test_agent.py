@@ -15,6 +15,7 @@ import yaml
 
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import WAIT_S, app, ask
+from tests.programs import needed
 from tests.ztunnel.inpod.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place
@@ -106,7 +107,7 @@ def described(place: Place, **options: object) -> PodDescription:
 def namespace(name: str) -> Iterator[Netns]:
     """One of its own, under a name that goes at the end unless it went before; ``lo`` is up, as in every pod."""
     with Netns.create(name) as space:
-        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        subprocess.run([needed("ip"), "-n", name, "link", "set", "lo", "up"], check=True)
         try:
             yield space
         finally:
@@ -419,7 +420,7 @@ def test_the_nodes_probes_reach_pods_as_long_as_they_are_captured(lab: Lab, tmp_
     """In a process of its own: the agent's node is the namespace it runs in."""
     member, node = lab.pod("member"), lab.worker("w1").place
     for probe in PROBE_SOURCES:
-        assert node.popen(["ip", "address", "add", str(probe), "dev", "lo"]).wait(WAIT_S) == 0
+        assert node.popen([needed("ip"), "address", "add", str(probe), "dev", "lo"]).wait(WAIT_S) == 0
     path = tmp_path / "pods.yaml"
     # What is being asked in the moment of enrolment shall not freeze.
     path.write_text(file_of(member, new_connections_only=True))

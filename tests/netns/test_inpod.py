@@ -11,6 +11,7 @@ import pytest
 
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import SHORT_S, WAIT_S, app, ask, serving
+from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.lab import Lab, Place, Worker
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
@@ -133,7 +134,7 @@ def test_twice_changes_nothing_and_removal_leaves_no_trace(kernel: BlockingKerne
 def test_nft_reads_what_we_print(member: Place, wanted: Capture) -> None:
     [table] = pod(wanted).namespaces[POD].tables
     program = member.popen(
-        ["nft", "--check", "--file", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [needed("nft"), "--check", "--file", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     _, errors = program.communicate(table_text(table), timeout=WAIT_S)
     assert program.returncode == 0, errors

@@ -12,6 +12,7 @@ import yaml
 
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S
+from tests.programs import needed
 from tproxy.aio.lab import Lab
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
@@ -113,11 +114,11 @@ def test_watch_repairs_and_takes_up_an_edited_file(lab: Lab, file: Path) -> None
             assert watching.stdout is not None
             lines = iter(watching.stdout.readline, "")
             assert any(line.endswith("changes\n") for line in lines)
-            assert worker.place.popen(["ip", "rule", "del", "priority", "101"]).wait(WAIT_S) == 0
+            assert worker.place.popen([needed("ip"), "rule", "del", "priority", "101"]).wait(WAIT_S) == 0
             assert next(lines) == "host: + rule priority 101 fwmark 0x100/0x100 lookup 101\n"
             assert next(lines) == "1 repairs\n"
             file.write_text(describe(lab, ["productpage", "ratings"]))
-            assert worker.place.popen(["ip", "rule", "del", "priority", "101"]).wait(WAIT_S) == 0
+            assert worker.place.popen([needed("ip"), "rule", "del", "priority", "101"]).wait(WAIT_S) == 0
             assert next(lines) == "description changed\n"
             assert any("uid-ratings" in line for line in lines)
             watching.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ import uvloop
 
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S, app, ask, serving, toy_ztunnel
+from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel, Kernel
 from tproxy.aio.lab import Lab, Worker
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
@@ -156,7 +157,7 @@ def test_a_route_of_somebody_else_is_not_replaced(kernel: BlockingKernel, w1: Wo
 
 
 def _routes(worker: Worker, table: int) -> list[str]:
-    process = worker.place.popen(["ip", "route", "show", "table", str(table)], stdout=-1, text=True)
+    process = worker.place.popen([needed("ip"), "route", "show", "table", str(table)], stdout=-1, text=True)
     output, _ = process.communicate(timeout=WAIT_S)
     return output.splitlines()
 
@@ -195,7 +196,7 @@ def _add_rule(w1: Worker) -> None:
 
 
 def _ip(w1: Worker, *words: str) -> None:
-    assert w1.place.popen(["ip", *words]).wait(WAIT_S) == 0
+    assert w1.place.popen([needed("ip"), *words]).wait(WAIT_S) == 0
 
 
 def _delete_tproxy_table(w1: Worker) -> None:

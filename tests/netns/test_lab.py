@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.netns.toys import WAIT_S, app, ask
+from tests.programs import needed
 from tproxy.aio import netns
 from tproxy.aio.lab import Lab, sweep
 from tproxy.aio.netns import Netns
@@ -133,11 +133,11 @@ def test_names_do_not_pile_up_mounts() -> None:
 
 def test_an_unprivileged_user_gets_a_lab_of_their_own() -> None:
     limit = Path("/proc/sys/user/max_user_namespaces")
-    if int(limit.read_text()) == 0 or shutil.which("setpriv") is None:
-        pytest.skip("NOT TESTED: needs user namespaces and setpriv")
+    if int(limit.read_text()) == 0:
+        pytest.skip("NOT TESTED: needs user namespaces")
     program = PROGRAM.replace("time.sleep(600)", "print(lab.pod('a').run(__import__('os').getuid), flush=True)")
     # CAP_SETFCAP stays because only its holders may map user 0, which is who runs this.
-    setpriv = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
+    setpriv = [needed("setpriv"), "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
     done = subprocess.run(
         [*setpriv, sys.executable, "-c", program],
         capture_output=True,

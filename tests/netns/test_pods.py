@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from tests.programs import needed
 from tests.ztunnel.inpod.agents import INFO, Agent, open_descriptors
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import listen
@@ -78,21 +78,19 @@ def test_this_process_may_do_what_pods_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dropped", "needed"), [("-sys_admin", "CAP_SYS_ADMIN"), ("-net_admin,-net_raw", "CAP_NET_ADMIN")]
+    ("dropped", "missing"), [("-sys_admin", "CAP_SYS_ADMIN"), ("-net_admin,-net_raw", "CAP_NET_ADMIN")]
 )
-def test_a_missing_capability_is_named(dropped: str, needed: str) -> None:
-    if shutil.which("setpriv") is None:
-        pytest.skip("NOT TESTED: needs setpriv")
+def test_a_missing_capability_is_named(dropped: str, missing: str) -> None:
     program = "from ztunnel.inpod.manager import check_privileges; check_privileges()"
     done = subprocess.run(
-        ["setpriv", f"--bounding-set={dropped}", sys.executable, "-c", program],
+        [needed("setpriv"), f"--bounding-set={dropped}", sys.executable, "-c", program],
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=30,
         check=False,
     )
-    assert f"needs {needed}; run as root, or add {needed}" in done.stderr.splitlines()[-1]
+    assert f"needs {missing}; run as root, or add {missing}" in done.stderr.splitlines()[-1]
 
 
 def test_ten_thousand_pods_come_and_go_and_leave_nothing() -> None:

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 from tests.netns.toys import WAIT_S, app, ask
+from tests.programs import needed
 from tproxy.aio import sockets
 from tproxy.aio.lab import Lab
 from tproxy.aio.netns import Netns
@@ -48,7 +49,7 @@ def silent(lab: Lab) -> Netns:
     """From here 192.0.2.1 is at a hardware address that nobody has."""
     client = lab.pod("client")
     for words in ("route add 192.0.2.1 dev eth0", "neigh add 192.0.2.1 lladdr 02:00:00:00:00:01 dev eth0"):
-        assert client.popen(["ip", *words.split()]).wait(WAIT_S) == 0
+        assert client.popen([needed("ip"), *words.split()]).wait(WAIT_S) == 0
     return client.netns
 
 
