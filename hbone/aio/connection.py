@@ -174,10 +174,13 @@ class Connection:
             return
         try:
             if tls is not None:
+                finished = False
                 try:
                     finished = tls.handshake()
                 finally:
-                    self.link.send_tls()
+                    # What a server says last, tickets nobody uses, goes along with its SETTINGS.
+                    if not finished or self.role is Role.CLIENT:
+                        self.link.send_tls()
                 if not finished:
                     return
                 self.facts = tls.facts()

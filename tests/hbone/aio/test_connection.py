@@ -31,6 +31,7 @@ from hbone.errors import (
     TunnelClosed,
 )
 from hbone.settings import Http2Settings, client_settings
+from hbone.tls import TlsSession
 from tests.hbone.aio.harness import CONNECT, LOOPS, App, connected, contexts, polling, run, tcp_pair
 
 
@@ -305,6 +306,33 @@ def test_pings_keep_an_idle_connection() -> None:
                 await asyncio.sleep(0.3)
                 assert pair.client.error is None
                 assert pair.server.error is None
+
+    run(main)
+
+
+def test_settings_come_with_the_end_of_the_handshake() -> None:
+    """In one write: what TLS has to say at its end is of no use to the client, and would wake it twice."""
+
+    async def main() -> None:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a read is a write of the other side
+        for sock in (near, far):
+            sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        tls, sealed, plain = TlsSession(contexts()[0]), bytearray(65536), bytearray(65536)
+
+        async def ignore(_: Request) -> None: ...
+
+        with polling() as poller, near:
+            serving = loop.create_task(serve_connection(far, contexts()[1], ConnectionSettings(), poller, ignore))
+            while not tls.handshake():
+                await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+                tls.receive(memoryview(await loop.sock_recv(near, 65536)))
+            await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+            tls.receive(memoryview(await loop.sock_recv(near, 65536)))
+            assert tls.read_into(memoryview(plain)) > 9
+            assert plain[3] == 0x04  # the type of a SETTINGS frame
+            serving.cancel()
+            await asyncio.wait([serving])
 
     run(main)
 
