@@ -1,7 +1,8 @@
 """From a mesh to what one node's proxy is sent: listeners, clusters, endpoints. Pure.
 
-The output is that of the ambient control plane of late 2022 (its names, its order, its structure), with two
-things it left out: servers are verified, and clients must show a certificate. A real Envoy has no
+The output is that of the ambient control plane of late 2022 (its names, its order, its structure), with three
+things it left out: servers are verified, clients must show a certificate, and no session is resumed, so that
+each connection does both. A real Envoy has no
 ``set_dst_address`` listener filter and no workload metadata; for it, stock filters that do the same take
 their place (``Flavour.STOCK_ENVOY``).
 """
@@ -307,6 +308,7 @@ class NodeConfig:
             "typed_config": {
                 "@type": _T + "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
                 "require_client_certificate": True,
+                "disable_stateless_session_resumption": True,
                 "common_tls_context": self._tls(pod.identity),
             },
         }
@@ -549,6 +551,7 @@ class NodeConfig:
             "typed_config": {
                 "@type": _T + "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
                 "common_tls_context": self._tls(source),
+                "max_session_keys": 0,
             },
         }
 

@@ -1,9 +1,11 @@
 """What one node is sent: the structure of 2022, read back by our own compiler."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from tests.ztunnel.control_plane.meshes import BOOKINFO, mesh
 from xds.dialects.envoy import Surroundings, compile_assignment, compile_cluster, compile_listener
@@ -220,3 +222,26 @@ def test_servers_are_verified_and_clients_must_show_a_certificate() -> None:
     for context in (inbound, upstream):
         assert context.validation_ref.name == "ROOTCA"
         assert context.validation.san_matches[0].match.value == "spiffe://cluster.local/"
+
+
+def test_envoy_resumes_no_session() -> None:
+    """It would look at no certificate then; our own proxy never resumes, so its compiler forgets these fields."""
+    said = [
+        MessageToDict(message, preserving_proto_field_name=True)
+        for message in NodeConfig(mesh(), "worker2", Flavour.STOCK_ENVOY).messages()
+    ]
+    contexts = [context for message in said for context in _contexts(message)]
+    kinds = {context["@type"].rpartition(".")[2] for context in contexts}
+    assert kinds == {"UpstreamTlsContext", "DownstreamTlsContext"}
+    for context in contexts:
+        assert context.get("max_session_keys") == 0 or context.get("disable_stateless_session_resumption") is True
+
+
+def _contexts(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if str(value.get("@type")).endswith("TlsContext"):
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _contexts(part)
