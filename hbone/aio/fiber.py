@@ -162,6 +162,8 @@ class Fiber(asyncio.Future[None]):
         ended, self._ended = self._ended, None
         if ended is not None:
             ended(self)
+        # From Python 3.12 on the frames of an error know this one as the one below them.
+        del self
 
     def _wait(self, future: Any) -> None:
         if future is None:  # asyncio.sleep(0)
