@@ -179,6 +179,10 @@ CASES: dict[str, Case] = {
         _apart(_requests("crr", 1)),
         (Row("new connection, nodes 1 ms apart, p50", "us", "p50"),),
     ),
+    "first, apart": Case(
+        _apart(_first),
+        (Row("first connection, nodes 1 ms apart, p50", "us", "p50"),),
+    ),
     **{
         f"rr, {n}": Case(
             _requests("rr", n),

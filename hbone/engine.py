@@ -110,7 +110,7 @@ class Engine:
         self._peer_initial_window = _DEFAULT_WINDOW
         self._send_window = _DEFAULT_WINDOW
         self._send_blocked = False
-        self._receive_window = _DEFAULT_WINDOW
+        self._receive_window = settings.connection_window_bytes
         self._unacknowledged = 0
         self._window_step = settings.stream_window_bytes // 2
         self._connection_step = settings.connection_window_bytes // 2
@@ -132,16 +132,20 @@ class Engine:
 
     # What we start
 
-    def start(self) -> None:
-        """Queue what opens the connection: (preface,) SETTINGS, WINDOW_UPDATE."""
+    @property
+    def opening(self) -> bytes:
+        """What opens the connection: (preface,) SETTINGS, WINDOW_UPDATE."""
         opening = b"" if self._server else PREFACE
         opening += frames.settings_frame(self.settings.wire(self.role))
         raise_by = self.settings.connection_window_bytes - _DEFAULT_WINDOW
         if raise_by:
             # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
             opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
-            self._receive_window += raise_by
-        self.output.append(opening)
+        return opening
+
+    def start(self) -> None:
+        """Queue :attr:`opening`."""
+        self.output.append(self.opening)
 
     @property
     def said_goodbye(self) -> bool:

@@ -28,6 +28,7 @@ _lib: Final[Any] = Binding.lib
 RECORD_BYTES: Final = 16_384
 RECORD_OVERHEAD: Final = 64  # of TLS 1.2 and 1.3 with AEAD suites it is 22 to 29
 _SPARE: Final = 16_384  # alerts, key updates, session messages
+_NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
     # OpenSSL's reason texts; alerts read "... alert <name>" and came from the peer.
@@ -70,21 +71,30 @@ class TlsSession:
 
     Order of calls: :meth:`receive`, then :meth:`handshake` until it is True, then :meth:`read_into` until it
     returns less than asked; after any call, :meth:`seal` takes what must be sent.
+
+    Args:
+        context: parameters and identity.
+        greeting: of a server: sent with its first flight, before the client has proved anything, so that the
+            client has it when it begins to speak (RFC 8446, 2; "0.5-RTT data"). TLS 1.2 cannot do that:
+            see :attr:`greeted`.
     """
 
     __slots__ = (
         "_connection",
         "_context",
+        "_greeting",
         "_incoming",
         "_ssl",
         "_verification",
         "_wbio",
         "established",
+        "greeted",
         "peer_closed",
     )
 
-    def __init__(self, context: TlsContext) -> None:
+    def __init__(self, context: TlsContext, greeting: bytes = b"") -> None:
         self._context = context
+        self._greeting = greeting
         self._connection = connection = SSL.Connection(context.raw)
         self._verification = Verification()
         connection.set_app_data(self._verification)
@@ -98,6 +108,8 @@ class TlsSession:
         self._wbio: Any = connection._from_ssl
         self._incoming: memoryview | None = None
         self.established = False
+        self.greeted = False
+        """The greeting is on its way."""
         self.peer_closed = False
         """The peer sent close_notify: there is nothing more to read."""
 
@@ -115,6 +127,8 @@ class TlsSession:
             TlsError: it failed; :meth:`seal` holds the alert.
         """
         try:
+            if self._greeting:
+                self._greet()
             self._connection.do_handshake()
         except SSL.WantReadError:
             return False
@@ -131,6 +145,20 @@ class TlsSession:
                 raise TlsError(TlsReason.ALPN, "server selected no protocol of ours")
         self.established = True
         return True
+
+    def _greet(self) -> None:
+        """Up to the end of our first flight, then the greeting; raises as ``do_handshake``.
+
+        OpenSSL stops there only for those who ask for early data of TLS. There is none: no session is resumed.
+        """
+        nothing, size, ssl = _ffi.new("char[1]"), _ffi.new("size_t *"), self._ssl
+        if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
+            self._connection._raise_ssl_error(ssl, -1)
+        greeting, self._greeting = self._greeting, b""
+        if _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION:
+            if not _lib.SSL_write_early_data(ssl, greeting, len(greeting), size):
+                self._connection._raise_ssl_error(ssl, -1)
+            self.greeted = True
 
     def read_into(self, plain: memoryview) -> int:
         """Decrypt into ``plain``; less than its length: the ciphertext is used up, or the peer closed.

@@ -126,8 +126,13 @@ class Connection:
         self.role = role
         self.settings = settings
         self.poller = poller
-        self.link = Link(sock, TlsSession(tls_context) if tls_context is not None else None, poller)
         self.engine = Engine(role, settings.http2, poller)
+        tls = None
+        if tls_context is not None:
+            # Who may send first bytes with a CONNECT knows that before the first one.
+            early = role is Role.SERVER and settings.http2.early_data
+            tls = TlsSession(tls_context, self.engine.opening if early else b"")
+        self.link = Link(sock, tls, poller)
         self.facts: PeerFacts | None = None
         """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
         self.error: Exception | None = None
@@ -163,7 +168,8 @@ class Connection:
             TlsError: either side refused.
             PeerSilent: not within ``handshake_timeout_s``.
             ConnectionBroken: the network ended it.
-            Exception: what ``on_established`` raised; nothing of HTTP/2 was sent then.
+            Exception: what ``on_established`` raised; nothing of HTTP/2 was sent then but, by a server that
+                announces early data, its SETTINGS.
         """
         begin = partial(self._handshake_step, None)
         return waits.handshake(begin, self._established, self.settings.handshake_timeout_s, self._end)
@@ -178,7 +184,7 @@ class Connection:
                 try:
                     finished = tls.handshake()
                 finally:
-                    # What a server says last, tickets nobody uses, goes along with its SETTINGS.
+                    # What a server says last, tickets nobody uses, goes along with its first frames.
                     if not finished or self.role is Role.CLIENT:
                         self.link.send_tls()
                 if not finished:
@@ -190,7 +196,8 @@ class Connection:
             self._end(error)
             return
         self._established.set_result(None)
-        self.engine.start()
+        if tls is None or not tls.greeted:
+            self.engine.start()
         if self._closing and self.role is Role.SERVER:
             self.engine.drain()
         self.flush()

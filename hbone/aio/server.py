@@ -154,8 +154,8 @@ async def serve_connection(
         poller: of this loop.
         on_request: runs as a fiber per request; must answer it, owns the tunnel it accepted, which is closed
             when the handler returns. Cancelled when the stream ends before the answer.
-        on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is sent; may keep it
-            for ``drain``, ``abort`` or ``close``; may raise to close it without a frame.
+        on_established: sees the connection (and its ``facts``) before any HTTP/2 frame is read, or sent but
+            SETTINGS; may keep it for ``drain``, ``abort`` or ``close``; may raise to close it without an answer.
 
     Raises:
         TlsError, PeerSilent, ConnectionBroken: the handshake failed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +18,17 @@ from tests.hbone.certificates import Authority, Leaf
 ROOT = Authority()
 LEAF = ROOT.issue("spiffe://cluster.local/ns/a/sa/b")
 OUT = memoryview(bytearray(sealed_bytes(300_000)))
+GREETING = b"welcome, whoever you are"
+greeting = b""  # of every server here
+
+
+@pytest.fixture(autouse=True, params=[b"", GREETING], ids=["", "greeting"])
+def _greeting(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever is proved or refused does not depend on it."""
+    global greeting
+    greeting = request.param
+    yield
+    greeting = b""
 
 
 def settings(leaf: Leaf | None = LEAF, trusted: bytes | None = ROOT.pem) -> TlsSettings:
@@ -29,15 +40,17 @@ def settings(leaf: Leaf | None = LEAF, trusted: bytes | None = ROOT.pem) -> TlsS
 
 
 def sessions(client: TlsSettings, server: TlsSettings) -> tuple[TlsSession, TlsSession]:
-    return TlsSession(TlsContext(Role.CLIENT, client)), TlsSession(TlsContext(Role.SERVER, server))
+    return TlsSession(TlsContext(Role.CLIENT, client)), TlsSession(TlsContext(Role.SERVER, server), greeting)
 
 
 class Outcome:
-    """A handshake by bytes: the first error of each side."""
+    """A handshake by bytes: the first error of each side, and what the client heard behind it."""
 
     def __init__(self, client: TlsSession, server: TlsSession, piece: int = 1 << 20) -> None:
         self.client: TlsError | None = None
         self.server: TlsError | None = None
+        self.heard = b""
+        room = memoryview(bytearray(100))
         waiting = {client: b"", server: b""}
         other = {client: server, server: client}
         for _ in range(8):
@@ -53,10 +66,13 @@ class Outcome:
                         if not session.established:
                             session.handshake()
                         if session.established:
-                            assert session.read_into(memoryview(bytearray(100))) == 0
+                            said = bytes(room[: session.read_into(room)])
+                            assert session is client or not said
+                            self.heard += said
                     except TlsError as error:
                         setattr(self, name, error)
                 waiting[other[session]] += bytes(OUT[: session.seal(b"", OUT)])
+        assert self.heard == (greeting if server.greeted and client.established else b"")
 
     @property
     def reasons(self) -> tuple[TlsReason | None, TlsReason | None]:
@@ -76,6 +92,23 @@ def test_handshake_in_pieces_and_facts(piece: int) -> None:
         assert facts.chain == (LEAF.certificate, ROOT.certificate)
         assert facts.uri_sans == ("spiffe://cluster.local/ns/a/sa/b",)
         assert (facts.version, facts.cipher, facts.alpn) == ("TLSv1.3", "TLS_AES_128_GCM_SHA256", b"h2")
+
+
+def test_a_greeting_is_there_before_the_client_has_proved_anything() -> None:
+    for groups in (None, ("X25519",)):  # the second needs a HelloRetryRequest
+        client, server = sessions(settings(), replace(settings(), groups=groups))
+        for _ in range(3):
+            client.handshake()
+            if client.established:
+                break
+            server.receive(memoryview(bytes(OUT[: client.seal(b"", OUT)])))
+            assert not server.handshake()
+            client.receive(memoryview(bytes(OUT[: server.seal(b"", OUT)])))
+        assert client.established
+        assert server.greeted == bool(greeting)
+        room = memoryview(bytearray(100))
+        assert bytes(room[: client.read_into(room)]) == greeting
+        assert not server.established
 
 
 @pytest.mark.parametrize("size", [1, 16_384, 16_385, 262_144])
@@ -239,6 +272,7 @@ def test_versions() -> None:
     client, server = sessions(old, both)
     assert Outcome(client, server).reasons == (None, None)
     assert server.facts().version == "TLSv1.2"
+    assert not server.greeted
     data = bytes(OUT[: client.seal(b"x" * 70_000, OUT)])
     server.receive(memoryview(data))
     assert server.read_into(memoryview(bytearray(80_000))) == 70_000

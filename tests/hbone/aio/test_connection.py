@@ -381,7 +381,10 @@ def test_a_connection_that_comes_while_its_server_drains_is_told_in_order() -> N
     run(main)
 
 
-def test_the_established_hook_can_close_without_a_frame() -> None:
+@pytest.mark.parametrize("early_data", [False, True])
+def test_the_established_hook_can_close_without_a_frame(*, early_data: bool) -> None:
+    """But, where early data is announced, the SETTINGS that do so."""
+
     class Denied(Exception):
         pass
 
@@ -398,7 +401,7 @@ def test_the_established_hook_can_close_without_a_frame() -> None:
                 await serve_connection(
                     sock,  # type: ignore[arg-type]
                     contexts()[1],
-                    ConnectionSettings(),
+                    ConnectionSettings(http2=Http2Settings(early_data=early_data)),
                     poller,
                     never,
                     on_established=deny,
@@ -411,7 +414,7 @@ def test_the_established_hook_can_close_without_a_frame() -> None:
                 client = await connect(near, contexts()[0], default_client(), poller)
                 await client.wait_closed()
             assert isinstance(client.error, ConnectionBroken)
-            assert not client.engine.peer_settings_seen
+            assert client.engine.peer_settings_seen == early_data
 
     run(main)
 

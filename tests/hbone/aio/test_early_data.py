@@ -35,7 +35,7 @@ async def pair_of(
     *,
     refuse: bool = False,
 ) -> AsyncIterator[Pair]:
-    """A pair whose client has heard what its server announces."""
+    """A pair whose client has heard its server's SETTINGS; an announcement of early data is there at once."""
 
     async def refused(request: Request) -> None:
         request.refuse(503)
@@ -46,8 +46,10 @@ async def pair_of(
         server_settings=server_settings or server(),
         on_request=refused if refuse else None,
     ) as pair:
+        announced = pair.server.settings.http2.early_data
         async with asyncio.timeout(5):
             while not pair.client.engine.peer_settings_seen:
+                assert not announced
                 await asyncio.sleep(0.001)
         yield pair
 
