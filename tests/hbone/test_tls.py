@@ -331,11 +331,11 @@ def test_keys_are_not_shown() -> None:
 
 def test_nothing_is_resumed() -> None:
     context_client, context_server = TlsContext(Role.CLIENT, settings()), TlsContext(Role.SERVER, settings())
-    client, server = TlsSession(context_client), TlsSession(context_server)
+    client, server = TlsSession(context_client), TlsSession(context_server, greeting)
     Outcome(client, server)
     session = client._connection.get_session()
     assert session is not None
-    client, server = TlsSession(context_client), TlsSession(context_server)
+    client, server = TlsSession(context_client), TlsSession(context_server, greeting)
     client._connection.set_session(session)
     assert Outcome(client, server).reasons == (None, None)
     assert server.facts().chain  # verified anew
