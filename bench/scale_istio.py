@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from xds.dialects.istio.authorization import compile_authorization
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
-from xds.model.workload import Workload
+from xds.model.workload import Workload, WorkloadUid
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, Resource
@@ -43,7 +44,7 @@ from xds.protocol.types import ADDRESS
 from ztunnel import heap
 from ztunnel.ambient.mesh_feed import MeshFeed
 from ztunnel.policy.engine import judge
-from ztunnel.route import Client, route_for
+from ztunnel.route import Client, Route, route_for
 
 _SIZES = (10, 1000, 20_000)
 _ENDPOINTS = (10, 1000, 10_000)
@@ -233,11 +234,12 @@ async def _measure_mesh(mesh: Mesh, stream: Stream, services: int, workloads: in
         turn = iter(destinations * (200_000 // len(destinations)))
         for destination in destinations:
             route_for(client, destination, mesh, rng.randrange)
-        record[name] = timed_us(
-            lambda turn=turn: route_for(client, next(turn), mesh, rng.randrange),
-            2000,
-        )
+        record[name] = timed_us(partial(_route_to_next, turn, client, mesh, rng), 2000)
     return record
+
+
+def _route_to_next(turn: Iterator[SocketAddress], client: Client, mesh: Mesh, rng: random.Random) -> Route:
+    return route_for(client, next(turn), mesh, rng.randrange)
 
 
 async def measure_endpoints(count: int) -> dict[str, Any]:
@@ -271,13 +273,17 @@ async def _measure_endpoints(mesh: Mesh, stream: Stream, count: int) -> dict[str
     return record
 
 
+def _rule(match: dict[str, Any]) -> security.Rule:
+    return security.Rule(clauses=[security.Clause(matches=[security.Match(**match)])])
+
+
 def measure_policies(kind: str) -> dict[str, Any]:
     """Many policies for the whole mesh, none of which concerns the connection."""
     heap.expect_growth()
     mesh = Mesh()
     policies = []
     for number in range(_POLICIES):
-        matches = []
+        matches: list[dict[str, Any]] = []
         for rule in range(_RULES):
             text = f"cluster.local/ns/none/sa/account-{number}-{rule}"
             match kind:
@@ -292,13 +298,13 @@ def measure_policies(kind: str) -> dict[str, Any]:
             namespace="istio-system",
             scope=security.GLOBAL,
             action=security.DENY,
-            rules=[{"clauses": [{"matches": [match]}]} for match in matches],
+            rules=[_rule(match) for match in matches],
         )
         policies.append(compile_authorization(message.SerializeToString()))
     begun_s = time.perf_counter()
     mesh.apply(policies)
     put_s = time.perf_counter() - begun_s
-    workload = Workload(uid="w", namespace="shop")
+    workload = Workload(uid=WorkloadUid("w"), namespace="shop")
     facts = ConnectionFacts(
         source=SocketAddress("10.0.0.1", 40000),
         direct_source=SocketAddress("10.0.0.1", 40000),
