@@ -8,7 +8,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
+from hbone.frames import SETTINGS, WINDOW_UPDATE
 from tests.netns.ambient import HELLO, ROOT, NodeProxy, ask, eventually, mesh_of
 from tests.netns.toys import app
 from tests.ztunnel.inpod.agents import Agent
@@ -340,7 +341,7 @@ def opening(authority: str) -> bytes:
 
 
 def heard(place: Place, host: str, folder: Path, shown: Certificate | None, authority: str) -> bytes:
-    """What a client with this certificate gets out of a pod's port 15008."""
+    """What a client with this certificate gets out of a pod's port 15008, as bytes of HTTP/2."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -361,6 +362,13 @@ def heard(place: Place, host: str, folder: Path, shown: Certificate | None, auth
             if b"let me in" in received:
                 break
     return received
+
+
+def frame_types(said: bytes) -> Iterator[int]:
+    """Of whole frames."""
+    while said:
+        yield said[3]
+        said = said[9 + int.from_bytes(said[:3], "big") :]
 
 
 class Forger:
@@ -420,11 +428,15 @@ class Forger:
         new.rename(self._folder / "crl.pem")
 
 
-def test_strangers_get_nothing_and_each_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early_data", [True, False], ids=["early-data", "no-early-data"])
+def test_strangers_get_no_answer_and_each_is_told_of(tmp_path: Path, *, early_data: bool) -> None:
+    """What announces early data they hear, with the server's first flight; without that nothing at all."""
+    greeting = [SETTINGS, WINDOW_UPDATE] if early_data else []
+
     async def main() -> None:
         forger = Forger(tmp_path)
         forger.publish()
-        env = {"CRL_PATH": str(tmp_path / "crl.pem")}
+        env = {"CRL_PATH": str(tmp_path / "crl.pem"), "ZTUNNEL_EARLY_DATA": str(early_data).lower()}
         nodes = {"w1": ["server"], "w2": ["stranger"]}
         async with mesh_of(nodes, tmp_path, captured=["server"], env=env) as mesh:
             server, stranger, proxy = mesh.lab.pod("server"), mesh.lab.pod("stranger"), mesh.proxies["w1"]
@@ -446,13 +458,13 @@ def test_strangers_get_nothing_and_each_is_told_of(tmp_path: Path) -> None:
                     "elsewhere": (forger.elsewhere(), "san"),
                 }
                 for number, (name, (shown, reason)) in enumerate(cases.items(), start=1):
-                    assert await told(shown) == b"", name
+                    assert list(frame_types(await told(shown))) == greeting, name
                     await eventually(lambda number=number: len(errors(proxy)) == number, f"the line about {name}")
                     assert f"({reason})" in errors(proxy)[-1], name
                 assert proxy.metric("istio_tcp_connections_opened_total", reporter="destination") == 1
                 revoked = forger.revoked()
                 async with asyncio.timeout(20):
-                    while await told(revoked):  # until the proxy has seen the list
+                    while list(frame_types(await told(revoked))) != greeting:  # until the proxy has seen the list
                         pass
                 await eventually(lambda: len(errors(proxy)) > len(cases), "the line about the revoked one")
                 assert "(revoked)" in errors(proxy)[-1]
