@@ -4,7 +4,7 @@ import asyncio
 import http.client
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -230,7 +230,7 @@ def test_answer_under_way_is_finished_when_the_server_closes() -> None:
 
 
 def test_port_taken_is_named() -> None:
-    async def main() -> Coroutine[Any, Any, None]:
+    async def main() -> None:
         async with PageServer("one", LOCAL, echo, SystemClock()) as first:
             with pytest.raises(PortTaken) as caught:
                 await PageServer("two", first.address, echo, SystemClock()).__aenter__()
