@@ -1,4 +1,4 @@
-"""Programs that a test asks for a second opinion; a machine need not have them."""
+"""Programs of the system that some tests use; a machine need not have them."""
 
 import shutil
 

@@ -193,7 +193,7 @@ def idle_then_data(site: Site) -> str:
     with tunnel(site, "echo") as sock:
         sock.sendall(b"a")
         first = sock.recv(1)
-        time.sleep(12)
+        time.sleep(12)  # longer than what ends or probes the idle: keepalives and first requests, 10 s each
         sock.sendall(b"b")
         second = sock.recv(1)
         sock.shutdown(socket.SHUT_WR)

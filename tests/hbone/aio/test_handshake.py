@@ -1,0 +1,189 @@
+"""How connections begin: what is said when, who is turned away, and what a beginning that fails leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.server import Request, serve_connection
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import (
+    ConnectionBroken,
+    PeerSilent,
+    RemoteProtocolError,
+    TlsError,
+    TlsReason,
+)
+from hbone.settings import Http2Settings
+from hbone.tls import TlsSession
+from tests.hbone.aio.harness import CONNECT, contexts, polling, run, tcp_pair
+
+
+def test_settings_come_with_the_end_of_the_handshake() -> None:
+    """In one write: what TLS has to say at its end is of no use to the client, and would wake it twice."""
+
+    async def main() -> None:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a read is a write of the other side
+        for sock in (near, far):
+            sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        tls, sealed, plain = TlsSession(contexts()[0]), bytearray(65536), bytearray(65536)
+
+        async def ignore(_: Request) -> None: ...
+
+        with polling() as poller, near:
+            serving = loop.create_task(serve_connection(far, contexts()[1], ConnectionSettings(), poller, ignore))
+            while not tls.handshake():
+                await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+                tls.receive(memoryview(await loop.sock_recv(near, 65536)))
+            await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+            tls.receive(memoryview(await loop.sock_recv(near, 65536)))
+            assert tls.read_into(memoryview(plain)) > 9
+            assert plain[3] == 0x04  # the type of a SETTINGS frame
+            serving.cancel()
+            await asyncio.wait([serving])
+
+    run(main)
+
+
+def test_slow_handshakes_end_in_time() -> None:
+    async def main() -> None:
+        slow = ConnectionSettings(handshake_timeout_s=0.05)
+        with polling() as poller:
+            near, far = tcp_pair()
+
+            async def never(request: Request) -> None:
+                raise AssertionError
+
+            with near, pytest.raises(PeerSilent):
+                await serve_connection(far, contexts()[1], slow, poller, never)
+
+    run(main)
+
+
+@pytest.mark.parametrize("early_data", [False, True])
+def test_a_connection_that_comes_while_its_server_drains_is_told_in_order(*, early_data: bool) -> None:
+    # SETTINGS first (RFC 9113, 3.4), then GOAWAY; what was asked for before the client heard of it is carried.
+    settings = ConnectionSettings(http2=Http2Settings(early_data=early_data))
+
+    async def main() -> None:
+        near, far = tcp_pair()
+
+        async def accept(request: Request) -> None:
+            accepted.append(request.accept())
+
+        accepted: list[Tunnel] = []
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                serving = serve_connection(
+                    far, contexts()[1], settings, poller, accept, on_established=Connection.drain
+                )
+                tasks.create_task(serving)
+                client = await connect(near, contexts()[0], default_client(), poller)
+                opened = await client.open(CONNECT)
+                async with asyncio.timeout(5):
+                    while not client.engine.going_away:
+                        await asyncio.sleep(0.001)
+                assert client.error is None
+                opened.close()
+                accepted[0].close()
+                async with asyncio.timeout(5):
+                    await client.wait_closed()
+
+    run(main)
+
+
+@pytest.mark.parametrize("early_data", [False, True])
+def test_the_established_hook_can_close_without_a_frame(*, early_data: bool) -> None:
+    """But, where early data is announced, the SETTINGS that do so."""
+
+    class Denied(Exception):
+        pass
+
+    async def main() -> None:
+        def deny(connection: Connection) -> None:
+            assert connection.facts is not None
+            raise Denied
+
+        async def never(request: Request) -> None:
+            raise AssertionError
+
+        async def serve(sock: object) -> None:
+            with pytest.raises(Denied):
+                await serve_connection(
+                    sock,  # type: ignore[arg-type]
+                    contexts()[1],
+                    ConnectionSettings(http2=Http2Settings(early_data=early_data)),
+                    poller,
+                    never,
+                    on_established=deny,
+                )
+
+        with polling() as poller:
+            near, far = tcp_pair()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(serve(far))
+                client = await connect(near, contexts()[0], default_client(), poller)
+                await client.wait_closed()
+            assert isinstance(client.error, ConnectionBroken)
+            assert client.engine.peer_settings_seen == early_data
+
+    run(main)
+
+
+def test_not_http2_after_tls_is_refused() -> None:
+    async def main() -> None:
+        async def never(request: Request) -> None:
+            raise AssertionError
+
+        servers: asyncio.Queue[Connection] = asyncio.Queue()
+        with polling() as poller:
+            near, far = tcp_pair()
+            with near:
+                async with asyncio.TaskGroup() as tasks:
+                    serving = serve_connection(
+                        far, None, ConnectionSettings(), poller, never, on_established=servers.put_nowait
+                    )
+                    tasks.create_task(serving)
+                    near.send(b"GET / HTTP/1.1\r\n\r\n")
+                server = servers.get_nowait()
+                assert isinstance(server.error, RemoteProtocolError)
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_cancelling_a_handshake_closes_its_socket(turns: int) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, far = tcp_pair()
+            with far:
+                task = asyncio.get_running_loop().create_task(
+                    connect(near, contexts()[0], default_client(), poller)
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                if turns:
+                    assert near.fileno() == -1
+                else:
+                    near.close()
+
+    run(main)
+
+
+def test_peer_that_speaks_no_tls() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            near, far = tcp_pair()
+            far.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with far, pytest.raises(TlsError) as caught:
+                await connect(near, contexts()[0], default_client(), poller)
+            assert caught.value.reason is TlsReason.VERSION
+
+    run(main)
