@@ -379,7 +379,7 @@ class Datapath:
             http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
         if wanted.initial_connection_window is not None:
             http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
-        return replace(settings, http2=http2)
+        return settings if http2 is settings.http2 else replace(settings, http2=http2)
 
     async def _request(self, outer: Hop, chain: LiveChain, request: Request) -> None:
         """One request of a tunnel connection: usually a CONNECT, carried to the application."""
