@@ -75,8 +75,8 @@ class TlsSession:
     Args:
         context: parameters and identity.
         greeting: of a server: sent with its first flight, before the client has proved anything, so that the
-            client has it when it begins to speak (RFC 8446, 2; "0.5-RTT data"). TLS 1.2 cannot do that:
-            see :attr:`greeted`.
+            client has it when it begins to speak (RFC 8446, 2; "0.5-RTT data"). Not with TLS 1.2, nor after a
+            HelloRetryRequest: see :attr:`greeted`.
     """
 
     __slots__ = (
@@ -155,7 +155,9 @@ class TlsSession:
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
         greeting, self._greeting = self._greeting, b""
-        if _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION:
+        # It stops behind a HelloRetryRequest as well, before there is any key, and only once.
+        finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
+        if finished:
             if not _lib.SSL_write_early_data(ssl, greeting, len(greeting), size):
                 self._connection._raise_ssl_error(ssl, -1)
             self.greeted = True

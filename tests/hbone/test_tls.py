@@ -95,20 +95,36 @@ def test_handshake_in_pieces_and_facts(piece: int) -> None:
 
 
 def test_a_greeting_is_there_before_the_client_has_proved_anything() -> None:
-    for groups in (None, ("X25519",)):  # the second needs a HelloRetryRequest
-        client, server = sessions(settings(), replace(settings(), groups=groups))
-        for _ in range(3):
-            client.handshake()
-            if client.established:
-                break
-            server.receive(memoryview(bytes(OUT[: client.seal(b"", OUT)])))
-            assert not server.handshake()
-            client.receive(memoryview(bytes(OUT[: server.seal(b"", OUT)])))
-        assert client.established
-        assert server.greeted == bool(greeting)
-        room = memoryview(bytearray(100))
-        assert bytes(room[: client.read_into(room)]) == greeting
-        assert not server.established
+    client, server = sessions(settings(), settings())
+    flights_until_established(client, server, 1)
+    assert server.greeted == bool(greeting)
+    room = memoryview(bytearray(100))
+    assert bytes(room[: client.read_into(room)]) == greeting
+    assert not server.established
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_a_retried_hello_gets_no_greeting(piece: int) -> None:
+    """OpenSSL stops behind a HelloRetryRequest, too, where nothing could be encrypted, and then no more."""
+    other = replace(settings(), groups=("secp384r1",))  # of which the client sends no share at first
+    client, server = sessions(settings(), other)
+    flights_until_established(client, server, 2)
+    assert not server.greeted
+    client, server = sessions(settings(), other)
+    assert Outcome(client, server, piece).reasons == (None, None)
+    assert server.facts().group == "secp384r1"
+    assert not server.greeted
+    assert Outcome(*sessions(settings(None), other)).reasons == (TlsReason.NO_CERT, TlsReason.NO_CERT)
+
+
+def flights_until_established(client: TlsSession, server: TlsSession, flights: int) -> None:
+    """Until the client is; the server has not seen its Finished."""
+    for _ in range(flights):
+        assert not client.handshake()
+        server.receive(memoryview(bytes(OUT[: client.seal(b"", OUT)])))
+        assert not server.handshake()
+        client.receive(memoryview(bytes(OUT[: server.seal(b"", OUT)])))
+    assert client.handshake()
 
 
 @pytest.mark.parametrize("size", [1, 16_384, 16_385, 262_144])

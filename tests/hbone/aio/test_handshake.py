@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -17,9 +18,10 @@ from hbone.errors import (
     TlsError,
     TlsReason,
 )
-from hbone.settings import Http2Settings
+from hbone.settings import Http2Settings, Role
 from hbone.tls import TlsSession
-from tests.hbone.aio.harness import CONNECT, contexts, polling, run, tcp_pair
+from hbone.tls_context import TlsContext
+from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair
 
 
 def test_settings_come_with_the_end_of_the_handshake() -> None:
@@ -185,5 +187,26 @@ def test_peer_that_speaks_no_tls() -> None:
             with far, pytest.raises(TlsError) as caught:
                 await connect(near, contexts()[0], default_client(), poller)
             assert caught.value.reason is TlsReason.VERSION
+
+    run(main)
+
+
+def test_settings_that_could_not_come_early_come_late() -> None:
+    async def main() -> None:
+        retrying = TlsContext(Role.SERVER, replace(identity(), groups=("secp384r1",)))  # sends a HelloRetryRequest
+        settings = ConnectionSettings(http2=Http2Settings(early_data=True))
+        near, far = tcp_pair()
+
+        async def accept(request: Request) -> None:
+            request.accept().close()
+
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(serve_connection(far, retrying, settings, poller, accept))
+                client = await connect(near, contexts()[0], default_client(), poller)
+                assert not client.engine.peer_settings_seen
+                (await client.open(CONNECT)).close()
+                assert client.engine.peer_settings_seen
+                client.close()
 
     run(main)
