@@ -6,7 +6,6 @@ line came out as expected.
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 import time
@@ -18,6 +17,9 @@ from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected
 from tproxy.aio.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
+
+#: Between looks at whether somebody has interrupted a demo that stays up.
+_LOOK_S = 0.5
 
 MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo}
 
@@ -61,7 +63,8 @@ def main() -> int:
             if args.keep:
                 demo.explain()
                 with contextlib.suppress(KeyboardInterrupt):
-                    signal.pause()
+                    while True:  # signal.pause() sleeps for ever on a signal that came just before it
+                        time.sleep(_LOOK_S)
         return 1 if failures else 0
     except TproxyError as error:
         print(f"demo: {error}", file=sys.stderr)
