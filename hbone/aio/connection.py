@@ -21,6 +21,7 @@ from hbone.aio import waits
 from hbone.aio.fiber import Moment
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.rounds import Round
 from hbone.aio.tunnel import Tunnel
 from hbone.engine import Engine
 from hbone.errors import (
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from hbone.aio.socket import PlainSocket
 
 logger = logging.getLogger(__name__)
+
+_LOOKS = 4  # per interval of pings, or time that one may take: how exactly both are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ class Connection:
         "_ping_sent_s",
         "_requests",
         "_room",
-        "_timer",
+        "_round",
         "_touched",
         "_tunnels",
         "_waiting",
@@ -153,7 +156,7 @@ class Connection:
         self._closing = False
         self._established: asyncio.Future[None] = poller.loop.create_future()
         self._closed: asyncio.Future[None] = poller.loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
+        self._round: Round | None = None
         self._first: asyncio.TimerHandle | None = None
         self._ping_payload = b""
         self._ping_sent_s = 0.0
@@ -201,7 +204,7 @@ class Connection:
         if self._closing and self.role is Role.SERVER:
             self.engine.drain()
         self.flush()
-        self._schedule_ping()
+        self._keep_alive()
         limit_s = self.settings.first_request_timeout_s
         if self.role is Role.SERVER and limit_s is not None and self.error is None:
             self._first = self.poller.loop.call_later(limit_s, self.close)
@@ -274,28 +277,29 @@ class Connection:
 
     def _dispatch(self, event: Event) -> None:
         match event:
-            case RequestReceived(stream_id, head, ended):
+            case RequestReceived():
                 assert self._requests is not None
                 if self._first is not None:
                     self._first.cancel()
                     self._first = None
-                self._tunnels[stream_id] = tunnel = Tunnel(self, stream_id)
-                self._requests.arrived(self, tunnel, head, ended=ended)
-            case ResponseReceived(stream_id, status, headers):
-                self._answered(stream_id, status, headers)
-            case StreamEnded(stream_id):
-                tunnel_at = self._tunnels.get(stream_id)
+                self._tunnels[event.stream_id] = tunnel = Tunnel(self, event.stream_id)
+                self._requests.arrived(self, tunnel, event.head, ended=event.ended)
+            case ResponseReceived():
+                self._answered(event.stream_id, event.status, event.headers)
+            case StreamEnded():
+                tunnel_at = self._tunnels.get(event.stream_id)
                 if tunnel_at is not None:
                     tunnel_at.on_end()
-            case StreamReset(stream_id, code, by_peer, unprocessed):
-                what = "peer reset the stream" if by_peer else "peer broke the protocol on the stream"
-                self._stream_gone(stream_id, TunnelBroken(what, code=code, unprocessed=unprocessed))
-            case WindowOpened(stream_id):
-                if stream_id == 0 or stream_id in self._waiting:
+            case StreamReset():
+                what = "peer reset the stream" if event.by_peer else "peer broke the protocol on the stream"
+                error = TunnelBroken(what, code=event.code, unprocessed=event.unprocessed)
+                self._stream_gone(event.stream_id, error)
+            case WindowOpened():
+                if event.stream_id == 0 or event.stream_id in self._waiting:
                     self._room = True
                     self.poller.mark(self)  # resumed in flush, when this read's buffers are free
-            case PingAcknowledged(payload):
-                if payload == self._ping_payload:
+            case PingAcknowledged():
+                if event.payload == self._ping_payload:
                     self._ping_payload = b""
                 elif self._closing:
                     self._changed()  # perhaps the PONG that made the engine say its final GOAWAY
@@ -303,9 +307,9 @@ class Connection:
                 self._changed()
             case SettingsReceived():
                 self._changed()
-            case ConnectionFailed(code, detail):
+            case ConnectionFailed():
                 self.flush()
-                self._end(RemoteProtocolError(code, detail))
+                self._end(RemoteProtocolError(event.code, event.detail))
 
     def _answered(self, stream_id: int, status: int, headers: tuple[Header, ...]) -> None:
         answer = self._answers.pop(stream_id, None)
@@ -549,10 +553,11 @@ class Connection:
         if self.error is not None:
             return
         self.error = bare(error)
-        for timer in (self._timer, self._first):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._first = None
+        if self._round is not None:
+            self._round.leave(self)
+        if self._first is not None:
+            self._first.cancel()
+        self._round = self._first = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
@@ -587,29 +592,29 @@ class Connection:
 
     # Keepalive
 
-    def _schedule_ping(self) -> None:
-        if self.settings.ping_interval_s is not None and self.error is None:
-            self._timer = self.poller.loop.call_later(self.settings.ping_interval_s, self._ping)
+    def _keep_alive(self) -> None:
+        settings = self.settings
+        if settings.ping_interval_s is not None and self.error is None:
+            self._ping_sent_s = self.poller.loop.time()
+            self._round = self.poller.round(min(settings.ping_interval_s, settings.ping_timeout_s) / _LOOKS)
+            self._round.join(self, self.poller.now_s)
 
-    def _ping(self) -> None:
-        """Every interval: the PONG of the last one must have come within ``ping_timeout_s``."""
-        loop, settings = self.poller.loop, self.settings
+    def look(self) -> None:
+        """A PING every interval; the PONG of the last one must have come within ``ping_timeout_s``."""
+        settings, now_s = self.settings, self.poller.loop.time()
         assert settings.ping_interval_s is not None
-        if not self._ping_payload:
-            self._ping_payload = os.urandom(8)
-            self._ping_sent_s = loop.time()
-            self.engine.ping(self._ping_payload)
-            self.poller.mark(self)
-            wait = settings.ping_interval_s
-        else:
-            wait = self._ping_sent_s + settings.ping_timeout_s - loop.time()
-            if wait <= 0:
+        since_s = now_s - self._ping_sent_s
+        if self._ping_payload:
+            if since_s >= settings.ping_timeout_s:
                 if self.role is Role.SERVER:
                     self.engine.goaway(ErrorCode.NO_ERROR)
                     self.flush()
                 self._end(PeerSilent("HBONE ping timeout"))
-                return
-        self._timer = loop.call_later(min(wait, settings.ping_interval_s), self._ping)
+        elif since_s >= settings.ping_interval_s:
+            self._ping_payload = os.urandom(8)
+            self._ping_sent_s = now_s
+            self.engine.ping(self._ping_payload)
+            self.poller.mark(self)
 
 
 def _broken(error: Exception, when: str) -> HboneError:

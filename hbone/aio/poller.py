@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from hbone.aio.rounds import Round
 from hbone.aio.spin import Spin, SpinSettings
 from hbone.output import BUFFER_BYTES
 from hbone.tls import sealed_bytes
@@ -74,6 +75,7 @@ class Poller:
         self._loop = asyncio.get_running_loop()
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
+        self._most = 0
         self._filled: set[int] = set()
         self._again: list[Handler] = []
         self._steps: deque[Steps] = deque()
@@ -82,6 +84,7 @@ class Poller:
         self._turning = False
         self._closed = False
         self._free: list[memoryview] = []
+        self._rounds: dict[float, Round] = {}
         self._spin = Spin(spin) if spin is not None and spin.limit_s > 0 else None
         self.ciphertext = memoryview(bytearray(BUFFER_BYTES))
         # One record may have been left from the read before.
@@ -103,6 +106,11 @@ class Poller:
         """Sockets under watch."""
         return len(self._handlers)
 
+    def peak(self) -> int:
+        """The most sockets that were under watch since this was last asked."""
+        most, self._most = self._most, len(self._handlers)
+        return most
+
     def register(self, fd: int, handler: Handler) -> None:
         """Watch ``fd``, edge-triggered, for bytes and ends; it must be non-blocking.
 
@@ -110,6 +118,8 @@ class Poller:
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
+        if len(self._handlers) > self._most:
+            self._most = len(self._handlers)
 
     def await_room(self, fd: int) -> None:
         """The network took less than it was given: from now on room in it is an event too.
@@ -154,6 +164,13 @@ class Poller:
             self._dirty.append(flushable)
             self._schedule()
 
+    def round(self, interval_s: float) -> Round:
+        """The one of an interval: idle times are few values, from the configuration."""
+        known = self._rounds.get(interval_s)
+        if known is None:
+            known = self._rounds[interval_s] = Round(self._loop, interval_s)
+        return known
+
     def take(self) -> memoryview:
         """A buffer of 256 KiB."""
         return self._free.pop() if self._free else memoryview(bytearray(BUFFER_BYTES))
@@ -162,6 +179,13 @@ class Poller:
         """Return a buffer of :meth:`take`."""
         if len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)
+
+    def drop_buffers(self) -> int:
+        """Let go of half of the buffers that nobody has: what has gone on being unused is gone soon. How many."""
+        kept = len(self._free) // 2
+        dropped = len(self._free) - kept
+        del self._free[kept:]
+        return dropped
 
     def close(self) -> None:
         """Stop watching everything; the sockets stay with their owners."""
@@ -174,6 +198,9 @@ class Poller:
             self._again.clear()
             self._dirty.clear()
             self._free.clear()
+            for each in self._rounds.values():
+                each.close()
+            self._rounds.clear()
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()

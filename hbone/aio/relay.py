@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hbone.aio import waits
 from hbone.aio.end import End
 from hbone.aio.fiber import Moment
+from hbone.aio.rounds import Round
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
@@ -74,13 +75,12 @@ class Relay:
         "_done",
         "_error",
         "_first",
-        "_idle_s",
         "_left",
         "_linger",
         "_loop",
         "_quiet",
+        "_round",
         "_seen",
-        "_timer",
         "on_half_close",
     )
 
@@ -94,8 +94,7 @@ class Relay:
         self._error: Exception | None = None
         self._left = {a, b}
         self._linger: asyncio.TimerHandle | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._idle_s = idle_timeout_s
+        self._round: Round | None = None
         self._seen = -1
         self._quiet = 0
         self.on_half_close: Callable[[End], None] | None = None
@@ -104,7 +103,8 @@ class Relay:
         a.join(self, b)
         b.join(self, a)
         if idle_timeout_s is not None:
-            self._tick()
+            self._round = a.poller.round(idle_timeout_s / _LOOKS)
+            self._round.join(self, a.poller.now_s)
         a.start()
         if not self._done.done():  # of ``self._a`` the compiler believes that it still is what it was
             b.start()
@@ -155,25 +155,24 @@ class Relay:
             self._error = error
         self._finish()
 
-    def _tick(self) -> None:
-        assert self._idle_s is not None
+    def look(self) -> None:
+        """Once per eighth of the idle time: end when nothing has moved for all of it."""
         moved = self._counts.sent + self._counts.received
         self._quiet = self._quiet + 1 if moved == self._seen else 0
+        self._seen = moved
         if self._quiet == _LOOKS:
             self._finish(timed_out=True)
-            return
-        self._seen = moved
-        self._timer = self._loop.call_later(self._idle_s / _LOOKS, self._tick)
 
     def _finish(self, *, timed_out: bool = False) -> None:
         a, b = self._a, self._b
         if a is None or b is None:
             return
         self._a = self._b = None
-        for handle in (self._timer, self._linger):
-            if handle is not None:
-                handle.cancel()
-        self._timer = self._linger = None
+        if self._round is not None:
+            self._round.leave(self)
+        if self._linger is not None:
+            self._linger.cancel()
+        self._round = self._linger = None
         self._counts.freeze()
         a.leave()
         b.leave()
