@@ -8,7 +8,9 @@ anew: nobody waits for an event that will not come.
 
 Room is ``min(own limit, what the peer's SETTINGS say)``, and a limit learned later counts from then on. A
 connection that is draining (GOAWAY, our drain, evicted) keeps its streams and takes no more. Idle
-connections are released after ``idle_timeout_s`` and, beyond ``max_idle``, the least recently used first.
+connections are released after ``idle_timeout_s`` and, beyond ``max_idle``, the least recently used first. One
+that went idle beside others of its key is spare: what a peak has left behind is released after
+``spare_timeout_s``, and the peer keeps one.
 
 The caller executes what the methods return, in order, and reports back what came of it.
 """
@@ -28,12 +30,17 @@ WaiterId = NewType("WaiterId", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Limits; the defaults are the Rust ztunnel's, ``max_connections_per_key`` and ``max_waiters`` ours."""
+    """Limits; the defaults are the Rust ztunnel's.
+
+    Ours are ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s``: the memory of some connections
+    of a peak keeps much of what was around it from the system.
+    """
 
     max_streams_per_connection: int = 100
     max_connections_per_key: int = 1024
     max_idle: int = 500
     idle_timeout_s: float = 300.0
+    spare_timeout_s: float = 20.0
     max_waiters: int = 65_536
 
 
@@ -108,7 +115,9 @@ class PoolState:
         self._settings = settings
         self._keys: dict[Hashable, _Key] = {}
         self._members: dict[ConnectionId, _Member] = {}
+        #: Both longest idle first; every spare one is among the idle ones, too.
         self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
+        self._spare: OrderedDict[ConnectionId, None] = OrderedDict()
         self._waiting: dict[WaiterId, Hashable] = {}
         self._next_connection = 0
         self._next_waiter = 0
@@ -149,7 +158,8 @@ class PoolState:
             for connection, member in entry.members.items():
                 if member.streams < member.limit and not member.draining:
                     member.streams += 1
-                    self._idle.pop(connection, None)
+                    if member.streams == 1:
+                        self._wake(connection)
                     return connection
         return None
 
@@ -194,12 +204,12 @@ class PoolState:
         """The dial of ``key`` opened a connection, whose peer allows ``peer_limit`` streams (None: not known)."""
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
-        member = _Member(key, self._limit(peer_limit), idle_since_s=now_s)
+        member = _Member(key, self._limit(peer_limit))
         entry = self._keys.setdefault(key, _Key())
         entry.dialling = None
         entry.members[connection] = member
         self._members[connection] = member
-        self._idle[connection] = None
+        self._rest(connection, member, now_s)
         if self._closed:
             member.draining = True
             return connection, self._settle(connection, member)
@@ -237,8 +247,7 @@ class PoolState:
             return []
         member.streams -= 1
         if not member.streams:
-            member.idle_since_s = now_s
-            self._idle[connection] = None
+            self._rest(connection, member, now_s)
         if member.draining:
             return self._settle(connection, member)
         entry = self._keys[member.key]
@@ -265,22 +274,31 @@ class PoolState:
         return self._serve(member.key, entry, now_s) if entry is not None else []
 
     def advance(self, now_s: float) -> list[Action]:
-        """Release connections that have been idle for the whole timeout."""
+        """Release connections that have been idle for the whole timeout, and spare ones after theirs."""
         actions: list[Action] = []
-        while self._idle:
-            connection = next(iter(self._idle))
-            member = self._members[connection]
-            if now_s - member.idle_since_s < self._settings.idle_timeout_s:
-                break
-            member.draining = True
-            actions += self._settle(connection, member)
+        for waiting, timeout_s in self._timeouts():
+            while waiting:
+                connection = next(iter(waiting))
+                member = self._members[connection]
+                if now_s - member.idle_since_s < timeout_s:
+                    break
+                if waiting is self._spare and len(self._keys[member.key].members) == 1:
+                    del self._spare[connection]  # the others have ended since
+                    continue
+                member.draining = True
+                actions += self._settle(connection, member)
         return actions
 
     def next_deadline_s(self) -> float | None:
         """When :meth:`advance` has something to do."""
-        if not self._idle:
-            return None
-        return self._members[next(iter(self._idle))].idle_since_s + self._settings.idle_timeout_s
+        return min(
+            (
+                self._members[next(iter(waiting))].idle_since_s + timeout_s
+                for waiting, timeout_s in self._timeouts()
+                if waiting
+            ),
+            default=None,
+        )
 
     def close(self, error: Exception) -> list[Action]:
         """Every waiter fails; connections drain; whatever is dialled later closes at once."""
@@ -300,6 +318,29 @@ class PoolState:
             actions += self._settle(connection, member)
         return actions
 
+    def _timeouts(self) -> tuple[tuple[OrderedDict[ConnectionId, None], float], ...]:
+        settings = self._settings
+        return (self._spare, min(settings.spare_timeout_s, settings.idle_timeout_s)), (
+            self._idle,
+            settings.idle_timeout_s,
+        )
+
+    def _rest(self, connection: ConnectionId, member: _Member, now_s: float) -> None:
+        """It has no streams."""
+        member.idle_since_s = now_s
+        self._idle[connection] = None
+        others = self._keys[member.key].members
+        if len(others) > 1 and any(
+            other != connection and not others[other].draining and other not in self._spare for other in others
+        ):
+            self._spare[connection] = None
+
+    def _wake(self, connection: ConnectionId) -> None:
+        """It has a stream, or is gone."""
+        self._idle.pop(connection, None)
+        if self._spare:
+            self._spare.pop(connection, None)
+
     def _limit(self, peer_limit: int | None) -> int:
         own = self._settings.max_streams_per_connection
         return own if peer_limit is None else min(own, peer_limit)
@@ -311,7 +352,8 @@ class PoolState:
                 waiter, _ = entry.waiters.popitem(last=False)
                 del self._waiting[waiter]
                 member.streams += 1
-                self._idle.pop(connection, None)
+                if member.streams == 1:
+                    self._wake(connection)
                 actions.append(Assign(waiter, connection))
             if not entry.waiters:
                 break
@@ -353,7 +395,7 @@ class PoolState:
 
     def _remove(self, connection: ConnectionId, member: _Member) -> None:
         del self._members[connection]
-        self._idle.pop(connection, None)
+        self._wake(connection)
         entry = self._keys[member.key]
         del entry.members[connection]
         self._tidy(member.key, entry)

@@ -56,7 +56,8 @@ class Pool:
 
     def __init__(self, dial: DialFunction, settings: PoolSettings | None = None) -> None:
         self._dial = dial
-        self._state = PoolState(settings if settings is not None else PoolSettings())
+        self._settings = settings if settings is not None else PoolSettings()
+        self._state = PoolState(self._settings)
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[WaiterId, asyncio.Future[_Assigned]] = {}
         self._connections: dict[ConnectionId, Connection] = {}
@@ -164,26 +165,26 @@ class Pool:
     def _execute(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Dial(key):
+                case Dial(key=key):
                     self._dials[key] = self._loop.create_task(self._run_dial(key), name=f"dial {key!r}"[:200])
-                case Assign(waiter, connection_id):
+                case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
                     if future.done():  # cancelled, and not run since
                         self._loop.call_soon(self._released, connection_id)
                     else:
                         # Should it end before the waiter runs, it still says why.
                         future.set_result((connection_id, self._connections.get(connection_id)))
-                case Fail(waiter, error):
+                case Fail(waiter=waiter, error=error):
                     future = self._waiting.pop(waiter)
                     if not future.done():
                         future.set_exception(error)
-                case Close(connection_id):
+                case Close(connection=connection_id):
                     connection = self._connections.pop(connection_id, None)
                     self._limits.pop(connection_id, None)
                     if connection is not None:
                         connection.on_change(None)
                         connection.close()
-                case CancelDial(key):
+                case CancelDial(key=key):
                     task = self._dials.pop(key)
                     self._ending.add(task)
                     task.add_done_callback(self._ending.discard)
@@ -248,7 +249,9 @@ class Pool:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                self._timer = self._loop.call_at(deadline_s, self._advance)
+                # No later deadline can come before a spare one's: this needs no change when one does.
+                soonest_s = self._loop.time() + self._settings.spare_timeout_s
+                self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 
     def _advance(self) -> None:
         self._timer = None

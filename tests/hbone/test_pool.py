@@ -91,6 +91,35 @@ def test_idle_connections_go_after_their_time_or_the_oldest_first() -> None:
     assert pool.advance(16) == [Close(connections[0])]
 
 
+def test_what_a_peak_left_idle_beside_another_goes_soon() -> None:
+    pool = PoolState(PoolSettings(max_streams_per_connection=1, idle_timeout_s=100, spare_timeout_s=10))
+    connections = []
+    for second in range(3):
+        pool.request("k", second)
+        connections.append(pool.dialled("k", None, second)[0])
+    oldest, middle, newest = connections
+    for connection, at in ((newest, 20), (oldest, 21), (middle, 22)):
+        assert pool.released(connection, at) == []
+    assert pool.next_deadline_s() == 30
+    assert pool.advance(30) == [Close(newest)]
+    assert pool.place("k") == oldest
+    assert pool.released(oldest, 30.5) == []  # whoever is used again begins anew
+    assert pool.advance(31) == []
+    assert pool.advance(40.5) == [Close(oldest)]
+    assert pool.next_deadline_s() == 122
+    assert pool.advance(122) == [Close(middle)]
+
+
+def test_a_spare_connection_whose_others_have_ended_is_none() -> None:
+    pool = PoolState(PoolSettings(max_streams_per_connection=1, idle_timeout_s=100, spare_timeout_s=10))
+    busy, spare = [(pool.request("k", 0), pool.dialled("k", None, 0)[0])[1] for _ in range(2)]
+    pool.released(spare, 1)
+    pool.lost(busy, 2)
+    assert pool.advance(11) == []
+    assert pool.next_deadline_s() == 101
+    assert pool.advance(101) == [Close(spare)]
+
+
 def test_a_peer_that_allows_no_streams_is_not_dialled_for_ever() -> None:
     pool = PoolState(PoolSettings())
     pool.request("k", 0)
@@ -120,7 +149,9 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.pool = PoolState(
-            PoolSettings(max_streams_per_connection=3, max_idle=2, idle_timeout_s=5, max_waiters=20)
+            PoolSettings(
+                max_streams_per_connection=3, max_idle=2, idle_timeout_s=5, spare_timeout_s=2, max_waiters=20
+            )
         )
         self.waiting: dict[WaiterId, str] = {}
         self.dials: set[object] = set()
@@ -128,6 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.limit: dict[ConnectionId, int] = {}
         self.streams: dict[ConnectionId, int] = {}
         self.drained: set[ConnectionId] = set()
+        self.idle_since: dict[ConnectionId, float] = {}
         self.over = False
 
     def apply(self, actions: list[Action]) -> None:
@@ -192,6 +224,7 @@ class PoolMachine(RuleBasedStateMachine):
         expected = ConnectionId(self.pool._next_connection)
         self.open[expected], self.streams[expected] = key, 0
         self.limit[expected] = 3 if limit is None else min(3, limit)
+        self.idle_since[expected] = self.now
         connection, actions = self.pool.dialled(key, limit, self.now)
         assert connection == expected
         self.apply(actions)
@@ -209,6 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
         busy = sorted(connection for connection, count in self.streams.items() if count)
         connection = data.draw(st.sampled_from(busy))
         self.streams[connection] -= 1
+        self.idle_since[connection] = self.now
         self.apply(self.pool.released(connection, self.now))
 
     @precondition(lambda self: self.open)
@@ -216,6 +250,8 @@ class PoolMachine(RuleBasedStateMachine):
     def settings_arrive(self, data: st.DataObject, limit: int | None) -> None:
         connection = data.draw(st.sampled_from(sorted(self.open)))
         self.limit[connection] = 3 if limit is None else min(3, limit)
+        if limit == 0:
+            self.drained.add(connection)  # for good: whether the peer will have it again is not waited for
         self.apply(self.pool.limit_learned(connection, limit, self.now))
 
     @precondition(lambda self: self.open)
@@ -237,6 +273,12 @@ class PoolMachine(RuleBasedStateMachine):
     def clock_advances(self, seconds: float) -> None:
         self.now += seconds
         self.apply(self.pool.advance(self.now))
+        resting = [
+            key
+            for connection, key in self.open.items()
+            if not self.streams[connection] and self.now - self.idle_since[connection] >= 2
+        ]
+        assert len(resting) == len(set(resting)), "spare ones stayed"
 
     @precondition(lambda self: not self.over)
     @rule()
