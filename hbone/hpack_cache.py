@@ -22,6 +22,8 @@ from hbone.events import Header, Headers
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
+#: Fields whose values never come twice (a trace's identifier, a client's port): nothing with one is remembered.
+_ONE_OFF = (b"traceparent", b"forwarded")
 
 T = TypeVar("T")
 
@@ -156,6 +158,9 @@ class BlockDecoder(Generic[T]):
 
     def _remember(self, block: bytes, parsed: T) -> None:
         if len(self._blocks) < _MAX_ENTRIES and len(block) <= _MAX_CACHED_BYTES:
+            for name in _ONE_OFF:
+                if name in block:
+                    return
             self._blocks[block] = parsed
 
 
@@ -176,26 +181,26 @@ class BlockEncoder:
         known = self._blocks.get(key)
         if known is not None:
             return known
-        encoded = self._encode(key)
-        if len(self._blocks) >= _MAX_ENTRIES:
-            self._blocks.clear()
-        if len(encoded) <= _MAX_CACHED_BYTES:
-            self._blocks[key] = encoded
-        return encoded
-
-    def _encode(self, headers: Headers) -> bytes:
         fields = self._fields
         block = []
-        for header in headers:
+        recurs = True
+        for header in key:
             encoded = fields.get(header)
             if encoded is None:
                 encoded = self._field(header)
-                if len(fields) >= _MAX_ENTRIES:
-                    fields.clear()
-                if len(encoded) <= _MAX_CACHED_BYTES:
+                if header[0] in _ONE_OFF:
+                    recurs = False
+                elif len(encoded) <= _MAX_CACHED_BYTES:
+                    if len(fields) >= _MAX_ENTRIES:
+                        fields.clear()
                     fields[header] = encoded
             block.append(encoded)
-        return b"".join(block)
+        whole = b"".join(block)
+        if recurs and len(whole) <= _MAX_CACHED_BYTES:
+            if len(self._blocks) >= _MAX_ENTRIES:
+                self._blocks.clear()
+            self._blocks[key] = whole
+        return whole
 
     def _field(self, header: Header) -> bytes:
         name, value = header

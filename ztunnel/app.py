@@ -50,7 +50,6 @@ _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
 #: Without updates for so long, free pages go back to the system; a guess.
-_CALM_S = 2.0
 
 
 class State(StrEnum):
@@ -80,7 +79,6 @@ class Proxy:
         self._state = State.PRE_INITIALIZING
         self._stop = asyncio.Event()
         self._tasks = Tasks("proxy")
-        self._give_back: asyncio.TimerHandle | None = None
         self._discovered: dict[str, asyncio.Event] = {"lds": asyncio.Event(), "cds": asyncio.Event()}
         self._build()
 
@@ -97,6 +95,7 @@ class Proxy:
         )
         rng = random.Random()
         self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
+        self._housekeeper = heap.Housekeeper(self.poller)
         self.logs = AccessLogs(self.stats, settings.log_flush_s)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
@@ -241,6 +240,7 @@ class Proxy:
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.close)
             stack.callback(self.poller.close)
+            stack.callback(self._housekeeper.close)
             stack.push_async_callback(self._close_pools)
             stack.push_async_callback(self.datapath.close)
             stack.push_async_callback(self.clusters.close)
@@ -306,7 +306,7 @@ class Proxy:
                 await receive(update)
             finally:
                 done.set()
-                self._give_back_later()
+                self._housekeeper.changed()
 
         subscription = self.sources.of(discovery.source).subscribe(
             type_url,
@@ -316,12 +316,6 @@ class Proxy:
             on_initial_timeout=done.set,
         )
         self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
-
-    def _give_back_later(self) -> None:
-        """When updates have calmed down."""
-        if self._give_back is not None:
-            self._give_back.cancel()
-        self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
 
     async def _flush_logs(self) -> None:
         while True:

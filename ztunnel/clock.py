@@ -24,3 +24,13 @@ class SystemClock:
     def wall(self) -> float:
         """Seconds since the epoch."""
         return time.time()
+
+
+def utc(pattern: str, second: int) -> str:
+    """``strftime`` of a second since the epoch; names are English, as in every process that sets no locale.
+
+    For what is printed every second: aware ``datetime`` objects ask their zone for its offset by a name made anew,
+    which Python keeps in its cache of methods, and with it a megabyte of what was around it (see
+    :mod:`ztunnel.heap`).
+    """
+    return time.strftime(pattern, time.gmtime(second))

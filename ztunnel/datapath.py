@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import formatdate
 from functools import lru_cache
 
 from hbone.aio.connection import Connection, ConnectionSettings
@@ -30,7 +29,7 @@ from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from ztunnel.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
-from ztunnel.clock import Clock
+from ztunnel.clock import Clock, utc
 from ztunnel.connections import Connections, LiveConnection
 from ztunnel.identity.verify import subject_alt_names
 from ztunnel.inbound import Answer, RequestRefused, Terminator
@@ -501,10 +500,10 @@ class Datapath:
         await self._tasks.close()
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _date_header(second: int) -> tuple[bytes, bytes]:
     """The ``date`` of answers; a server writes the same one for a whole second."""
-    return b"date", formatdate(second, usegmt=True).encode()
+    return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()
 
 
 def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:

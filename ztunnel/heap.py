@@ -1,9 +1,25 @@
-"""The process's heap while a configuration comes, and when it is there (``bench/scale.py``)."""
+"""The process's heap: while a configuration comes, when it is there, and when load has gone (``bench/scale.py``,
+``bench/idle.py``).
+"""
 
+import asyncio
 import ctypes
 import functools
 import gc
 from collections.abc import Callable
+from typing import Final
+
+from hbone.aio.poller import Poller
+
+#: After the last of some changes.
+_CALM_S: Final = 2.0
+_LOOK_S: Final = 5.0
+#: Load has gone when of so many sockets at least so large a part has; fewer hold too little to look for.
+_MANY: Final = 32
+_GONE: Final = 0.75
+#: With so many sockets left a collection takes some 3 ms. It finds nothing (see :func:`settle`), but empties the
+#: interpreter's lists of free objects, each of which may be the last one in a megabyte.
+_FEW: Final = 500
 
 
 def expect_growth() -> None:
@@ -44,3 +60,45 @@ def give_back() -> bool:
     """
     trim = _malloc_trim()
     return trim is not None and bool(trim(0))
+
+
+class Housekeeper:
+    """Gives memory back to the system when it is calm: after changes of the configuration, and when load has gone.
+
+    Made inside the loop; :meth:`close` it before the poller.
+
+    Args:
+        poller: whose sockets are the load.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+        self._loop = asyncio.get_running_loop()
+        self._calm: asyncio.TimerHandle | None = None
+        self._peak = 0
+        self._next = self._loop.call_later(_LOOK_S, self._look)
+
+    def changed(self) -> None:
+        """Something was put in force; more may come at once."""
+        if self._calm is not None:
+            self._calm.cancel()
+        self._calm = self._loop.call_later(_CALM_S, give_back)
+
+    def _look(self) -> None:
+        dropped = self._poller.drop_buffers()
+        now = self._poller.registered
+        self._peak = max(self._peak, self._poller.peak())
+        ebbed = self._peak >= _MANY and now <= self._peak * (1 - _GONE)
+        if ebbed:
+            self._peak = now
+            if now <= _FEW:
+                gc.collect()
+        if ebbed or dropped:
+            give_back()
+        self._next = self._loop.call_later(_LOOK_S, self._look)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._next.cancel()
+        if self._calm is not None:
+            self._calm.cancel()

@@ -47,10 +47,10 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
             via = _text(facts.metadata, "tunnel", "address")
             if via is not None:
                 facts.filter_state[ORIGINAL_DST_OVERRIDE] = via
-        case model.OriginalSrc(mark):
-            info.options = UpstreamOptions(source=facts.source.host, mark=mark)
-        case model.WorkloadMetadata(baggage):
-            value = baggage.get(facts.source.host)
+        case model.OriginalSrc():
+            info.options = UpstreamOptions(source=facts.source.host, mark=entry.mark)
+        case model.WorkloadMetadata():
+            value = entry.baggage.get(facts.source.host)
             if value is not None:
                 facts.metadata[_BAGGAGE_METADATA] = {"baggage": value}
         case _:

@@ -217,15 +217,15 @@ def hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
     if text is None:
         return []
     match lookup:
-        case ExactMap(_, entries):
-            return [entries[text]] if text in entries else []
-        case PrefixMap(_, entries):
+        case ExactMap():
+            return [lookup.entries[text]] if text in lookup.entries else []
+        case PrefixMap():
             prefixes = (text[:length] for length in range(len(text), -1, -1))
-            return [entries[prefix] for prefix in prefixes if prefix in entries]
-        case IpTree(_, ranges):
-            return _ip_hits(ranges, text)
-        case ServerNameTree(_, entries):
-            return [entries[name] for name in server_name_candidates(text) if name in entries]
+            return [lookup.entries[prefix] for prefix in prefixes if prefix in lookup.entries]
+        case IpTree():
+            return _ip_hits(lookup.ranges, text)
+        case ServerNameTree():
+            return [lookup.entries[name] for name in server_name_candidates(text) if name in lookup.entries]
         case _:
             assert_never(lookup)
 
@@ -254,15 +254,15 @@ def server_name_candidates(name: str) -> list[str]:
 def holds(predicate: Predicate, facts: ConnectionFacts) -> bool:
     """Whether a predicate of a matcher list is true of the connection."""
     match predicate:
-        case Single(source, match):
-            text = source.read(facts)
-            return text is not None and match.matches(text)
-        case AllPredicates(predicates):
-            return all(holds(inner, facts) for inner in predicates)
-        case AnyPredicate(predicates):
-            return any(holds(inner, facts) for inner in predicates)
-        case NotPredicate(inner):
-            return not holds(inner, facts)
+        case Single():
+            text = predicate.input.read(facts)
+            return text is not None and predicate.match.matches(text)
+        case AllPredicates():
+            return all(holds(inner, facts) for inner in predicate.predicates)
+        case AnyPredicate():
+            return any(holds(inner, facts) for inner in predicate.predicates)
+        case NotPredicate():
+            return not holds(predicate.predicate, facts)
         case _:
             assert_never(predicate)
 

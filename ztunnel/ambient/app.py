@@ -55,7 +55,6 @@ WORKERS = "workers"
 #: Series of vanished workloads are looked for this often.
 _SWEEP_S = 60.0
 #: Without updates for so long, free pages go back to the system; a guess.
-_CALM_S = 2.0
 
 
 class Readiness:
@@ -104,6 +103,7 @@ class AmbientProxy:
         self.metrics = Metrics(config.version_tag, config.metric_series)
         self.mesh = Mesh(node=config.node)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self._housekeeper = heap.Housekeeper(self.poller)
         self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
         self.authority = self._authority()
         self.certificates = CertificateManager(
@@ -143,7 +143,6 @@ class AmbientProxy:
         self._own: list[PodProxy | WorkerPod] = []
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
-        self._give_back: asyncio.TimerHandle | None = None
         self._gauges()
 
     def _authority(self) -> CertificateAuthority:
@@ -236,9 +235,7 @@ class AmbientProxy:
                 self.certificates.forget(changes.local_identities_removed)
             if changes.local_identities_added:
                 self.certificates.prefetch(changes.local_identities_added)
-        if self._give_back is not None:
-            self._give_back.cancel()
-        self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
+        self._housekeeper.changed()
 
     def _revocations_changed(self) -> None:
         assert self.revocations is not None
@@ -285,6 +282,7 @@ class AmbientProxy:
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
             stack.callback(self.poller.close)
+            stack.callback(self._housekeeper.close)
             if isinstance(self.authority, IstioCertificateAuthority):
                 stack.push_async_callback(self.authority.close)
             stack.push_async_callback(self.certificates.close)

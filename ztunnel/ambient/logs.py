@@ -9,9 +9,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from functools import lru_cache
 
+from ztunnel.clock import utc
 from ztunnel.telemetry.access_log import AccessLogs, LogFile
 
 #: In the Rust ztunnel every filter begins so.
@@ -135,9 +135,8 @@ class Recurring:
 Fields = Iterable[Field | Recurring]
 
 
-# The defaults of json.dumps make an encoder per call; most values of access lines recur.
+# The defaults of json.dumps make an encoder per call.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_quoted = lru_cache(maxsize=16384)(_encode)
 
 
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
@@ -147,7 +146,7 @@ def plain_line(time: str, level: str, target: str, message: str, fields: Fields)
 
 
 def _plain_field(name: str, value: str | int) -> str:
-    return f"{name}={_quoted(value)}" if type(value) is str else f"{name}={value}"
+    return f"{name}={_encode(value)}" if type(value) is str else f"{name}={value}"
 
 
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
@@ -167,9 +166,9 @@ def timestamp(seconds: float) -> str:
     return f"{_second(second)}.{micros:06d}Z"
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def _second(second: int) -> str:
-    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return utc("%Y-%m-%dT%H:%M:%S", second)
 
 
 def _level_name(number: int) -> str:

@@ -245,41 +245,41 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
             return True
         case p.Never():
             return False
-        case p.AllOf(conditions):
-            return all(holds(inner, facts) for inner in conditions)
-        case p.AnyOf(conditions):
-            return any(holds(inner, facts) for inner in conditions)
-        case p.Not(inner):
-            return not holds(inner, facts)
-        case p.Authenticated(name):
+        case p.AllOf():
+            return all(holds(inner, facts) for inner in condition.conditions)
+        case p.AnyOf():
+            return any(holds(inner, facts) for inner in condition.conditions)
+        case p.Not():
+            return not holds(condition.condition, facts)
+        case p.Authenticated(name=name):
             if facts.peer is None:
                 return False
             return name is None or any(name.matches(text) for text in facts.peer.names)
-        case p.PeerPrincipal(match):
+        case p.PeerPrincipal(match=match):
             if facts.peer is None or facts.peer.identity is None:
                 return False
             return match is None or match.matches(facts.peer.principal)
-        case p.PeerNamespace(match):
+        case p.PeerNamespace(match=match):
             identity = facts.peer.identity if facts.peer is not None else None
             if match is None:
                 return identity is not None
             return match.matches(identity.namespace if identity is not None else "")
-        case p.PeerServiceAccount(namespace, service_account):
+        case p.PeerServiceAccount(namespace=namespace, service_account=service_account):
             identity = facts.peer.identity if facts.peer is not None else None
             return identity is not None and (identity.namespace, identity.service_account) == (
                 namespace,
                 service_account,
             )
-        case p.SourceIp(network, direct):
+        case p.SourceIp(network=network, direct=direct):
             source = facts.direct_source if direct else facts.source
             return ipaddress.ip_address(source.host) in network
-        case p.DestinationIp(network):
+        case p.DestinationIp(network=network):
             return ipaddress.ip_address(facts.destination.host) in network
-        case p.DestinationPort(start, end):
+        case p.DestinationPort(start=start, end=end):
             return start <= facts.destination.port < end
-        case p.ServerName(match):
+        case p.ServerName(match=match):
             return match.matches(facts.server_name)
-        case p.DynamicMetadata(namespace, path, match):
+        case p.DynamicMetadata(namespace=namespace, path=path, match=match):
             value: object = facts.metadata.get(namespace)
             for step in path:
                 value = value.get(step) if isinstance(value, Mapping) else None

@@ -11,6 +11,7 @@ from typing import Any
 from xds.model.access_log import AccessLog, JsonValue
 from xds.model.cluster import Metadata
 from xds.model.format_string import Command, FormatString
+from ztunnel.clock import utc
 from ztunnel.stream_info import StreamInfo
 
 Reader = Callable[[StreamInfo], str | None]
@@ -253,8 +254,6 @@ def _start_time(argument: str) -> Reader:
     pattern = argument or "%Y-%m-%dT%H:%M:%S.%3fZ"
 
     pieces = _FRACTION.split(pattern)
-    if len(pieces) == 1:
-        return lambda info: _whole_seconds(pattern, int(info.started_at))
     scales = [10 ** int(digits) for digits in pieces[1::2]]
     last: tuple[int, str] = (-1, "")
 
@@ -273,12 +272,12 @@ def _start_time(argument: str) -> Reader:
     return read
 
 
-@lru_cache(maxsize=64)
 def _whole_seconds(pattern: str, second: int) -> str:
-    """``strftime`` of a second; the same one is asked for by many connections."""
     if pattern == "%s":
         return str(second)
-    return datetime.fromtimestamp(second, UTC).strftime(pattern) if pattern else ""
+    if "%Z" in pattern:
+        return datetime.fromtimestamp(second, UTC).strftime(pattern)
+    return utc(pattern, second)
 
 
 _PSEUDO: dict[str, Reader] = {

@@ -195,8 +195,8 @@ class Connector:
                     upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
                 else:
                     upstream = await self.dial(info, cluster, host, address, transport)
-            case PipeAddress(path):
-                upstream = await self._dial_pipe(cluster, host, path)
+            case PipeAddress() as address:
+                upstream = await self._dial_pipe(cluster, host, address.path)
             case NamedAddress():
                 raise UpstreamFailed("endpoint has no address yet")
             case _:

@@ -66,7 +66,6 @@ log = logging.getLogger(__name__)
 
 #: See :mod:`ztunnel.ambient.app`.
 _SWEEP_S: Final = 60.0
-_CALM_S: Final = 2.0
 #: Entries of the dump in one part of an answer.
 _ENTRIES_PER_PART: Final = 500
 
@@ -188,6 +187,7 @@ class _Carrier:
         self.revocations = ToldRevocations() if config.crl_path else None
         self.certificates = ToldCertificates(conversation, config.tls_policy, self.revocations)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self._housekeeper = heap.Housekeeper(self.poller)
         self._shares = shares
         self.clock = SystemClock()
         self.node = Node(
@@ -205,7 +205,6 @@ class _Carrier:
         )
         self.pods: dict[int, _Pod] = {}
         self.mirror = Mirror(self.mesh)
-        self._give_back: asyncio.TimerHandle | None = None
         self._tasks = Tasks("worker")
         self._tasks.start(self._sweep(), "metrics sweep")
         self.mesh.watch(self._mesh_changed)
@@ -238,9 +237,7 @@ class _Carrier:
         self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
         if self.config.proxy_mode is ProxyMode.SHARED:
             self.certificates.forget(changes.local_identities_removed)
-        if self._give_back is not None:
-            self._give_back.cancel()
-        self._give_back = asyncio.get_running_loop().call_later(_CALM_S, heap.give_back)
+        self._housekeeper.changed()
 
     async def change_revocations(self, encoded: tuple[bytes, ...]) -> None:
         """Other lists; connections of whoever is on them end."""
@@ -302,8 +299,7 @@ class _Carrier:
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()
-        if self._give_back is not None:
-            self._give_back.cancel()
+        self._housekeeper.close()
         self.poller.close()
         self._shares.close()
         self.logs.flush()
