@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,8 @@ VIP = "10.96.0.10"
 PORT = 9080
 HBONE_PORT = 15008
 _MESSAGE_BYTES = 1024
+#: How long a client holds idle connections at most.
+_IDLE_S = 600
 #: ``linux/sock_diag.h``, ``linux/inet_diag.h``, ``linux/tcp.h``.
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
@@ -61,7 +63,9 @@ class Chain:
     Attributes:
         name: for tables.
         proxies: the two processes, the client's node first; empty for the chain without proxies.
-        server: the load's other end.
+        target: what the clients dial.
+        pairs: of a client and a server pod.
+        server: the first one's other end of the load.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Chain:
     load: Path
     proxies: list["subprocess.Popen[Any]"] = field(default_factory=list)
     target: str = ""
+    pairs: int = 1
     server: "subprocess.Popen[Any] | None" = None
 
     def run(self, *arguments: str) -> dict[str, Any]:
@@ -84,16 +89,24 @@ class Chain:
 
     @contextlib.contextmanager
     def idling(self, connections: int) -> Iterator[None]:
-        """Hold so many idle connections, each of which has carried one message."""
-        command = [str(self.load), "idle", self.target, str(PORT), str(connections), "300"]
-        process = self.lab.pod("client").popen(command, stdout=subprocess.PIPE)
+        """Hold so many idle connections, shared by the pairs of pods; each has carried one message."""
+        clients = list(self.lab.workers["a"].pods)[: self.pairs]
+        processes = []
         try:
-            assert process.stdout is not None
-            process.stdout.readline()
+            for number, client in enumerate(clients):
+                count = connections // self.pairs + (number < connections % self.pairs)
+                target = str(self.lab.pod(_numbered("server", number)).ipv4) if self.pairs > 1 else self.target
+                command = [str(self.load), "idle", target, str(PORT), str(count), str(_IDLE_S)]
+                processes.append(self.lab.pod(client).popen(command, stdout=subprocess.PIPE))
+            for process in processes:
+                assert process.stdout is not None
+                if not process.stdout.readline().startswith(b'{"idle"'):
+                    raise RuntimeError(f"{self.name}: {connections} connections were not all open in {_IDLE_S} s")
             yield
         finally:
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.kill()
+                process.wait()
 
     def end_tunnels(self) -> int:
         """End the connections that carry tunnels, as if the network had; how many there were."""
@@ -183,6 +196,14 @@ def build_load(folder: Path) -> Path:
     return target
 
 
+def _numbered(pod: str, number: int) -> str:
+    return f"{pod}-{number}" if number else pod
+
+
+def _account(pod: str) -> str:
+    return pod.partition("-")[0]
+
+
 def _mesh(lab: Lab) -> str:
     pods = {}
     for name, worker in lab.workers.items():
@@ -190,7 +211,7 @@ def _mesh(lab: Lab) -> str:
             pods[pod] = {
                 "node": name,
                 "addresses": [str(place.ipv4)],
-                "service_account": pod,
+                "service_account": _account(pod),
             }
     return json.dumps(
         {
@@ -307,6 +328,8 @@ def chain(
     target: str,
     *,
     one_node: bool = False,
+    pairs: int = 1,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Chain]:
     """A chain whose proxies are started by ``command``; without one client and server are directly connected.
 
@@ -316,27 +339,33 @@ def chain(
         command: of a proxy, by folder (with ``xds.sock``) and node name.
         target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
         one_node: client and server on the same node, behind the same proxy.
+        pairs: how many of a client and a server pod there are.
+        settings: more variables of our proxies' environment, in an Istio mesh.
     """
+    clients = [_numbered("client", number) for number in range(pairs)]
+    servers = [_numbered("server", number) for number in range(pairs)]
     with (
         tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as text,
-        Lab({"a": ["client", "server"]} if one_node else {"a": ["client"], "b": ["server"]}) as lab,
+        Lab({"a": [*clients, *servers]} if one_node else {"a": clients, "b": servers}) as lab,
     ):
         folder = Path(text)
-        made = Chain(name, lab, load)
+        made = Chain(name, lab, load, pairs=pairs)
         for worker in lab.workers.values():
             _quick_ports(worker.ztunnel)
             for pod in worker.pods.values():
                 _quick_ports(pod)
-        made.server = lab.pod("server").popen([str(load), "serve", str(PORT)])
+        made.server, *_ = [lab.pod(server).popen([str(load), "serve", str(PORT)]) for server in servers]
         made.target = str(lab.pod("server").ipv4)
         if command is not None:
             made.target = VIP if target == "service" else made.target
-            _start(made, folder, command)
+            _start(made, folder, command, settings or {})
         _wait(made)
         yield made
 
 
-def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]]) -> None:
+def _start(
+    made: Chain, folder: Path, command: Callable[[Path, str], list[str]], settings: Mapping[str, str]
+) -> None:
     (folder / "mesh.json").write_text(_mesh(made.lab))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     environment.pop("ZTUNNEL_BENCH_FLAGS", None)  # the proxy refuses variables of its prefix that it does not know
@@ -352,7 +381,7 @@ def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]])
     while not (folder / "xds.sock").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     if command is in_pods:
-        _start_in_pods(made, folder, environment, log)
+        _start_in_pods(made, folder, {**environment, **settings}, log)
         log.close()
         return
     for name, worker in made.lab.workers.items():
@@ -367,13 +396,16 @@ def _start(made: Chain, folder: Path, command: Callable[[Path, str], list[str]])
 def _start_in_pods(made: Chain, folder: Path, environment: dict[str, str], log: IO[bytes]) -> None:
     """An agent and a proxy per node, in the node's own namespace; returns when every pod is captured."""
     for name, worker in made.lab.workers.items():
-        pods = {pod: {"netns": place.netns.name, "service_account": pod} for pod, place in worker.pods.items()}
+        pods = {
+            pod: {"netns": place.netns.name, "service_account": _account(pod)}
+            for pod, place in worker.pods.items()
+        }
         described = folder / f"{name}-pods.json"
         described.write_text(json.dumps({"pods": pods}))
         zds = folder / f"{name}.zds"
         agent = [str(_BIN / "ztunnel"), "agent", "--socket", str(zds), "--state", str(described)]
         worker.place.popen(agent, stdout=log, stderr=log, env=environment)
-        settings = {
+        addresses = {
             "XDS_ADDRESS": f"unix:{folder / 'xds.sock'}",
             "CA_ADDRESS": f"unix:{folder / 'xds.sock'}",
             "INPOD_UDS": str(zds),
@@ -385,7 +417,7 @@ def _start_in_pods(made: Chain, folder: Path, environment: dict[str, str], log: 
         flags = dict(flag.split("=", 1) for flag in os.environ.get("ZTUNNEL_BENCH_FLAGS", "").split())
         output = (folder / f"{name}-access.log").open("wb")
         process = worker.place.popen(
-            in_pods(folder, name), stdout=output, stderr=log, env={**environment, **settings, **flags}
+            in_pods(folder, name), stdout=output, stderr=log, env={**environment, **addresses, **flags}
         )
         output.close()
         made.proxies.append(process)

@@ -24,6 +24,8 @@ _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks a
 _MAX_CACHED_BYTES = 512
 #: Fields whose values never come twice (a trace's identifier, a client's port): nothing with one is remembered.
 _ONE_OFF = (b"traceparent", b"forwarded")
+#: The same within a second: of blocks with one, the last is remembered.
+_OF_THE_MOMENT = b"date"
 
 T = TypeVar("T")
 
@@ -117,7 +119,15 @@ class BlockDecoder(Generic[T]):
     ``parse`` sees the decoded fields; what it returns is remembered with the block.
     """
 
-    __slots__ = ("_blocks", "_changes", "_decoder", "_max_list_bytes", "_parse", "_table")
+    __slots__ = (
+        "_blocks",
+        "_changes",
+        "_decoder",
+        "_last",
+        "_max_list_bytes",
+        "_parse",
+        "_table",
+    )
 
     def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T]) -> None:
         self._max_list_bytes = max_list_bytes
@@ -127,6 +137,7 @@ class BlockDecoder(Generic[T]):
         self._changes = self._table.changes
         self._parse = parse
         self._blocks: dict[bytes, T] = {}
+        self._last: tuple[bytes, T] | None = None
 
     def decode(self, block: bytes) -> T:
         """The parsed block; must see every block of the peer, wanted or not (RFC 7541, 2.2).
@@ -137,10 +148,13 @@ class BlockDecoder(Generic[T]):
         known = self._blocks.get(block)
         if known is not None:
             return known
+        last = self._last
+        if last is not None and last[0] == block:
+            return last[1]
         plain = plain_fields(block, self._max_list_bytes)
         if plain is not None:
             parsed = self._parse(plain)
-            self._remember(block, parsed)
+            self._remember(block, plain, parsed)
             return parsed
         try:
             fields = tuple((bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True))
@@ -152,25 +166,34 @@ class BlockDecoder(Generic[T]):
         if self._table.changes != self._changes:
             self._changes = self._table.changes
             self._blocks.clear()
+            self._last = None
         else:
-            self._remember(block, parsed)
+            self._remember(block, fields, parsed)
         return parsed
 
-    def _remember(self, block: bytes, parsed: T) -> None:
-        if len(self._blocks) < _MAX_ENTRIES and len(block) <= _MAX_CACHED_BYTES:
-            for name in _ONE_OFF:
-                if name in block:
-                    return
+    def _remember(self, block: bytes, fields: Headers, parsed: T) -> None:
+        if len(block) > _MAX_CACHED_BYTES:
+            return
+        of_the_moment = False
+        for name, _ in fields:
+            if name in _ONE_OFF:
+                return
+            if name == _OF_THE_MOMENT:
+                of_the_moment = True
+        if of_the_moment:
+            self._last = block, parsed
+        elif len(self._blocks) < _MAX_ENTRIES:
             self._blocks[block] = parsed
 
 
 class BlockEncoder:
     """Encodes our header blocks; holds no state that a peer could grow, and may serve many connections."""
 
-    __slots__ = ("_blocks", "_encoder", "_fields", "_names")
+    __slots__ = ("_blocks", "_encoder", "_fields", "_last", "_names")
 
     def __init__(self) -> None:
         self._encoder = Encoder()
+        self._last: tuple[Headers, bytes] = ((), b"")
         self._fields: dict[Header, bytes] = {}
         self._names: dict[bytes, bytes] = {}
         self._blocks: dict[Headers, bytes] = {}
@@ -181,22 +204,28 @@ class BlockEncoder:
         known = self._blocks.get(key)
         if known is not None:
             return known
+        if key == self._last[0]:
+            return self._last[1]
         fields = self._fields
         block = []
-        recurs = True
+        recurs, of_the_moment = True, False
         for header in key:
             encoded = fields.get(header)
             if encoded is None:
                 encoded = self._field(header)
                 if header[0] in _ONE_OFF:
                     recurs = False
+                elif header[0] == _OF_THE_MOMENT:
+                    of_the_moment = True
                 elif len(encoded) <= _MAX_CACHED_BYTES:
                     if len(fields) >= _MAX_ENTRIES:
                         fields.clear()
                     fields[header] = encoded
             block.append(encoded)
         whole = b"".join(block)
-        if recurs and len(whole) <= _MAX_CACHED_BYTES:
+        if recurs and of_the_moment:
+            self._last = key, whole
+        elif recurs and len(whole) <= _MAX_CACHED_BYTES:
             if len(self._blocks) >= _MAX_ENTRIES:
                 self._blocks.clear()
             self._blocks[key] = whole

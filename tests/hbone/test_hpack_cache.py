@@ -65,6 +65,32 @@ def test_the_dynamic_table_goes_to_the_library() -> None:
         assert ours.decode(block) == tuple(fields)
 
 
+def test_what_comes_once_is_not_kept_and_of_the_moment_the_last() -> None:
+    encoder, decoder = BlockEncoder(), BlockDecoder(LIMIT, lambda fields: list(fields))
+    for number in range(300):
+        once = [(b":method", b"CONNECT"), (b"traceparent", b"%d" % number)]
+        assert decoder.decode(encoder.encode(once)) == once
+        dated = [(b":status", b"200"), (b"date", b"%d" % number)]
+        block = encoder.encode(dated)
+        first = decoder.decode(block)
+        assert first == dated
+        assert encoder.encode(dated) is block
+        assert decoder.decode(block) is first
+    assert not encoder._blocks
+    assert not decoder._blocks
+    assert set(encoder._fields) == {(b":method", b"CONNECT"), (b":status", b"200")}
+
+
+def test_the_last_block_of_the_moment_is_forgotten_when_the_table_changes() -> None:
+    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: list(fields))
+    assert decoder.decode(theirs.encode([(b"date", b"now")])) == [(b"date", b"now")]
+    indexed = theirs.encode([(b"date", b"now")])
+    assert len(indexed) == 1
+    assert decoder.decode(indexed) == [(b"date", b"now")]
+    assert decoder.decode(theirs.encode([(b"date", b"then")])) == [(b"date", b"then")]
+    assert decoder.decode(indexed) == [(b"date", b"then")]
+
+
 def test_blocks_of_both_kinds_may_alternate() -> None:
     theirs, ours, decoder = Encoder(), BlockEncoder(), BlockDecoder(LIMIT, lambda fields: fields)
     for number in range(20):
