@@ -7,11 +7,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
-
-from hbone.aio import rounds
 from hbone.aio.poller import Poller
-from hbone.aio.rounds import Round
+from hbone.aio.rounds import _AT_ONCE, Round
 from tests.hbone.aio.harness import polling, run
 
 
@@ -99,22 +96,20 @@ def test_a_look_may_end_its_member_and_others_and_fail() -> None:
     run(main)
 
 
-def test_many_at_once_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_AT_ONCE", 10)
-
+def test_many_at_once_leave_room_for_others() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         turns: Counter[int] = Counter()
         turn = 0
         every = Round(loop, 0.02)
-        members = [Seen(lambda _: turns.update([turn])) for _ in range(95)]
+        members = [Seen(lambda _: turns.update([turn])) for _ in range(3 * _AT_ONCE)]
         for member in members:
             every.join(member, loop.time())
         while not all(member.at for member in members):
             turn += 1
             await asyncio.sleep(0)
         every.close()
-        assert max(turns.values()) <= 10
+        assert max(turns.values()) <= _AT_ONCE
 
     run(main)
 
