@@ -1,6 +1,8 @@
 """The arrows of ARCHITECTURE.md, held by reading every import. Changing a list here is a design decision."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +162,23 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
         if name.startswith(("google", "xds.proto"))
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("ztunnel.ambient.workers.worker", {"grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
+        ("ztunnel.ambient.app", {"grpc", "yaml"}),
+        ("ztunnel.app", {"grpc", "yaml"}),
+    ],
+)
+def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:
+    """Every node has these processes; what few of them need is imported when it is."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = set(printed.stdout.split())
+    assert module in loaded
+    assert not heavy & loaded
 
 
 def test_there_is_something_to_check() -> None:

@@ -63,7 +63,7 @@ def inbound_target(
         illegal_ports: the proxy's own ports in the pod.
 
     Raises:
-        RequestRefused: with status and text of spec 2.3.
+        RequestRefused: with status and text as the Rust ztunnel's.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:

@@ -84,7 +84,7 @@ class WorkloadPolicies:
     """Everything that judges connections to one workload.
 
     Attributes:
-        enforced: deny policies, then allow policies, in Istio's order (spec 6.3). While a policy is missing it
+        enforced: deny policies, then allow policies, in Istio's order. While a policy is missing it
             denies everybody, in that policy's name.
         dry_run_deny, dry_run_allow: policies that are only reported.
         missing: policies the workload names that are not there: nobody is let in before they are.
@@ -560,7 +560,7 @@ class Mesh:
         return self._workloads.get(WorkloadUid(uid))
 
     def workload_at(self, network: str, host: str) -> Workload | None:
-        """By address; if several share it, the most specific one (spec 9.2), of equal ones the newest."""
+        """By address; if several share it, the most specific one, of equal ones the newest."""
         of_network = self._by_address.get(network)
         found = of_network.get(host) if of_network is not None else None
         if not isinstance(found, list):
@@ -581,7 +581,7 @@ class Mesh:
         return self._authorization.policies.get(PolicyKey(key))
 
     def service_at(self, network: str, host: str, namespace: str | None = None) -> Service | None:
-        """By virtual address, exact before CIDR, as a client of ``namespace`` sees it (spec 9.3)."""
+        """By virtual address, exact before CIDR, as a client of ``namespace`` sees it."""
         of_network = self._by_vip.get(network)
         found = of_network.get(host) if of_network is not None else None
         if found is not None:

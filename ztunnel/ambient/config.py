@@ -5,7 +5,6 @@ Names, defaults and meanings are the Rust ztunnel's. What is ours alone: ``ZTUNN
 ``ZTUNNEL_CONNECT_TIMEOUT``.
 """
 
-import difflib
 import ipaddress
 import json
 import math
@@ -15,8 +14,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from ztunnel.ambient.logs import InvalidLevel, LogFilter
 from ztunnel.config import SPIN_US, SettingsError
@@ -331,6 +328,8 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
     ):
         if text is None:
             continue
+        import yaml  # 1 MiB that most do not need
+
         try:
             loaded = yaml.safe_load(text)
             if key is not None and isinstance(loaded, dict):
@@ -576,6 +575,8 @@ def _validate(seen: _Environment, values: dict[str, Any]) -> None:
 
 def _unknown(env: Mapping[str, str], asked: set[str]) -> list[str]:
     """Variables that were probably meant for us: all unknown ``ZTUNNEL_*``, and near misses of the others."""
+    import difflib  # workers get what was read
+
     known = asked | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):

@@ -136,7 +136,7 @@ class WorkloadCertificate:
         self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
 
     def server_context(self) -> TlsContext:
-        """For tunnels that come in: any peer of the certificate's own trust domain (spec 3).
+        """For tunnels that come in: any peer of the certificate's own trust domain.
 
         Clients without ALPN are let in, those that offer only other protocols are not.
         """

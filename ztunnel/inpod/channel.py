@@ -6,7 +6,6 @@ it, and with it every descriptor that was not taken. Asyncio's streams know no p
 """
 
 import array
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -19,6 +18,7 @@ from typing import Self
 
 from tproxy.aio.netns import CLONE_NEWNET, Netns
 from ztunnel.inpod.zds import PACKET_BYTES, Unreadable
+from ztunnel.sockets import ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
@@ -138,24 +138,6 @@ def _receive(sock: socket.socket) -> Packet | None:
         packet.close()
         return None
     return packet
-
-
-async def ready(sock: socket.socket, *, writing: bool) -> None:
-    """Wait until a socket can be read, or written to; one reader and one writer at a time."""
-    loop = asyncio.get_running_loop()
-    woken: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    descriptor = sock.fileno()
-    watch, unwatch = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-    watch(descriptor, wake)
-    try:
-        await woken
-    finally:
-        unwatch(descriptor)
 
 
 def connect(path: Path) -> Channel:

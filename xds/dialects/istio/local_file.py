@@ -1,4 +1,4 @@
-"""The mesh as ztunnel's local file describes it: YAML with workloads, policies and services (spec 5.9).
+"""The mesh as ztunnel's local file describes it: YAML with workloads, policies and services.
 
 The file is a person's, so it is read strictly: unknown keys, bad values and repeated keys are refused with their
 place, all of them together, and nothing of a faulty file is used.
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
-
-import yaml
 
 from xds.dialects.istio.reading import port, service_key
 from xds.dialects.istio.rules import (
@@ -83,50 +81,14 @@ def parse_local_file(text: str) -> LocalMesh:
     Raises:
         ConfigError: every fault with its place, one after the other.
     """
-    try:
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:  # a scalar that looks like a date and is none
-        raise ConfigError(f"not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError("not valid YAML: nested too deeply") from None
+    from xds.dialects.istio import local_yaml  # most meshes come from a control plane
+
+    content = local_yaml.load(text)
     reader = _Reader()
     mesh = reader.mesh(content)
     if reader.faults:
         raise ConfigError("; ".join(reader.faults))
     return mesh
-
-
-class _Loader(yaml.SafeLoader):
-    """Knows the tags of string matches, and refuses a key that is there twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """See the base class."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} is there twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _constructor(comparison: Comparison) -> Callable[[Any, Any], Any]:
-    def construct(loader: Any, node: Any) -> Any:
-        if comparison is Comparison.PRESENCE:
-            return Text(comparison)
-        if not isinstance(node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, f"!{comparison} needs a string", node.start_mark)
-        return Text(comparison, str(node.value))
-
-    return construct
-
-
-for _comparison in Comparison:
-    _Loader.add_constructor(f"!{_comparison}", _constructor(_comparison))
 
 
 class _Fields:

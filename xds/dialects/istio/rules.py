@@ -5,7 +5,7 @@ attribute of a match: so it is no more than conditions of :mod:`xds.model.policy
 bottom negates. That is why a part that cannot be understood may be replaced alone: put :class:`Never` for it and
 the whole can only hold of less, put :class:`Always` and it can only hold of more.
 
-Empties (spec 6.4): no rules never match; a rule without clauses does; a clause without matches does; a match
+Empties: no rules never match; a rule without clauses does; a clause without matches does; a match
 without anything does not.
 """
 

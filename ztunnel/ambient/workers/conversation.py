@@ -29,7 +29,7 @@ from ztunnel.ambient.workers.link import (
     encode,
 )
 from ztunnel.identity.csr import IdentityError
-from ztunnel.inpod.channel import ready
+from ztunnel.sockets import ready
 from ztunnel.tasks import Tasks
 
 log = logging.getLogger(__name__)

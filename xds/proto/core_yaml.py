@@ -1,0 +1,65 @@
+"""YAML by the rules of its version 1.2's core schema, as JSON would be read: for :mod:`xds.proto.json`."""
+
+import re
+from typing import Any
+
+import yaml
+
+from xds.errors import ConfigError
+
+
+def load(text: str) -> object:
+    """The document as plain values.
+
+    Raises:
+        ConfigError: a syntax error, with line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # derived from SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError("nested too deeply") from None
+    except ValueError as error:  # characters YAML does not allow, integers of 5,000 digits
+        raise ConfigError(f"not valid YAML: {error}") from None
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
+    """The safe loader with the types of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # the base class is not annotated as ClassVar
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, object]:
+        own = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = (
+            next((key for key in own if own.count(key) > 1), None) if len(own) != len(set(map(str, own))) else None
+        )
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice!r}", node.start_mark)
+        self.flatten_mapping(node)
+        result: dict[str, object] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+            result[str(key.value)] = self.construct_object(value, deep=deep)
+        return result
+
+
+def _add_core_schema() -> None:
+    for tag, pattern, first in (
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("null", r"~|null|Null|NULL|", "~nN"),
+        ("int", r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+        (
+            "float",
+            r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+            "-+0123456789.",
+        ),
+        ("merge", r"<<", "<"),
+    ):
+        _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), [*first])
+    # The empty scalar (`key:`) is looked up under the empty character.
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^$"), [""])
+
+
+_add_core_schema()

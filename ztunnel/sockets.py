@@ -1,0 +1,22 @@
+"""Waiting for sockets of packets and descriptors, which asyncio's streams do not know."""
+
+import asyncio
+import socket
+
+
+async def ready(sock: socket.socket, *, writing: bool) -> None:
+    """Wait until a socket can be read, or written to; one reader and one writer at a time."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    descriptor = sock.fileno()
+    watch, unwatch = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    watch(descriptor, wake)
+    try:
+        await woken
+    finally:
+        unwatch(descriptor)
