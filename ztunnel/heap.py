@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import functools
 import gc
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -20,6 +21,8 @@ _GONE: Final = 0.75
 #: With so many sockets left a collection takes some 3 ms. It finds nothing (see :func:`settle`), but empties the
 #: interpreter's lists of free objects, each of which may be the last one in a megabyte.
 _FEW: Final = 500
+#: Of the time, what giving back may take: where a mesh has changed much a collection takes longer.
+_SHARE: Final = 0.001
 
 
 def expect_growth() -> None:
@@ -76,6 +79,8 @@ class Housekeeper:
         self._loop = asyncio.get_running_loop()
         self._calm: asyncio.TimerHandle | None = None
         self._peak = 0
+        self._not_before_s = 0.0
+        self._freed = False
         self._next = self._loop.call_later(_LOOK_S, self._look)
 
     def changed(self) -> None:
@@ -85,17 +90,22 @@ class Housekeeper:
         self._calm = self._loop.call_later(_CALM_S, give_back)
 
     def _look(self) -> None:
-        dropped = self._poller.drop_buffers()
+        self._next = self._loop.call_later(_LOOK_S, self._look)
+        self._freed |= self._poller.drop_buffers() > 0
         now = self._poller.registered
         self._peak = max(self._peak, self._poller.peak())
         ebbed = self._peak >= _MANY and now <= self._peak * (1 - _GONE)
+        began_s = time.monotonic()
+        if not (ebbed or self._freed) or began_s < self._not_before_s:
+            return
         if ebbed:
             self._peak = now
             if now <= _FEW:
                 gc.collect()
-        if ebbed or dropped:
-            give_back()
-        self._next = self._loop.call_later(_LOOK_S, self._look)
+        give_back()
+        self._freed = False
+        ended_s = time.monotonic()
+        self._not_before_s = ended_s + (ended_s - began_s) / _SHARE
 
     def close(self) -> None:
         """Look no more."""

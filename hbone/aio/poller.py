@@ -36,6 +36,7 @@ _BATCH: Final = 256
 #: highest rate of new connections (``bench.compare --only "crr, 32"``).
 _STEPS_PER_FLUSH: Final = 8
 _KEPT_BUFFERS: Final = 64
+_FEW_BUFFERS: Final = 4  # are not worth dropping: whoever writes now and then has them again at once
 READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 WRITABLE: Final = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
@@ -84,6 +85,7 @@ class Poller:
         self._turning = False
         self._closed = False
         self._free: list[memoryview] = []
+        self._unused = 0
         self._rounds: dict[float, Round] = {}
         self._spin = Spin(spin) if spin is not None and spin.limit_s > 0 else None
         self.ciphertext = memoryview(bytearray(BUFFER_BYTES))
@@ -173,7 +175,12 @@ class Poller:
 
     def take(self) -> memoryview:
         """A buffer of 256 KiB."""
-        return self._free.pop() if self._free else memoryview(bytearray(BUFFER_BYTES))
+        if not self._free:
+            return memoryview(bytearray(BUFFER_BYTES))
+        buffer = self._free.pop()
+        if len(self._free) < self._unused:
+            self._unused = len(self._free)
+        return buffer
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer of :meth:`take`."""
@@ -181,10 +188,10 @@ class Poller:
             self._free.append(buffer)
 
     def drop_buffers(self) -> int:
-        """Let go of half of the buffers that nobody has: what has gone on being unused is gone soon. How many."""
-        kept = len(self._free) // 2
-        dropped = len(self._free) - kept
-        del self._free[kept:]
+        """Let go of the buffers that nobody has taken since this was last called, but for a few; how many."""
+        dropped = max(0, self._unused - _FEW_BUFFERS)
+        del self._free[:dropped]  # whoever takes one takes the last
+        self._unused = len(self._free)
         return dropped
 
     def close(self) -> None:

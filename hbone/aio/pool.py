@@ -249,7 +249,7 @@ class Pool:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                # No later deadline can come before a spare one's: this needs no change when one does.
+                # What comes later may be due earlier, as a spare one is; but not before this.
                 soonest_s = self._loop.time() + self._settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

@@ -190,6 +190,6 @@ def relay(a: End, b: End, counts: ByteCounts, *, idle_timeout_s: float | None = 
         a: by convention the client's side.
         b: the other end.
         counts: follows the bytes from now on.
-        idle_timeout_s: end when no byte came from either side for this time, or up to an eighth more.
+        idle_timeout_s: end when no byte came from either side for this time, or up to a seventh more.
     """
     return Relay(a, b, counts, idle_timeout_s)

@@ -35,14 +35,15 @@ class Round:
         self._interval_s = interval_s
         #: When it is whose turn (the loop's time), soonest first.
         self._due: OrderedDict[Member, float] = OrderedDict()
+        self._looked_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._due)
 
     def join(self, member: Member, now_s: float) -> None:
-        """Look at it from now on; ``now_s`` never goes back."""
-        self._due[member] = now_s + self._interval_s
+        """Look at it from now on; ``now_s`` is the loop's time or that of an earlier turn; it never goes back."""
+        self._due[member] = max(now_s, self._looked_s) + self._interval_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._late(self._due[member]), self._look)
 
@@ -51,7 +52,7 @@ class Round:
         self._due.pop(member, None)
 
     def _look(self) -> None:
-        now_s = self._loop.time()
+        now_s = self._looked_s = self._loop.time()
         self._timer = None
         due = self._due
         try:

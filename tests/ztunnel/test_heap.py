@@ -79,6 +79,7 @@ def test_memory_goes_back_when_load_has_gone(
     done: list[str] = []
     monkeypatch.setattr(heap, "give_back", lambda: done.append("given"))
     monkeypatch.setattr(heap.gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(heap, "_SHARE", 1e9)
 
     async def main() -> None:
         sockets = _Sockets()
@@ -90,6 +91,33 @@ def test_memory_goes_back_when_load_has_gone(
 
     asyncio.run(main())
     assert (done.count("collected"), done.count("given")) == (collected, given)
+
+
+def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    given: list[float] = []
+
+    def slow() -> None:
+        nonlocal now_s
+        now_s += 0.1
+        given.append(now_s)
+
+    monkeypatch.setattr(heap, "give_back", slow)
+    monkeypatch.setattr(heap.gc, "collect", lambda: None)
+    monkeypatch.setattr(heap.time, "monotonic", lambda: now_s)
+
+    async def main() -> None:
+        nonlocal now_s
+        sockets = _Sockets()
+        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        for _ in range(50):
+            sockets.have(100, 0)
+            housekeeper._look()
+            now_s += 5.0
+        housekeeper.close()
+
+    asyncio.run(main())
+    assert given == pytest.approx([100.1, 200.2, 300.3])
 
 
 def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

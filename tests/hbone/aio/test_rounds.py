@@ -4,125 +4,185 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
-from hbone.aio.poller import Poller
+import pytest
+
 from hbone.aio.rounds import _AT_ONCE, Round
 from tests.hbone.aio.harness import polling, run
 
 
-async def until(true: Callable[[], object]) -> None:
-    while not true():
-        await asyncio.sleep(0.005)
+class Clockwork(asyncio.AbstractEventLoop):
+    """A loop that has timers, and time when it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.turns = 0
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._timers.remove(handle)
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers.append(timer)
+        return timer
+
+    @property
+    def timers(self) -> int:
+        return len(self._timers)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; each timer is called at its time, in a turn of its own."""
+        until_s = self.now_s + seconds
+        while due := [timer for timer in self._timers if timer.when() <= until_s]:
+            timer = min(due, key=asyncio.TimerHandle.when)
+            self._timers.remove(timer)
+            self.now_s = max(self.now_s, timer.when())
+            self.turns += 1
+            timer._callback(*timer._args)  # type: ignore[attr-defined]
+        self.now_s = until_s
 
 
 class Seen:
-    """Notes its looks; ``then`` says what one does besides."""
+    """Notes when it was looked at; ``then`` says what a look does besides."""
 
-    def __init__(self, then: Callable[[Seen], None] | None = None) -> None:
+    def __init__(self, loop: Clockwork, then: Callable[[Seen], None] | None = None) -> None:
         self.at: list[float] = []
+        self._loop = loop
         self._then = then
 
     def look(self) -> None:
-        self.at.append(asyncio.get_running_loop().time())
+        self.at.append(self._loop.now_s)
         if self._then is not None:
             self._then(self)
 
 
 def test_each_is_looked_at_once_per_interval_from_when_it_joined() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        every = Round(loop, 0.08)
-        began, members = [], [Seen() for _ in range(3)]
-        for member in members:
-            began.append(loop.time())
-            every.join(member, loop.time())
-            await asyncio.sleep(0.03)
-        await until(lambda: all(len(member.at) >= 3 for member in members))
-        every.close()
-        for start, member in zip(began, members, strict=True):
-            moments = [start, *member.at]
-            assert all(later - earlier >= 0.079 for earlier, later in itertools.pairwise(moments))
+    loop = Clockwork()
+    every = Round(loop, 64.0)  # which may be late by a 64th
+    members, joined = [], []
+    for _ in range(3):
+        members.append(Seen(loop))
+        joined.append(loop.now_s)
+        every.join(members[-1], loop.now_s)
+        loop.advance(20.0)
+    loop.advance(600.0)
+    for start, member in zip(joined, members, strict=True):
+        assert len(member.at) >= 9
+        assert all(64 <= later - earlier <= 65 for earlier, later in itertools.pairwise([start, *member.at]))
+    assert loop.timers == 1
 
-    run(main)
+
+def test_looks_that_are_due_close_to_each_other_share_a_timer() -> None:
+    loop = Clockwork()
+    every = Round(loop, 64.0)
+    members = [Seen(loop) for _ in range(100)]
+    for member in members:
+        every.join(member, loop.now_s)
+        loop.advance(0.009)
+    loop.advance(70.0)
+    assert loop.turns == 1
+    assert all(len(member.at) == 1 for member in members)
 
 
 def test_who_has_left_is_not_looked_at_and_an_empty_round_has_no_timer() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        every = Round(loop, 0.02)
-        stays, leaves = Seen(), Seen()
-        every.join(leaves, loop.time())
-        every.join(stays, loop.time())
-        every.leave(leaves)
-        every.leave(leaves)
-        await until(lambda: stays.at)
-        assert not leaves.at
-        every.leave(stays)
-        await until(lambda: every._timer is None)
-        assert not len(every)
-        before = len(stays.at)
-        every.join(stays, loop.time())
-        await until(lambda: len(stays.at) > before)
-        every.close()
-
-    run(main)
+    loop = Clockwork()
+    every = Round(loop, 10.0)
+    stays, leaves = Seen(loop), Seen(loop)
+    every.join(leaves, loop.now_s)
+    every.join(stays, loop.now_s)
+    every.leave(leaves)
+    every.leave(leaves)
+    loop.advance(11.0)
+    assert (len(leaves.at), len(stays.at), len(every)) == (0, 1, 1)
+    every.leave(stays)
+    loop.advance(20.0)
+    assert (loop.timers, len(every)) == (0, 0)
+    every.join(stays, loop.now_s)
+    loop.advance(11.0)
+    assert len(stays.at) == 2
+    every.close()
+    assert (loop.timers, len(every)) == (0, 0)
 
 
 def test_a_look_may_end_its_member_and_others_and_fail() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        failures: list[object] = []
-        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
-        every = Round(loop, 0.02)
+    loop = Clockwork()
+    every = Round(loop, 10.0)
 
-        def end_both(member: Seen) -> None:
-            every.leave(member)
-            every.leave(victim)
+    def end_both(member: Seen) -> None:
+        every.leave(member)
+        every.leave(victim)
 
-        def fail(member: Seen) -> None:
-            every.leave(member)
-            raise ZeroDivisionError
+    def fail(member: Seen) -> None:
+        every.leave(member)
+        raise ZeroDivisionError
 
-        first, victim, broken, last = Seen(end_both), Seen(), Seen(fail), Seen()
-        for member in (first, victim, broken, last):
-            every.join(member, loop.time())
-        await until(lambda: len(last.at) >= 2)
-        assert [len(first.at), len(victim.at), len(broken.at)] == [1, 0, 1]
-        assert [type(failure) for failure in failures] == [ZeroDivisionError]
-        every.close()
-
-    run(main)
+    first, victim, broken, last = Seen(loop, end_both), Seen(loop), Seen(loop, fail), Seen(loop)
+    for member in (first, victim, broken, last):
+        every.join(member, loop.now_s)
+    with pytest.raises(ZeroDivisionError):  # which a loop logs
+        loop.advance(11.0)
+    assert loop.timers == 1
+    loop.advance(15.0)
+    assert [len(member.at) for member in (first, victim, broken)] == [1, 0, 1]
+    assert len(last.at) == 2
 
 
 def test_many_at_once_leave_room_for_others() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        turns: Counter[int] = Counter()
-        turn = 0
-        every = Round(loop, 0.02)
-        members = [Seen(lambda _: turns.update([turn])) for _ in range(3 * _AT_ONCE)]
-        for member in members:
-            every.join(member, loop.time())
-        while not all(member.at for member in members):
-            turn += 1
-            await asyncio.sleep(0)
-        every.close()
-        assert max(turns.values()) <= _AT_ONCE
+    loop = Clockwork()
+    every = Round(loop, 10.0)
+    turns: list[int] = []
+    members = [Seen(loop, lambda _: turns.append(loop.turns)) for _ in range(3 * _AT_ONCE)]
+    for member in members:
+        every.join(member, loop.now_s)
+    loop.advance(15.0)
+    assert all(len(member.at) == 1 for member in members)
+    assert {turn: turns.count(turn) for turn in turns} == {1: _AT_ONCE, 2: _AT_ONCE, 3: _AT_ONCE}
 
-    run(main)
+
+def test_the_clock_of_an_earlier_turn_keeps_the_order() -> None:
+    loop = Clockwork()
+    every = Round(loop, 10.0)
+    early, late = Seen(loop), Seen(loop)
+    turn_s = loop.now_s
+    every.join(early, turn_s)
+    loop.advance(11.0)
+    every.join(late, turn_s)
+    loop.advance(11.0)
+    assert [len(early.at), len(late.at)] == [2, 1]
 
 
 def test_a_poller_has_one_per_interval_and_ends_them() -> None:
     async def main() -> None:
-        member = Seen()
         with polling() as poller:
-            assert isinstance(poller, Poller)
-            assert poller.round(0.02) is poller.round(0.02)
-            assert poller.round(0.02) is not poller.round(0.03)
-            poller.round(0.02).join(member, poller.now_s)
-        await asyncio.sleep(0.05)
-        assert not member.at
+            round_ = poller.round(0.02)
+            assert poller.round(0.02) is round_
+            assert poller.round(0.03) is not round_
+            round_.join(Seen(Clockwork()), poller.now_s)
+        assert not len(round_)
+        assert poller.round(0.02) is not round_
+
+    run(main)
+
+
+def test_buffers_that_nobody_took_for_a_while_go_but_for_a_few() -> None:
+    async def main() -> None:
+        with polling() as poller:
+            for buffer in [poller.take() for _ in range(10)]:
+                poller.give(buffer)
+            assert poller.drop_buffers() == 0  # all ten were in use since
+            for buffer in [poller.take() for _ in range(3)]:
+                poller.give(buffer)
+            assert poller.drop_buffers() == 3
+            assert poller.drop_buffers() == 3
+            assert poller.drop_buffers() == 0
 
     run(main)
