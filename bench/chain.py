@@ -303,7 +303,13 @@ def in_pods(folder: Path, name: str) -> list[str]:
 def envoy(folder: Path, name: str) -> list[str]:
     """The command of the rival: Envoy with two workers."""
     bootstrap = _envoy_bootstrap(folder, name)
-    return [str(_BIN / "envoy"), "-c", str(bootstrap), "--concurrency", "2", "--log-level", "error"]
+    return [
+        *(str(_BIN / "envoy"), "-c", str(bootstrap)),
+        # What it hands over to its successor is in shared memory of one name, in whichever namespace: of two that
+        # start at once one may die of it.
+        "--disable-hot-restart",
+        *("--concurrency", "2", "--log-level", "error"),
+    ]
 
 
 def rival(folder: Path, name: str) -> list[str]:
