@@ -56,8 +56,8 @@ class Pool:
 
     def __init__(self, dial: DialFunction, settings: PoolSettings | None = None) -> None:
         self._dial = dial
-        self._settings = settings if settings is not None else PoolSettings()
-        self._state = PoolState(self._settings)
+        self.settings = settings if settings is not None else PoolSettings()
+        self._state = PoolState(self.settings)
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[WaiterId, asyncio.Future[_Assigned]] = {}
         self._connections: dict[ConnectionId, Connection] = {}
@@ -250,7 +250,7 @@ class Pool:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
                 # What comes later may be due earlier, as a spare one is; but not before this.
-                soonest_s = self._loop.time() + self._settings.spare_timeout_s
+                soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 
     def _advance(self) -> None:

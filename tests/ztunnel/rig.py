@@ -343,10 +343,11 @@ def connect_route(target: str, **more: Any) -> Json:
     return {"name": "routes", "virtual_hosts": hosts}
 
 
-def http2() -> Json:
+def http2(**more: Any) -> Json:
     """Protocol options of a cluster that speaks HTTP/2."""
     name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    return {name: {"@type": T + name, "explicit_http_config": {"http2_protocol_options": {"allow_connect": True}}}}
+    explicit = {"http2_protocol_options": {"allow_connect": True}}
+    return {name: {"@type": T + name, "explicit_http_config": explicit, **more}}
 
 
 def unpacked(body: Any) -> Message:

@@ -1,6 +1,7 @@
 """The proxy as a whole on loopback: traffic, updates, refusals, rotation, drain."""
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,32 @@ def test_a_tunnel_end_to_end(tmp_path: Path) -> None:
             assert rig.count("cluster.tunnel.upstream_rq_total") == 2
             assert rig.count("cluster.tunnel.ssl.handshake") == 1  # one connection carried both
             assert rig.count("http.inbound.downstream_rq_2xx") == 2
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("idle", "timeout_s"), [("0.2s", 0.2), ("0s", math.inf), (None, 3600)])
+def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
+    tmp_path: Path, idle: str | None, timeout_s: float
+) -> None:
+    """0 is never, and Envoy's default an hour."""
+
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            name, document = outbound_cluster(rig.port("inbound"))
+            options = http2(common_http_protocol_options={"idle_timeout": idle}) if idle else http2()
+            changed = (name, {**document, "typed_extension_protocol_options": options})
+            rest = [entry for entry in everything if entry[1].get("name") != "tunnel"]
+            rig.publish(*rest, changed)
+            await rig.until(lambda: idle is None or rig.count("cluster_manager.cluster_modified") == 1)
+            assert await ask(rig.port("l"), b"there") == b"hi there"
+            (pool,) = rig.proxy.connector.pools.values()
+            assert pool.settings.idle_timeout_s == timeout_s
+            if timeout_s < 1:
+                await rig.until(lambda: not pool.statistics.connections)
+            else:
+                assert pool.statistics.connections == 1
 
     run(tmp_path, body)
 

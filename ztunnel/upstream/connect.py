@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import socket
 from collections.abc import Callable, Hashable
@@ -23,6 +24,7 @@ from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
+from hbone.pool import PoolSettings
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress, canonical
@@ -430,7 +432,8 @@ class Connector:
                 assert isinstance(key, PoolKey)
                 return await self._dial_tunnel(cluster, key, settings)
 
-            pool = self._pools[cluster] = Pool(dial)
+            idle_s = cluster.model.connection_idle_timeout_s or math.inf  # 0: never, as in Envoy
+            pool = self._pools[cluster] = Pool(dial, PoolSettings(idle_timeout_s=idle_s))
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: PoolKey, settings: ConnectionSettings) -> Connection:
