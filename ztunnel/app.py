@@ -49,8 +49,6 @@ _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
 #: Ports of tunnels that come back to this proxy: to itself, and by the node's NAT rule for node-local ones.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
-#: Without updates for so long, free pages go back to the system; a guess.
-
 
 class State(StrEnum):
     """How far the start has come; ``/ready`` says it."""

@@ -12,8 +12,9 @@ from typing import Final
 
 from hbone.aio.poller import Poller
 
-#: After the last of some changes.
+#: Without changes for so long, free pages go back to the system; a guess.
 _CALM_S: Final = 2.0
+#: Between looks at what load has left; a guess.
 _LOOK_S: Final = 5.0
 #: Load has gone when of so many sockets at least so large a part has; fewer hold too little to look for.
 _MANY: Final = 32

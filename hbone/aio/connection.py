@@ -68,7 +68,7 @@ class ConnectionSettings:
     """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
 
     ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
-    ``ping_interval_s`` None: no keepalive.
+    ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -276,7 +276,7 @@ class Connection:
             self.poller.mark(self)
 
     def _dispatch(self, event: Event) -> None:
-        match event:
+        match event:  # without positional patterns: see ARCHITECTURE.md, "Nothing outlives its connection"
             case RequestReceived():
                 assert self._requests is not None
                 if self._first is not None:

@@ -54,7 +54,6 @@ STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns pr
 WORKERS = "workers"
 #: Series of vanished workloads are looked for this often.
 _SWEEP_S = 60.0
-#: Without updates for so long, free pages go back to the system; a guess.
 
 
 class Readiness:

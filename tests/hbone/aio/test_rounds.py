@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hbone.aio.rounds import _AT_ONCE, Round
-from tests.hbone.aio.harness import polling, run
 
 
 class Clockwork(asyncio.AbstractEventLoop):
@@ -158,31 +157,3 @@ def test_the_clock_of_an_earlier_turn_keeps_the_order() -> None:
     every.join(late, turn_s)
     loop.advance(11.0)
     assert [len(early.at), len(late.at)] == [2, 1]
-
-
-def test_a_poller_has_one_per_interval_and_ends_them() -> None:
-    async def main() -> None:
-        with polling() as poller:
-            round_ = poller.round(0.02)
-            assert poller.round(0.02) is round_
-            assert poller.round(0.03) is not round_
-            round_.join(Seen(Clockwork()), poller.now_s)
-        assert not len(round_)
-        assert poller.round(0.02) is not round_
-
-    run(main)
-
-
-def test_buffers_that_nobody_took_for_a_while_go_but_for_a_few() -> None:
-    async def main() -> None:
-        with polling() as poller:
-            for buffer in [poller.take() for _ in range(10)]:
-                poller.give(buffer)
-            assert poller.drop_buffers() == 0  # all ten were in use since
-            for buffer in [poller.take() for _ in range(3)]:
-                poller.give(buffer)
-            assert poller.drop_buffers() == 3
-            assert poller.drop_buffers() == 3
-            assert poller.drop_buffers() == 0
-
-    run(main)

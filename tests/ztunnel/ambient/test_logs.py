@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +167,21 @@ def test_a_traceback_is_one_line(tmp_path: Path) -> None:
     assert (entry["level"], entry["scope"]) == ("error", "ztunnel::x")
     assert entry["message"].startswith("failed\\nTraceback")
     lines.close()
+
+
+@pytest.mark.parametrize("line", [plain_line, json_line])
+def test_a_line_leaves_nothing_behind(line: Callable[..., str]) -> None:
+    """Its values mostly come once (durations, ports): a cache of them keeps the memory of what was made beside."""
+    with_many = [[("src.addr", Bare(f"10.0.0.1:{port}")), ("duration", f"{port}ms")] for port in range(1000)]
+    line(timestamp(0.0), "info", "access", "connection complete", with_many[0])
+    tracemalloc.start()
+    try:
+        before = tracemalloc.take_snapshot()
+        for second, fields in enumerate(with_many, 1):
+            line(timestamp(second), "info", "access", "connection complete", fields)
+        after = tracemalloc.take_snapshot()
+    finally:
+        tracemalloc.stop()
+    ours = [tracemalloc.Filter(True, "*/ztunnel/*"), tracemalloc.Filter(True, "*/json/*")]
+    left = after.filter_traces(ours).compare_to(before.filter_traces(ours), "lineno")
+    assert not [str(each) for each in left if each.count_diff >= 100]
