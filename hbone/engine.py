@@ -1,4 +1,4 @@
-"""One HTTP/2 connection as a state machine, both roles, limited to what CONNECT tunnels need (RFC 9113).
+"""One HTTP/2 connection as a state machine, both roles, limited to CONNECT tunnels and calls (RFC 9113).
 
 Theory of operation. Bytes go in by :meth:`Engine.receive_data`, which returns events; every other method
 changes the state and may queue frames. Frames wait in :attr:`Engine.output` and leave together, once per
@@ -32,6 +32,7 @@ from hbone.events import (
     Event,
     GoawayReceived,
     Header,
+    Headers,
     PingAcknowledged,
     RequestHead,
     RequestReceived,
@@ -176,8 +177,8 @@ class Engine:
             and (self.peer_max_streams is None or len(self._streams) < self.peer_max_streams)
         )
 
-    def open_stream(self, headers: Iterable[Header], *, ended: bool = False) -> int:
-        """Client: send a request, pseudo-header fields first, in the order given.
+    def open_stream(self, headers: Iterable[Header], *, ended: bool = False, tunnel: bool = True) -> int:
+        """Client: send a request, pseudo-header fields first, in the order given; CONNECT makes a ``tunnel``.
 
         Raises:
             LocalProtocolError: no stream may be opened now, see :attr:`accepts_streams`.
@@ -188,6 +189,7 @@ class Engine:
         self._next_id += 2
         stream = _Stream(self._peer_initial_window, self.settings.stream_window_bytes)
         stream.local_open = not ended
+        stream.tunnel = tunnel
         self._streams[stream_id] = stream
         self._send_headers(stream_id, headers, ended=ended)
         return stream_id
@@ -235,12 +237,15 @@ class Engine:
         if self._streams.pop(stream_id, None) is not None:
             self._send_reset(stream_id, code)
 
-    def end_stream(self, stream_id: int) -> None:
-        """END_STREAM on an empty DATA frame; the other direction goes on."""
+    def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
+        """END_STREAM on an empty DATA frame, or on ``trailers``; the other direction goes on."""
         stream = self._known(stream_id)
         if not stream.local_open:
             raise LocalProtocolError(f"stream {stream_id} has been ended")
-        self.output.append(frames.frame(DATA, END_STREAM, stream_id))
+        if trailers:
+            self._send_headers(stream_id, trailers, ended=True)
+        else:
+            self.output.append(frames.frame(DATA, END_STREAM, stream_id))
         self._local_ended(stream_id, stream)
 
     def ping(self, payload: bytes) -> None:
@@ -514,7 +519,7 @@ class Engine:
             self._charge()  # informational: of no use to a tunnel
         else:
             stream.answered = True
-            stream.tunnel = head.status == 200
+            stream.tunnel = stream.tunnel and head.status == 200
             self._events.append(ResponseReceived(stream_id, head.status, head.headers, ended))
             if ended:
                 self._remote_ended(stream_id, stream)
@@ -526,7 +531,7 @@ class Engine:
         elif stream.tunnel or not ended or not isinstance(head, Trailers):
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         else:
-            self._remote_ended(stream_id, stream)
+            self._remote_ended(stream_id, stream, head.headers)
 
     # Other frames
 
@@ -686,11 +691,11 @@ class Engine:
         if not stream.remote_open:
             del self._streams[stream_id]
 
-    def _remote_ended(self, stream_id: int, stream: _Stream) -> None:
+    def _remote_ended(self, stream_id: int, stream: _Stream, trailers: Headers = ()) -> None:
         stream.remote_open = False
         if not stream.local_open:
             self._streams.pop(stream_id, None)
-        self._events.append(StreamEnded(stream_id))
+        self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:
         """Reset a stream for what the peer did on it; the budget covers MadeYouReset, CVE-2025-8671."""

@@ -63,9 +63,10 @@ class DataReceived:
 
 @dataclass(slots=True)
 class StreamEnded:
-    """The peer sent END_STREAM: it will send no more, but may still receive."""
+    """The peer sent END_STREAM: it will send no more, but may still receive. Tunnels have no ``trailers``."""
 
     stream_id: int
+    trailers: Headers = ()
 
 
 @dataclass(slots=True)

@@ -22,8 +22,9 @@ from hbone.events import Header, Headers
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
-#: Fields whose values never come twice (a trace's identifier, a client's port): nothing with one is remembered.
-_ONE_OFF = (b"traceparent", b"forwarded")
+#: Fields whose values never come twice (a trace's identifier, a client's port) or are secrets: nothing with one is
+#: remembered.
+_ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
 #: The same within a second: of blocks with one, the last is remembered.
 _OF_THE_MOMENT = b"date"
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("hbone", "xds", "tproxy")
+LIBRARIES = ("hbone", "rpc", "xds", "tproxy")
+#: What a library may import of the others: rpc the engine, and the shells of xds the calls.
+USES = {"rpc": ("hbone",), "xds": ("rpc",)}
 APPLICATION = "ztunnel"
 
 #: Imports that mean input or output, concurrency, or a clock.
@@ -23,7 +25,6 @@ IMPURE = {
     "time",
     "random",
     "os",
-    "grpc",
     "pyroute2",
     "uvloop",
 }
@@ -100,7 +101,7 @@ def relative(path: Path) -> str:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_libraries_know_neither_each_other_nor_the_application(library: str) -> None:
-    foreign = {APPLICATION, "deploy", "bench", "tests", *LIBRARIES} - {library}
+    foreign = {APPLICATION, "deploy", "bench", "tests", *LIBRARIES} - {library, *USES.get(library, ())}
     wrong = [
         f"{relative(path)} imports {name}"
         for path in modules(library)
@@ -110,12 +111,20 @@ def test_libraries_know_neither_each_other_nor_the_application(library: str) -> 
     assert wrong == []
 
 
+def test_libraries_use_each_other_where_it_is_written() -> None:
+    """gRPC needs HTTP/2 and nothing of tunnels; of xDS only what does input and output needs gRPC."""
+    engine = {"hbone.engine", "hbone.errors", "hbone.events", "hbone.settings"}
+    assert {name for path in modules("rpc") for name in imports(path) if name.startswith("hbone")} <= engine
+    users = {relative(path) for path in modules("xds") for name in imports(path) if name.startswith("rpc")}
+    assert users == {"xds/aio/client.py", "xds/aio/server.py"}
+
+
 def test_nothing_that_ships_imports_tests_or_benches() -> None:
     wrong = [
         f"{relative(path)} imports {name}"
         for path in modules(*LIBRARIES, APPLICATION)
         for name in imports(path)
-        if name.partition(".")[0] in ("tests", "bench", "deploy", "h2")
+        if name.partition(".")[0] in ("tests", "bench", "deploy", "h2", "grpc")
     ]
     assert wrong == []
 
@@ -167,9 +176,9 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("ztunnel.ambient.workers.worker", {"grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.ambient.app", {"grpc", "yaml"}),
-        ("ztunnel.app", {"grpc", "yaml"}),
+        ("ztunnel.ambient.workers.worker", {"rpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
+        ("ztunnel.ambient.app", {"yaml"}),
+        ("ztunnel.app", {"yaml"}),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:

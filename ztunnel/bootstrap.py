@@ -128,6 +128,8 @@ def _target(cluster: Cluster) -> str | None:
     if address.WhichOneof("address") == "pipe":
         return f"unix:{address.pipe.path}"
     socket = address.socket_address
+    if not socket.port_value:
+        return None
     host = f"[{socket.address}]" if ":" in socket.address else socket.address
     return f"{host}:{socket.port_value}"
 

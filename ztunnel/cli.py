@@ -141,7 +141,7 @@ def _configure_logging(level: str) -> None:
         stream=sys.stderr,
     )
     # They log every header field and every netlink attribute, which no level of ours means to ask for.
-    for library in ("hpack", "pyroute2", "grpc"):
+    for library in ("hpack", "pyroute2"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 

@@ -6,6 +6,7 @@ refers to can be checked; with one it must come out as the base does.
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +436,6 @@ def test_the_image_may_copy_what_it_copies() -> None:
         for source in line.split()[1:-1]
     }
     assert copied == allowed
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages <= copied

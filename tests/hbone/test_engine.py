@@ -226,6 +226,43 @@ def test_half_close_each_way() -> None:
     assert [(kind, flags) for kind, flags, *_ in split(take(engine))] == [(1, 4), (0, 0), (0, 1)]
 
 
+POST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a"), (b":authority", b"a"))
+TRAILER = (b"grpc-status", b"0")
+
+
+def test_trailers_end_calls_each_way() -> None:
+    engine = opened()
+    engine.receive_data(request(1, *POST))
+    ends = request(1, TRAILER, flags=frames.END_HEADERS | frames.END_STREAM)
+    assert engine.receive_data(ends) == [StreamEnded(1, (TRAILER,))]
+    engine.respond(1, 200)
+    engine.send_data(1, b"x")
+    engine.end_stream(1, (TRAILER,))
+    assert engine.open_streams == 0
+    heads = split(take(engine))
+    assert [(kind, flags) for kind, flags, *_ in heads] == [(1, 4), (0, 0), (1, 5)]
+    calling = client()
+    calling.open_stream(POST, tunnel=False)
+    calling.receive_data(frame(1, 4, 1, b"\x88"))
+    assert calling.receive_data(ends) == [StreamEnded(1, (TRAILER,))]
+    calling.end_stream(1)
+    assert calling.open_streams == 0
+
+
+@pytest.mark.parametrize("flags", [frames.END_HEADERS, frames.END_HEADERS | frames.END_STREAM])
+def test_tunnels_have_no_trailers_and_calls_no_second_head(flags: int) -> None:
+    for fields, tunnel, refused in (
+        (CONNECT, True, True),
+        (POST, False, not flags & frames.END_STREAM),
+    ):
+        engine = client()
+        engine.open_stream(fields, tunnel=tunnel)
+        engine.receive_data(frame(1, 4, 1, b"\x88"))
+        events = engine.receive_data(request(1, TRAILER, flags=flags))
+        reset = [StreamReset(1, ErrorCode.PROTOCOL_ERROR, by_peer=False)]
+        assert events == (reset if refused else [StreamEnded(1, (TRAILER,))])
+
+
 def test_refusals_of_rust_and_of_envoy() -> None:
     engine = opened()
     engine.receive_data(request(1) + request(3))

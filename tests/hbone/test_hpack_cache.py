@@ -65,10 +65,11 @@ def test_the_dynamic_table_goes_to_the_library() -> None:
         assert ours.decode(block) == tuple(fields)
 
 
-def test_what_comes_once_is_not_kept_and_of_the_moment_the_last() -> None:
+@pytest.mark.parametrize("name", [b"traceparent", b"authorization"])
+def test_what_comes_once_or_is_secret_is_not_kept_and_of_the_moment_the_last(name: bytes) -> None:
     encoder, decoder = BlockEncoder(), BlockDecoder(LIMIT, lambda fields: list(fields))
     for number in range(300):
-        once = [(b":method", b"CONNECT"), (b"traceparent", b"%d" % number)]
+        once = [(b":method", b"CONNECT"), (name, b"%d" % number)]
         assert decoder.decode(encoder.encode(once)) == once
         dated = [(b":status", b"200"), (b"date", b"%d" % number)]
         block = encoder.encode(dated)

@@ -15,13 +15,16 @@ one that it is back.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
+from rpc.aio.client import Call, Channel
+from rpc.status import RpcFailed, Status
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
@@ -44,18 +47,11 @@ from xds.protocol.types import method_path
 
 logger = logging.getLogger(__name__)
 
-#: Opens a gRPC channel; the caller's ``async with`` closes it.
-Connect = Callable[[], AbstractAsyncContextManager[Any]]
+#: Makes a gRPC channel; the caller's ``async with`` closes it.
+Connect = Callable[[], AbstractAsyncContextManager[Channel]]
 
 #: Returns the metadata of a new stream, such as a bearer token read from its file.
 Metadata = Callable[[], Sequence[tuple[str, str]]]
-
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects now, whatever back-off another one is in
-    ("grpc.keepalive_time_ms", 30_000),  # guess; istiod allows no less than 15 s
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
-
 
 #: Longer responses are unpacked in steps; this much takes a few milliseconds.
 _BIG_BYTES = 2**20
@@ -65,7 +61,7 @@ class StreamBroken(XdsError):
     """The stream to the control plane ended.
 
     Attributes:
-        reason: in the words of gRPC, or ours.
+        reason: gRPC's status and the words that came with it, or ours.
         answered: whether it had brought anything.
         end: the same for metrics and back-off.
     """
@@ -98,30 +94,25 @@ class ControlPlaneStats:
 
 
 def connect_to(
-    target: str, credentials: Any = None, *, response_limit_bytes: int = -1, server_name: str = ""
+    target: str,
+    tls: ssl.SSLContext | None = None,
+    *,
+    response_limit_bytes: int | None = None,
+    server_name: str = "",
 ) -> Connect:
-    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``credentials`` are given.
+    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``tls`` is given.
 
     Envoy has no limit on responses, so that there is none by default. ``server_name`` is verified in place of the
     target's host.
+
+    Raises:
+        ValueError: the target is neither.
     """
-    limit = ("grpc.max_receive_message_length", response_limit_bytes)
-    override = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
-    options = (*_CHANNEL_OPTIONS, limit, *override)
 
-    @asynccontextmanager
-    async def connect() -> AsyncIterator[Any]:
-        import grpc.aio
+    def connect() -> Channel:
+        return Channel(target, tls=tls, server_name=server_name, message_limit_bytes=response_limit_bytes)
 
-        if credentials is None:
-            channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            channel = grpc.aio.secure_channel(target, credentials, options=options)
-        try:
-            yield channel
-        finally:
-            await channel.close()
-
+    connect()  # a target that is wrong is so now, not at the first attempt
     return connect
 
 
@@ -222,51 +213,49 @@ class _Stream:
             await asyncio.sleep(self._backoff.next(random.random()))
 
     async def _one_stream(self) -> None:
-        import grpc
-
+        self._answered = False
         async with self._connect() as channel:
             try:
-                metadata = None if self._metadata is None else tuple(self._metadata())
+                metadata = () if self._metadata is None else tuple(self._metadata())
             except (OSError, XdsError) as error:  # a token that cannot be read now may be there later
                 raise _unreachable(error) from error
-            call = channel.stream_stream(self._path)(metadata=metadata)
+            try:
+                call = await channel.call(self._path, metadata=metadata)
+            except RpcFailed as failure:
+                raise self._broken(failure) from failure
             self.state.stream_opened()
-            self._answered = False
             # No TaskGroup: before Python 3.13 one whose child fails may leave its parent marked as cancelled
             # (Task.cancelling), and the caller needs that mark.
             writer = asyncio.get_running_loop().create_task(self._write(call), name=f"xds {self._name} write")
             writer.add_done_callback(lambda _: call.cancel())  # a writer that failed ends the reader
             try:
                 await self._read(call)
-            except grpc.RpcError as error:
-                raise self._broken(error.code(), error.details()) from error
+            except RpcFailed as failure:
+                raise self._broken(failure) from failure
             except DecodeError as error:
                 raise StreamBroken("the server sent a malformed response", answered=self._answered) from error
             finally:
+                call.cancel()
                 writer.cancel()
                 await asyncio.wait([writer])
                 if not writer.cancelled():
                     writer.result()
 
-    async def _read(self, call: Any) -> None:
-        import grpc.aio
-
-        while (data := await call.read()) is not grpc.aio.EOF:
+    async def _read(self, call: Call) -> None:
+        while (data := await call.read()) is not None:
             self._answered = True
             self._back()
             if len(data) > _BIG_BYTES and isinstance(self.state, DeltaClient):
                 await self._receive_big(data, self.state)
             else:
                 self._receive(data)
-        raise self._broken(await call.code(), await call.details())
+        raise self._broken(RpcFailed(Status.OK))
 
-    def _broken(self, code: Any, details: str | None) -> StreamBroken:
-        end = stream_end(getattr(code, "name", "") or "UNKNOWN", details or "", answered=self._answered)
-        return StreamBroken(_status_text(code, details), answered=self._answered, end=end)
+    def _broken(self, failure: RpcFailed) -> StreamBroken:
+        end = stream_end(failure.status.name, failure.details, answered=self._answered)
+        return StreamBroken(str(failure), answered=self._answered, end=end)
 
-    async def _write(self, call: Any) -> None:
-        import grpc
-
+    async def _write(self, call: Call) -> None:
         while True:
             self._wake.clear()
             for feed in self._feeds.values():
@@ -277,7 +266,7 @@ class _Stream:
                 logger.debug("> %s", _Shown(request))
                 try:
                     await call.write(request.SerializeToString())
-                except (asyncio.InvalidStateError, grpc.RpcError):
+                except RpcFailed:
                     await asyncio.Event().wait()  # the call has ended; the reader learns why and cancels this
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
@@ -369,11 +358,6 @@ class _Shown:
         return " ".join(shown).replace("\n", " ")
 
 
-def _status_text(code: Any, details: str | None) -> str:
-    name = getattr(code, "name", "") or "UNKNOWN"
-    return f"{name}: {details}" if details else name
-
-
 def _state(
     options: ClientOptions, *, delta: bool
 ) -> tuple[ClientState[Any, Any], type[DiscoveryResponse] | type[DeltaDiscoveryResponse]]:
@@ -392,10 +376,10 @@ class AdsClient:
         target: ``host:port`` or ``unix:/path``.
         node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
         delta: the incremental variant.
-        credentials: ``grpc.ssl_channel_credentials(...)``; None is plain text.
+        tls: from :func:`rpc.aio.tls.client_tls`; None is plain text.
         metadata: called for each new stream; an error of it (``OSError``, ``XdsError``) is one of the connection.
         dialect: of the control plane; :data:`xds.protocol.client.ISTIO` goes with ``delta``.
-        connect: how to reach it, in the place of ``target`` and ``credentials``; called for each attempt, its
+        connect: how to reach it, in the place of ``target`` and ``tls``; called for each attempt, its
             ``XdsError`` is one of the connection.
     """
 
@@ -405,7 +389,7 @@ class AdsClient:
         node: Node,
         *,
         delta: bool = False,
-        credentials: Any = None,
+        tls: ssl.SSLContext | None = None,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
         backoff: Backoff | None = None,
@@ -415,7 +399,7 @@ class AdsClient:
         options = ClientOptions(node=node, node_on_first_only=node_on_first_only, dialect=dialect)
         state, response_type = _state(options, delta=delta)
         self._stream = _Stream(
-            connect or connect_to(target, credentials, response_limit_bytes=dialect.response_limit_bytes),
+            connect or connect_to(target, tls, response_limit_bytes=dialect.response_limit_bytes),
             method_path(None, delta=delta),
             state,
             response_type,
@@ -472,7 +456,7 @@ class PerTypeClient:
         node: Node,
         *,
         delta: bool = False,
-        credentials: Any = None,
+        tls: ssl.SSLContext | None = None,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
         backoff: Callable[[], Backoff] = Backoff,
@@ -480,7 +464,7 @@ class PerTypeClient:
         self._target = target
         self._options = ClientOptions(node=node, node_on_first_only=node_on_first_only)
         self._delta = delta
-        self._connect = connect_to(target, credentials)
+        self._connect = connect_to(target, tls)
         self._metadata = metadata
         self._backoff = backoff
         self._tasks = asyncio.TaskGroup()

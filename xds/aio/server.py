@@ -7,12 +7,17 @@ protocol: :mod:`xds.protocol.snapshot`.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import os
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
+from rpc.aio.server import Handler, Server, ServerCall, unary
+from rpc.status import RpcFailed, Status
 from xds.errors import ConfigError, XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DiscoveryRequest
@@ -82,7 +87,7 @@ class SnapshotServer:
 
     Args:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
-        credentials: ``grpc.ssl_server_credentials(...)`` for TCP addresses; Unix sockets stay in plain text.
+        tls: from :func:`rpc.aio.tls.server_tls`, for TCP addresses; Unix sockets stay in plain text.
         identifier: what clients show as ``control_plane.identifier``.
         key_of: may raise ``ConfigError`` for a node it cannot serve.
         on_answer: see :data:`OnAnswer`.
@@ -94,7 +99,7 @@ class SnapshotServer:
         self,
         addresses: Sequence[str],
         *,
-        credentials: Any = None,
+        tls: ssl.SSLContext | None = None,
         identifier: str = "",
         key_of: KeyOf = lambda node: node.id,
         on_answer: OnAnswer | None = None,
@@ -102,7 +107,7 @@ class SnapshotServer:
         unary: Mapping[str, Answer] | None = None,
     ) -> None:
         self.addresses: tuple[str, ...] = tuple(addresses)
-        self._credentials = credentials
+        self._tls = tls
         self._identifier = identifier
         self._key_of = key_of
         self._on_answer = on_answer
@@ -110,26 +115,23 @@ class SnapshotServer:
         self._unary = unary or {}
         self._snapshots: dict[str, Snapshot] = {}
         self._clients: set[_Client] = set()
-        self._server: Any = None
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        import grpc.aio
-
-        self._server = grpc.aio.server(
-            handlers=[_handlers(self._serve, self._unary, self._caller)],
-            options=(
-                ("grpc.max_receive_message_length", -1),
-                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second half
-                # Clients ping every 30 s; the default takes that for an attack.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-            ),
-        )
-        self.addresses = tuple(self._bind(address) for address in self.addresses)
-        await self._server.start()
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(Server(self._route, tls=self._tls))
+            bound = []
+            for address in self.addresses:
+                try:
+                    bound.append(await server.listen(address))
+                except (OSError, ValueError) as error:
+                    raise ServeError(address, _words(error)) from error
+            self.addresses = tuple(bound)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._server.stop(0)
+        await self._stack.aclose()
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
         """Replace what the nodes of ``key`` should have; connected ones are sent the difference."""
@@ -151,53 +153,42 @@ class SnapshotServer:
                 client.state.update(snapshot)
                 client.changed.set()
 
-    def _bind(self, address: str) -> str:
-        try:
-            if self._credentials is None or address.startswith("unix:"):
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._credentials)
-        except RuntimeError as error:
-            raise ServeError(address, str(error)) from error
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+    def _route(self, path: str) -> Handler | None:
+        method = type_of_method(path)
+        if method is None:
+            answer = self._unary.get(path)
+            return None if answer is None else _unary(path, answer)
+        only, delta = method
 
-    async def _serve(self, only: str | None, delta: bool, requests: AsyncIterator[bytes], context: Any) -> None:
+        async def stream(call: ServerCall) -> None:
+            await self._serve(only, delta, call)
+
+        return stream
+
+    async def _serve(self, only: str | None, delta: bool, call: ServerCall) -> None:
         state: ServerState[Any, Any] = DeltaServer(self._identifier) if delta else SotwServer(self._identifier)
         client = _Client(state)
         self._clients.add(client)
         try:
             async with asyncio.TaskGroup() as reading:
-                reading_all = self._read(client, only, delta, requests, self._caller(context))
-                reader = reading.create_task(reading_all, name="xds serve read")
+                reader = reading.create_task(self._read(client, only, delta, call), name="xds serve read")
                 while not reader.done():
                     await client.changed.wait()
                     client.changed.clear()
                     while responses := state.responses_to_send():
                         for response in responses:
-                            await context.write(response.SerializeToString())
+                            await call.write(response.SerializeToString())
         except ExceptionGroup as failures:
             error = failures.exceptions[0]
             if not isinstance(error, (ConfigError, NotAdmitted)):
                 raise error from failures
-            import grpc
-
             logger.warning("xDS client dropped node=%s error=%s", client.key, error)
-            refused = isinstance(error, NotAdmitted)
-            status = grpc.StatusCode.UNAUTHENTICATED if refused else grpc.StatusCode.INVALID_ARGUMENT
-            await context.abort(status, str(error))
+            raise _refusal(error) from failures
         finally:
             self._clients.discard(client)
 
-    def _caller(self, context: Any) -> Caller:
-        metadata = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
-        # Plain text is for addresses that need no proof; where there are credentials, all of TCP has them.
-        local = self._credentials is None or context.peer().startswith("unix:")
-        return Caller(metadata=metadata, local=local)
-
-    async def _read(
-        self, client: _Client, only: str | None, delta: bool, requests: AsyncIterator[bytes], caller: Caller
-    ) -> None:
-        async for data in requests:
+    async def _read(self, client: _Client, only: str | None, delta: bool, call: ServerCall) -> None:
+        while (data := await call.read()) is not None:
             request = _request(data, delta)
             if only is not None:
                 if request.type_url not in ("", only):
@@ -206,7 +197,7 @@ class SnapshotServer:
             answered = client.state.receive(request)
             if client.key is None and client.state.node is not None:
                 if self._admit is not None:
-                    self._admit(client.state.node, caller)
+                    self._admit(client.state.node, _caller(call))
                 client.key = self._key_of(client.state.node)
                 client.state.update(self._snapshots.get(client.key, Snapshot()))
             if answered is not None:
@@ -234,44 +225,28 @@ def _request(data: bytes, delta: bool) -> Any:
         raise ConfigError("malformed request") from None
 
 
-def _handlers(
-    serve: Callable[[str | None, bool, AsyncIterator[bytes], Any], Awaitable[None]],
-    unary: Mapping[str, Answer],
-    caller_of: Callable[[Any], Caller],
-) -> Any:
-    import grpc
+def _words(error: OSError | ValueError) -> str:
+    # asyncio's own texts say the address again.
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
-    class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
-        """Routes the methods of :func:`type_of_method` and the unary ones; others are UNIMPLEMENTED."""
 
-        def service(self, details: Any) -> Any:
-            method = type_of_method(details.method)
-            if method is None:
-                return self._unary(details.method)
-            only, delta = method
+def _caller(call: ServerCall) -> Caller:
+    return Caller(metadata=call.head.metadata, local=call.local)
 
-            async def stream(requests: AsyncIterator[bytes], context: Any) -> None:
-                await serve(only, delta, requests, context)
 
-            return grpc.stream_stream_rpc_method_handler(stream)
+def _refusal(error: ConfigError | NotAdmitted) -> RpcFailed:
+    status = Status.UNAUTHENTICATED if isinstance(error, NotAdmitted) else Status.INVALID_ARGUMENT
+    return RpcFailed(status, str(error))
 
-        @staticmethod
-        def _unary(path: str) -> Any:
-            answer = unary.get(path)
-            if answer is None:
-                return None
 
-            async def respond(request: bytes, context: Any) -> bytes:
-                try:
-                    return answer(request, caller_of(context))
-                except NotAdmitted as error:
-                    logger.warning("request refused method=%s error=%s", path, error)
-                    status, text = grpc.StatusCode.UNAUTHENTICATED, str(error)
-                except ConfigError as error:
-                    status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-                await context.abort(status, text)
-                raise AssertionError("abort raises")
+def _unary(path: str, answer: Answer) -> Handler:
+    def respond(request: bytes, call: ServerCall) -> bytes:
+        try:
+            return answer(request, _caller(call))
+        except NotAdmitted as error:
+            logger.warning("request refused method=%s error=%s", path, error)
+            raise _refusal(error) from error
+        except ConfigError as error:
+            raise _refusal(error) from error
 
-            return grpc.unary_unary_rpc_method_handler(respond)
-
-    return Handlers()
+    return unary(respond)

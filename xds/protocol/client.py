@@ -206,7 +206,7 @@ class Dialect:
             resource without a body is handed on like any other, there are no times to live.
         on_demand: types of which nothing comes but what is asked for (``*`` subscribed and unsubscribed at once).
         keeps_bodies: accepted resources are remembered for subscriptions that come later.
-        response_limit_bytes: a response may be this long; -1: any length.
+        response_limit_bytes: a response may be this long; None: any length.
     """
 
     nack_code: int = INTERNAL
@@ -214,7 +214,7 @@ class Dialect:
     one_by_one: bool = False
     on_demand: frozenset[str] = frozenset()
     keeps_bodies: bool = True
-    response_limit_bytes: int = -1
+    response_limit_bytes: int | None = None
 
 
 ENVOY = Dialect()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ztunnel import __version__
 
 if TYPE_CHECKING:
     from ztunnel.app import Proxy
@@ -15,17 +16,9 @@ DISTRIBUTION = "ztunnel-py"
 _STATUS = Path("/proc/self/status")
 
 
-def version_number() -> str:
-    """``x.y.z`` of the installed distribution, ``0.0.0`` when it is not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "0.0.0"
-
-
 def version() -> str:
     """Like Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``; there is no commit in a distribution."""
-    return f"{DISTRIBUTION}/{version_number()}/Clean/RELEASE/{ssl.OPENSSL_VERSION.replace(' ', '-')}"
+    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{ssl.OPENSSL_VERSION.replace(' ', '-')}"
 
 
 def memory() -> dict[str, int]:
@@ -66,5 +59,5 @@ def register(proxy: Proxy) -> None:
     scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
     scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
     # Envoy's is the begin of its commit; ours is the version, two digits each.
-    parts = [int(part) if part.isdigit() else 0 for part in (*version_number().split("."), "0", "0")[:3]]
+    parts = [int(part) for part in __version__.split(".")]
     scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

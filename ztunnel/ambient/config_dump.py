@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 import hbone
 from xds.model.address import SocketAddress
-from ztunnel.admin.process import version_number
+from ztunnel import __version__
 from ztunnel.ambient import mesh_dump
 from ztunnel.ambient.config import AmbientConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.ambient.pod import PodProxy
@@ -112,7 +112,7 @@ def _pods(proxy: AmbientProxy, connections: Mapping[RunningPod, object]) -> Mapp
 def version_entry(istio_version: str) -> Mapping[str, str]:
     """What ``version`` prints too."""
     return {
-        "version": version_number(),
+        "version": __version__,
         "gitRevision": "unknown",
         "rustVersion": f"Python {platform.python_version()}",
         "buildProfile": hbone.build(),

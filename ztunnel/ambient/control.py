@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
-from xds.aio.client import AdsClient, connect_to
+from rpc.aio.client import Channel
+from rpc.aio.tls import BadCertificate, client_tls
+from xds.aio.client import AdsClient, Connect, connect_to
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import XdsError
 from xds.model.mesh import Mesh
@@ -76,29 +77,23 @@ class ControlPlane:
             connect=self._connects(endpoint),
         )
 
-    def _connects(self, endpoint: Endpoint) -> Callable[[], Any]:
+    def _connects(self, endpoint: Endpoint) -> Connect:
         """How to reach the control plane; roots are read anew for each attempt."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
             return connect_to(endpoint.target, response_limit_bytes=limit)
         roots = Roots(config.xds_root_ca)
-        # gRPC verifies one name, never either of two: they take turns while attempts fail.
+        # TLS verifies one name, never either of two: they take turns while attempts fail.
         names = [config.alt_xds_hostname, ""] if config.alt_xds_hostname else [""]
 
-        @asynccontextmanager
-        async def connect() -> AsyncIterator[Any]:
-            import grpc
-
+        def connect() -> Channel:
             try:
-                pem = roots.read()
-            except CredentialsError as error:
+                tls = client_tls(roots.read())
+            except (CredentialsError, BadCertificate) as error:
                 raise XdsError(str(error)) from error
             names.append(names.pop(0))
-            credentials = grpc.ssl_channel_credentials(root_certificates=pem)
-            options = connect_to(endpoint.target, credentials, response_limit_bytes=limit, server_name=names[0])
-            async with options() as channel:
-                yield channel
+            return Channel(endpoint.target, tls=tls, server_name=names[0], message_limit_bytes=limit)
 
         return connect
 

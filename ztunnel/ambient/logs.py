@@ -223,7 +223,7 @@ class LogStream(logging.Handler):
         root.setLevel(self.levels.least)
         logging.addLevelName(TRACE, "TRACE")
         # They log every header field and every channel event, which no level of ours means to ask for.
-        for library in ("hpack", "grpc", "asyncio"):
+        for library in ("hpack", "asyncio"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:

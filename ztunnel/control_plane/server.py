@@ -6,15 +6,16 @@ what is left is this project's proxy in Envoy's dialect.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import Message
 
+from rpc.aio.tls import server_tls
 from xds.aio.server import SnapshotServer
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
@@ -83,7 +84,7 @@ class ControlPlane:
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         self._server = SnapshotServer(
             addresses,
-            credentials=self._credentials(tls_hosts) if tls_hosts else None,
+            tls=self._serving_tls(tls_hosts) if tls_hosts else None,
             identifier="ztunnel control-plane",
             key_of=self._key_of,
             on_answer=self._answered,
@@ -125,12 +126,10 @@ class ControlPlane:
         """Where it is served, once it is: port 0 replaced by the one that was free."""
         return self._server.addresses
 
-    def _credentials(self, hosts: Sequence[str]) -> Any:
+    def _serving_tls(self, hosts: Sequence[str]) -> ssl.SSLContext:
         """A certificate of our own, made for this process and good as long as the root."""
-        import grpc
-
         certificate = self._ca.issue_for_hosts(hosts, ca.now(), _SERVING_LIFE)
-        return grpc.ssl_server_credentials([(certificate.key_pem, certificate.chain_pem)])
+        return server_tls(certificate.key_pem, certificate.chain_pem)
 
     def _reload(self) -> bool:
         """Read the file again if it changed; a faulty one leaves the last good mesh in force."""

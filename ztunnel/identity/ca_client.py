@@ -1,17 +1,21 @@
 """Certificates from istiod, over gRPC; which ones and when is the business of ``certificates.py``.
 
-gRPC decides the TLS versions and suites towards the control plane (1.2 and 1.3); its library is imported when the
-first certificate is asked for.
+The interpreter's TLS decides versions and suites towards the control plane (1.2 and 1.3).
 """
 
 import logging
-from typing import Any, Final
+import ssl
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric import ec
+from google.protobuf.message import DecodeError
 
+from rpc.aio.client import Channel
+from rpc.aio.tls import BadCertificate, client_tls
+from rpc.status import RpcFailed, Status
 from xds.model.identity import SpiffeId
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
-from ztunnel.identity.credentials import Credentials, CredentialsError, Endpoint, Roots
+from ztunnel.identity.credentials import Credentials, CredentialsError, Endpoint, Metadata, Roots
 from ztunnel.identity.csr import IdentityError, IssuedCertificate, issued_certificate, signing_request
 from ztunnel.tasks import Tasks
 
@@ -19,16 +23,6 @@ log = logging.getLogger(__name__)
 
 METHOD: Final = "/istio.v1.auth.IstioCertificateService/CreateCertificate"
 IMPERSONATED: Final = "ImpersonatedIdentity"
-
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects now, whatever back-off another one is in
-    # The schedule backs off; a channel that did so too would answer its attempts with old errors.
-    ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.enable_http_proxy", 0),
-)
 
 
 class IstioCertificateAuthority:
@@ -64,10 +58,11 @@ class IstioCertificateAuthority:
         self._impersonate = impersonate
         self._lifetime_s = lifetime_s
         self._timeout_s = timeout_s
-        # gRPC verifies one name, never either of two: they are tried in turn, the last good one first.
+        # TLS verifies one name, never either of two: they are tried in turn, the last good one first.
         self._names = ["", alternative_name] if alternative_name and endpoint.tls else [""]
-        self._channels: dict[str, Any] = {}
+        self._channels: dict[str, Channel] = {}
         self._root_pem: bytes | None = None
+        self._tls: ssl.SSLContext | None = None
         self._tasks = Tasks("certificate authority")
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
@@ -94,21 +89,20 @@ class IstioCertificateAuthority:
         for channel in channels:
             await channel.close()
 
-    async def _call(self, request: IstioCertificateRequest, metadata: Any) -> IstioCertificateResponse:
-        import grpc
-
+    async def _call(self, request: IstioCertificateRequest, metadata: Metadata) -> IstioCertificateResponse:
+        data = request.SerializeToString()
         for name in list(self._names):
             try:
-                response: IstioCertificateResponse = await self._channel(name).unary_unary(
-                    METHOD,
-                    request_serializer=IstioCertificateRequest.SerializeToString,
-                    response_deserializer=IstioCertificateResponse.FromString,
-                )(request, metadata=metadata, timeout=self._timeout_s)
-            except grpc.RpcError as error:
-                code, details = error.code(), error.details()
-                failure = IdentityError(f"signing gRPC error ({code.name}): {details}")
-                if code is not grpc.StatusCode.UNAVAILABLE:
+                answer = await self._channel(name).unary(
+                    METHOD, data, metadata=metadata, timeout_s=self._timeout_s
+                )
+                response = IstioCertificateResponse.FromString(answer)
+            except RpcFailed as error:
+                failure = IdentityError(f"signing gRPC error ({error.status.name}): {error.details}")
+                if error.status is not Status.UNAVAILABLE:
                     break
+            except DecodeError:
+                raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
             else:
                 self._names.sort(key=lambda other: other != name)
                 return response
@@ -120,36 +114,20 @@ class IstioCertificateAuthority:
         assert self._roots is not None
         try:
             pem = self._roots.read()
-        except CredentialsError as error:
+            tls = self._tls if pem == self._root_pem else client_tls(pem)
+        except (CredentialsError, BadCertificate) as error:
             if self._root_pem is None:
                 raise
             log.warning("roots of the certificate authority unusable, the old ones stay in use error=%s", error)
             return
         if pem != self._root_pem:
-            self._root_pem = pem
+            self._root_pem, self._tls = pem, tls
             for channel in self._channels.values():
                 self._tasks.start(channel.close(self._timeout_s), "close a channel with old roots")
             self._channels.clear()
 
-    def _channel(self, name: str) -> Any:
+    def _channel(self, name: str) -> Channel:
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = open_channel(self._endpoint, self._root_pem, name)
+            channel = self._channels[name] = Channel(self._endpoint.target, tls=self._tls, server_name=name)
         return channel
-
-
-def open_channel(endpoint: Endpoint, root_pem: bytes | None, server_name: str = "") -> Any:
-    """A gRPC channel to the control plane, connected when it is used.
-
-    Args:
-        endpoint: where to.
-        root_pem: trusted; needed with TLS.
-        server_name: verified in place of the endpoint's own, if not empty.
-    """
-    import grpc.aio
-
-    if not endpoint.tls:
-        return grpc.aio.insecure_channel(endpoint.target, options=_CHANNEL_OPTIONS)
-    override = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
-    credentials = grpc.ssl_channel_credentials(root_certificates=root_pem)
-    return grpc.aio.secure_channel(endpoint.target, credentials, options=(*_CHANNEL_OPTIONS, *override))

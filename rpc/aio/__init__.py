@@ -1,0 +1,1 @@
+"""Connections, client and server of gRPC on asyncio."""
