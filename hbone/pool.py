@@ -37,6 +37,8 @@ class PoolSettings:
     """
 
     max_streams_per_connection: int = 100
+    max_tunnels_per_connection: int = 0
+    """One that has carried so many in all takes no more; 0: any number."""
     max_connections_per_key: int = 1024
     max_idle: int = 500
     idle_timeout_s: float = 300.0
@@ -94,6 +96,7 @@ class PoolFull(HboneError):
 class _Member:
     key: Hashable
     limit: int
+    left: int = 0
     streams: int = 0
     draining: bool = False
     idle_since_s: float = 0.0
@@ -157,9 +160,7 @@ class PoolState:
         if entry is not None and not entry.waiters and not self._closed:
             for connection, member in entry.members.items():
                 if member.streams < member.limit and not member.draining:
-                    member.streams += 1
-                    if member.streams == 1:
-                        self._wake(connection)
+                    self._assign(connection, member)
                     return connection
         return None
 
@@ -204,7 +205,7 @@ class PoolState:
         """The dial of ``key`` opened a connection, whose peer allows ``peer_limit`` streams (None: not known)."""
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
-        member = _Member(key, self._limit(peer_limit))
+        member = _Member(key, self._limit(peer_limit), self._settings.max_tunnels_per_connection)
         entry = self._keys.setdefault(key, _Key())
         entry.dialling = None
         entry.members[connection] = member
@@ -335,6 +336,14 @@ class PoolState:
         ):
             self._spare[connection] = None
 
+    def _assign(self, connection: ConnectionId, member: _Member) -> None:
+        member.streams += 1
+        if member.streams == 1:
+            self._wake(connection)
+        if member.left:
+            member.left -= 1
+            member.draining = not member.left
+
     def _wake(self, connection: ConnectionId) -> None:
         """It has a stream, or is gone."""
         self._idle.pop(connection, None)
@@ -351,9 +360,7 @@ class PoolState:
             while entry.waiters and not member.draining and member.streams < member.limit:
                 waiter, _ = entry.waiters.popitem(last=False)
                 del self._waiting[waiter]
-                member.streams += 1
-                if member.streams == 1:
-                    self._wake(connection)
+                self._assign(connection, member)
                 actions.append(Assign(waiter, connection))
             if not entry.waiters:
                 break

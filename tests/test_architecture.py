@@ -1,6 +1,7 @@
 """The arrows of ARCHITECTURE.md, held by reading every import. Changing a list here is a design decision."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -150,6 +151,20 @@ def test_the_model_knows_no_protobuf() -> None:
         if name.startswith(("google", "xds.proto", "xds.dialects", "xds.protocol", "xds.aio"))
     ]
     assert wrong == []
+
+
+def test_what_the_model_says_is_obeyed() -> None:
+    """A field that is compiled and read by nobody would be configuration that is accepted and ignored."""
+    readers = "".join(path.read_text() for path in modules("xds/model", "hbone", "tproxy", "ztunnel"))
+    unread = set()
+    for path in modules("xds/model"):
+        for definition in ast.parse(path.read_text()).body:
+            for field in definition.body if isinstance(definition, ast.ClassDef) else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    name = field.target.id
+                    if not re.search(rf"\.{name}\b|\"{name}\"", readers):
+                        unread.add(f"{definition.name}.{name}")
+    assert unread == set()
 
 
 def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:

@@ -1,13 +1,12 @@
 """Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters looked up."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hbone.settings import Role
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
-from xds.model.listener import FilterChain, Rbac, SetFilterState, TcpProxy
+from xds.model.listener import FilterChain, Rbac, SharedWithUpstream, TcpProxy
 from ztunnel.identity.contexts import LiveContext
 from ztunnel.identity.secrets import SecretStore
 from ztunnel.outcome import Denied
@@ -68,6 +67,16 @@ class LiveHeader:
     render: Renderer
     action: str
     keep_empty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """An object of ``set_filter_state``, ready to be evaluated."""
+
+    key: str
+    render: Renderer
+    skip_if_empty: bool
+    shared: SharedWithUpstream
 
 
 class LiveTcpProxy:
@@ -166,7 +175,11 @@ class LiveChain:
         self.model = model
         self.name = model.name
         self.rbac = tuple(LiveRbac(rbac, stats) for rbac in model.rbac)
-        self.filter_state: Sequence[tuple[str, Renderer, bool]] = _filter_state(model.filter_state)
+        self.filter_state = [
+            LiveState(value.key, renderer(value.value, missing=""), value.skip_if_empty, value.shared)
+            for each in model.filter_state
+            for value in each.values
+        ]
         self.proxy: LiveTcpProxy | None = None
         self.manager: LiveConnectionManager | None = None
         if isinstance(model.terminal, TcpProxy):
@@ -214,10 +227,15 @@ class LiveChain:
 
     def set_filter_state(self, info: StreamInfo) -> None:
         """Run the ``set_filter_state`` filters."""
-        for key, render, skip_if_empty in self.filter_state:
-            value = render(info)
-            if value or not skip_if_empty:
-                info.facts.filter_state[key] = value
+        facts = info.facts
+        for state in self.filter_state:
+            value = state.render(info)
+            if value or not state.skip_if_empty:
+                facts.filter_state[state.key] = value
+                if state.shared is SharedWithUpstream.NONE:
+                    facts.shared_state.pop(state.key, None)
+                else:
+                    facts.shared_state[state.key] = state.shared is SharedWithUpstream.TRANSITIVE
 
     async def settled(self) -> None:
         """Wait for the chain's secrets."""
@@ -228,11 +246,3 @@ class LiveChain:
         """Let go of secrets."""
         if self.tls is not None:
             self.tls.close()
-
-
-def _filter_state(filters: Sequence[SetFilterState]) -> list[tuple[str, Renderer, bool]]:
-    return [
-        (value.key, renderer(value.value, missing=""), value.skip_if_empty)
-        for each in filters
-        for value in each.values
-    ]

@@ -378,6 +378,8 @@ class Datapath:
             http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
         if wanted.initial_connection_window is not None:
             http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
+        if manager.model.max_request_headers_kb is not None:
+            http2 = replace(http2, max_header_list_bytes=manager.model.max_request_headers_kb * 1024)
         return settings if http2 is settings.http2 else replace(settings, http2=http2)
 
     async def _request(self, outer: Hop, chain: LiveChain, request: Request) -> None:

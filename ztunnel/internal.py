@@ -69,6 +69,7 @@ class InternalListeners:
         address: InternalAddress,
         outer: StreamInfo,
         metadata: Mapping[str, Mapping[str, Any]],
+        shared: Mapping[str, bool],
         *,
         keep_options: bool,
     ) -> Entry | None:
@@ -78,6 +79,7 @@ class InternalListeners:
             address: the endpoint.
             outer: the hop that connects.
             metadata: what its transport socket passes on.
+            shared: and of its filter state, as ``ConnectionFacts.shared_state`` has it.
             keep_options: carry the client's address on, which Envoy's internal connections lose.
         """
         listener = self.listeners.internal(address.listener)
@@ -88,6 +90,8 @@ class InternalListeners:
             direct_source=outer.facts.direct_source,
             destination=outer.facts.destination,
             metadata=dict(metadata),
+            filter_state={key: outer.facts.filter_state[key] for key in shared},
+            shared_state={key: True for key, further in shared.items() if further},
         )
         info = StreamInfo(
             connection_id=self.connections.next_id(),

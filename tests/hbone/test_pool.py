@@ -56,6 +56,21 @@ def test_a_limit_learned_later_counts_from_then_on() -> None:
     assert pool.released(connection, 0) == [Assign(fourth, connection)]
 
 
+def test_a_connection_that_has_carried_its_number_takes_no_more() -> None:
+    pool = PoolState(PoolSettings(max_tunnels_per_connection=2))
+    waiters = [pool.request("k", 0)[0] for _ in range(3)]
+    first, actions = pool.dialled("k", None, 0)
+    assert actions == [Assign(waiters[0], first), Assign(waiters[1], first), Dial("k", waiters[2])]
+    second, actions = pool.dialled("k", None, 0)
+    assert actions == [Assign(waiters[2], second)]
+    assert pool.released(first, 0) == []
+    assert pool.released(first, 0) == [Close(first)]
+    assert pool.released(second, 0) == []
+    assert pool.place("k") == second
+    assert pool.place("k") is None
+    assert pool.released(second, 0) == [Close(second)]
+
+
 def test_giving_up_hands_the_dial_on_or_cancels_it() -> None:
     pool = PoolState(PoolSettings())
     first, _ = pool.request("k", 0)

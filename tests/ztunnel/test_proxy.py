@@ -103,6 +103,73 @@ def test_a_full_breaker_refuses(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_a_burst_waits_for_connections_up_to_the_breakers_limit(tmp_path: Path) -> None:
+    breaker = {"circuit_breakers": {"thresholds": [{"max_pending_requests": 0}]}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(tcp(access_log=access_log(tmp_path)))), cluster(port, **breaker))
+            assert await ask(rig.port("l")) == b""
+            (line,) = await rig.log()
+            assert line["flags"] == "UO"
+            assert rig.count("cluster.app.upstream_rq_pending_overflow") == 1
+
+    run(tmp_path, body)
+
+
+def internal_cluster(name: str, leads_to: str) -> tuple[str, Json]:
+    """A cluster of one internal listener, to which it passes on what may be."""
+    kind = f"{T}envoy.extensions.transport_sockets"
+    raw = {"name": "raw", "typed_config": {"@type": f"{kind}.raw_buffer.v3.RawBuffer"}}
+    socket = {"@type": f"{kind}.internal_upstream.v3.InternalUpstreamTransport", "transport_socket": raw}
+    there = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": leads_to}}}}
+    assignment = {"cluster_name": name, "endpoints": [{"lb_endpoints": [there]}]}
+    passing = {"transport_socket": {"name": "internal", "typed_config": socket}}
+    return "cluster", {"name": name, "type": "STATIC", "load_assignment": assignment, **passing}
+
+
+def test_filter_state_goes_on_as_far_as_it_is_shared(tmp_path: Path) -> None:
+    """ONCE through one internal connection, TRANSITIVE through all, NONE through none (Envoy's StreamSharing)."""
+    kinds = ("NONE", "ONCE", "TRANSITIVE")
+    values = [
+        {"object_key": kind, "shared_with_upstream": kind, "format_string": {"text_format": kind.lower()}}
+        for kind in kinds
+    ]
+    config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
+    sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": values}}
+
+    def logged(name: str) -> list[Json]:
+        (log,) = access_log(tmp_path)
+        fields = {kind: f"%FILTER_STATE({kind}:PLAIN)%" for kind in kinds}
+        log["typed_config"]["log_format"] = {"json_format": {"at": name, **fields}}
+        return [log]
+
+    def inside(name: str, leads_to: str) -> tuple[str, Json]:
+        kind, document = listener(chain(tcp(leads_to, access_log=logged(name))), name=name, internal_listener={})
+        del document["address"]
+        return kind, document
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(
+                listener(chain(sets, tcp("to-first", access_log=logged("l")))),
+                inside("first", "to-second"),
+                inside("second", "app"),
+                internal_cluster("to-first", "first"),
+                internal_cluster("to-second", "second"),
+                cluster(port),
+            )
+            assert await ask(rig.port("l")) == b"ping"
+            lines = {line.pop("at"): line for line in await rig.log(3)}
+            assert lines == {
+                "l": {"NONE": "none", "ONCE": "once", "TRANSITIVE": "transitive"},
+                "first": {"NONE": None, "ONCE": "once", "TRANSITIVE": "transitive"},
+                "second": {"NONE": None, "ONCE": None, "TRANSITIVE": "transitive"},
+            }
+
+    run(tmp_path, body)
+
+
 def test_failing_hosts_are_ejected(tmp_path: Path) -> None:
     outlier = {"outlier_detection": {"consecutive_5xx": 2, "max_ejection_percent": 50}}
 
@@ -416,6 +483,41 @@ def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
                 await rig.until(lambda: not pool.statistics.connections)
             else:
                 assert pool.statistics.connections == 1
+
+    run(tmp_path, body)
+
+
+def test_a_tunnel_connection_carries_what_its_cluster_allows(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            name, document = outbound_cluster(rig.port("inbound"))
+            options = http2(common_http_protocol_options={"max_requests_per_connection": 2})
+            changed = (name, {**document, "typed_extension_protocol_options": options})
+            rest = [entry for entry in everything if entry[1].get("name") != "tunnel"]
+            rig.publish(*rest, changed)
+            await rig.until(lambda: rig.count("cluster_manager.cluster_modified") == 1)
+            for _ in range(5):
+                assert await ask(rig.port("l"), b"there") == b"hi there"
+            assert rig.count("cluster.tunnel.ssl.handshake") == 3
+
+    run(tmp_path, body)
+
+
+def test_a_manager_may_allow_shorter_heads(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application(b"hi ") as port:
+            everything = await tunnel(rig, port, Identities())
+            name, document = inbound({"route_config": connect_route("app")})
+            document["filter_chains"][0]["filters"][-1]["typed_config"]["max_request_headers_kb"] = 1
+            rest = [entry for entry in everything if entry[1].get("name") not in ("inbound", "l")]
+            long = [{"header": {"key": "x", "value": "v" * 1100}}]
+            filters = tcp("tunnel", tunneling_config={"hostname": "app:80", "headers_to_add": long})
+            rig.publish(*rest, (name, document), listener(chain(filters)))
+            await rig.until(lambda: rig.count("listener_manager.listener_in_place_updated") >= 1)
+            await rig.until(lambda: rig.count("listener_manager.total_listeners_draining") == 0)
+            assert await ask(rig.port("l"), b"there") == b""
+            assert rig.count("http.inbound.downstream_rq_total") == 0
 
     run(tmp_path, body)
 

@@ -85,7 +85,8 @@ class LocalityGroup:
 class LoadAssignment:
     """All endpoints of a cluster, and how full a priority must be before the next is used.
 
-    ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1.
+    ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1. With
+    ``weighted_priority_health`` hosts count by their weights when it is asked how much of a priority is usable.
     """
 
     cluster_name: str
@@ -134,7 +135,7 @@ class TransportSocketMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitBreakers:
-    """Limits of one priority; Envoy's defaults."""
+    """Limits of one priority; Envoy's defaults. ``max_retries`` is for HTTP requests, of which there are none."""
 
     max_connections: int = 1024
     max_pending_requests: int = 1024
@@ -201,7 +202,6 @@ class Balancing:
     maglev_table_size: int = 65_537
     panic_threshold: float = 50.0
     locality_weighted: bool = False
-    update_merge_window_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +234,8 @@ class Cluster:
         eds_source: where endpoints are asked for, with :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.
+        max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
+        connection_idle_timeout_s: of a connection without tunnels; 0: never.
         content: digest of the message; an unchanged cluster is left alone.
     """
 
@@ -256,11 +258,8 @@ class Cluster:
     dns_refresh_s: float = 5.0
     respect_dns_ttl: bool = False
     dns_family: str = "AUTO"
-    buffer_limit_bytes: int = 1_048_576
     max_requests_per_connection: int = 0
     connection_idle_timeout_s: float = 3600.0
-    close_on_health_failure: bool = False
-    per_downstream_pool: bool = False
     keepalive: Keepalive | None = None
     bind_source: str = ""
     alt_stat_name: str = ""

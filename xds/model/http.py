@@ -90,16 +90,15 @@ class HttpConnectionManager:
     Attributes:
         allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
         stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
+        max_request_headers_kb: of one request; ``None`` unset (Envoy: 60, this proxy: 64).
     """
 
     stat_prefix: str
     routes: RouteTable | RouteTableRef
     http2: Http2Settings
     allows_connect: bool
-    codec: str = "auto"
     server_name: str = "envoy"
     stream_idle_timeout_s: float | None = None
     idle_timeout_s: float = 3600.0
-    drain_timeout_s: float = 5.0
-    max_request_headers_kb: int = 60
+    max_request_headers_kb: int | None = None
     access_log: tuple[AccessLog, ...] = ()

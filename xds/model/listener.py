@@ -149,7 +149,6 @@ class Rbac:
     shadow: PolicyList | None = None
     shadow_prefix: str = ""
     log_only: bool = False
-    delay_deny_s: float = 0.0
 
 
 class SharedWithUpstream(StrEnum):
@@ -198,12 +197,10 @@ class HeaderToAdd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunneling:
-    """``TcpProxy.tunneling_config``: carry the bytes in a CONNECT (or POST) request."""
+    """``TcpProxy.tunneling_config``: carry the bytes in a CONNECT request."""
 
     hostname: FormatString
     headers: tuple[HeaderToAdd, ...] = ()
-    use_post: bool = False
-    post_path: str = "/"
     propagate_response_headers: bool = False
 
 
@@ -234,8 +231,6 @@ class TcpProxy:
     hash_source_ip: bool = False
     metadata_match: Mapping[str, object] = field(default_factory=dict, hash=False)
     access_log: tuple[AccessLog, ...] = ()
-    log_on_connected: bool = False
-    log_interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +286,6 @@ class Listener:
     access_log: tuple[AccessLog, ...] = ()
     direction: str = "unspecified"
     stat_prefix: str = ""
-    drain_modify_only: bool = False
     content: str = ""
 
     @cached_property

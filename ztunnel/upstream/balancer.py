@@ -46,7 +46,12 @@ class Balancer:
         """Made for the first choice after an update: most clusters of a big mesh are updated more than used."""
         if self._loads is None:
             hosts = self._hosts
-            self._loads = spread(hosts.levels, hosts.overprovisioning, self._settings.panic_threshold)
+            self._loads = spread(
+                hosts.levels,
+                hosts.overprovisioning,
+                self._settings.panic_threshold,
+                weighted=hosts.weighted_health,
+            )
         return self._loads
 
     @property

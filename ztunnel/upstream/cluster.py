@@ -95,14 +95,13 @@ _COUNTED = declared_in(ClusterStats)
 class Breaker:
     """Counts what is in use against the limits of priority DEFAULT."""
 
-    __slots__ = ("connections", "limits", "pending", "requests", "retries")
+    __slots__ = ("connections", "limits", "pending", "requests")
 
     def __init__(self, model: Cluster) -> None:
         self.limits = model.breakers[0]
         self.connections = 0
         self.pending = 0
         self.requests = 0
-        self.retries = 0
 
 
 class LiveCluster:

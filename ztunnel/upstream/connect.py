@@ -24,7 +24,7 @@ from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
-from hbone.pool import PoolSettings
+from hbone.pool import PoolFull, PoolSettings
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress, canonical
@@ -220,12 +220,14 @@ class Connector:
         """Continue at an internal listener. Whatever goes wrong behind it reads ``Invalid argument`` here."""
         outer = hop.info
         metadata = {}
+        shared: dict[str, bool] = {}
         if isinstance(transport, InternalUpstream):
+            shared = outer.facts.shared_state
             host_metadata, cluster_metadata = host.endpoint.metadata, cluster.model.metadata
             metadata = {name: host_metadata[name] for name in transport.host if name in host_metadata}
             metadata |= {name: cluster_metadata[name] for name in transport.cluster if name in cluster_metadata}
         outer.upstream_local = _CLIENT_ADDRESS
-        inner = self._internal.enter(address, outer, metadata, keep_options=self._keep_client_address)
+        inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
         if inner is None:
             raise UpstreamFailed(INVALID_ARGUMENT)
         proxy = inner.proxy
@@ -263,17 +265,22 @@ class Connector:
             Overflow: the cluster has too many connections.
             UpstreamFailed: it could not be opened.
         """
-        if cluster.breaker.connections >= cluster.breaker.limits.max_connections:
+        breaker = cluster.breaker
+        if breaker.connections >= breaker.limits.max_connections:
             cluster.stats.cx_overflow.value += 1
             raise Overflow()
+        if breaker.pending >= breaker.limits.max_pending_requests:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow()
         inner = transport.inner if isinstance(transport, InternalUpstream) else transport
-        cluster.breaker.connections += 1  # before the first await: a burst must not slip past the limit
+        # Before the first await: a burst must not slip past the limits.
+        breaker.connections += 1
+        breaker.pending += 1
         try:
             end = await self._open_socket(info, cluster, address, inner)
-        except BaseException:
-            cluster.breaker.connections -= 1
-            raise
-        cluster.breaker.connections -= 1
+        finally:
+            breaker.connections -= 1
+            breaker.pending -= 1
         upstream = Upstream(end)
         self._account_connection(cluster, host, upstream)
         return upstream
@@ -392,6 +399,9 @@ class Connector:
             )
         except ConnectRefused as error:
             raise UpstreamFailed(f"tunnel_response:{error.status}", status=error.status) from error
+        except PoolFull:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow() from None
         except (HboneError, TproxyError, UpstreamFailed) as error:
             raise self._failure(cluster, error) from error
         finally:
@@ -432,8 +442,12 @@ class Connector:
                 assert isinstance(key, PoolKey)
                 return await self._dial_tunnel(cluster, key, settings)
 
-            idle_s = cluster.model.connection_idle_timeout_s or math.inf  # 0: never, as in Envoy
-            pool = self._pools[cluster] = Pool(dial, PoolSettings(idle_timeout_s=idle_s))
+            limits = PoolSettings(
+                idle_timeout_s=cluster.model.connection_idle_timeout_s or math.inf,  # 0: never, as in Envoy
+                max_tunnels_per_connection=cluster.model.max_requests_per_connection,
+                max_waiters=cluster.breaker.limits.max_pending_requests,
+            )
+            pool = self._pools[cluster] = Pool(dial, limits)
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: PoolKey, settings: ConnectionSettings) -> Connection:

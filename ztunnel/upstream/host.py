@@ -91,11 +91,12 @@ class PriorityLevel:
 class HostSet:
     """All hosts of a cluster."""
 
-    __slots__ = ("_by_address", "levels", "overprovisioning")
+    __slots__ = ("_by_address", "levels", "overprovisioning", "weighted_health")
 
     def __init__(self) -> None:
         self.levels: list[PriorityLevel] = []
         self.overprovisioning = 1.4
+        self.weighted_health = False
         self._by_address: dict[EndpointAddress, Host] = {}
 
     def __len__(self) -> int:
@@ -134,6 +135,7 @@ class HostSet:
             levels[group.priority].groups.append(HostGroup(group.locality, group.weight, hosts))
         self.levels = levels
         self.overprovisioning = assignment.overprovisioning_factor / 100
+        self.weighted_health = assignment.weighted_priority_health
         self.refresh()
         return [host for address, host in old.items() if address not in self._by_address]
 
@@ -141,6 +143,7 @@ class HostSet:
         """A set of the same host objects, those that ``keep`` accepts only."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
+        part.weighted_health = self.weighted_health
         part._by_address = {address: host for address, host in self._by_address.items() if keep(host)}
         part.levels = [
             PriorityLevel(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ztunnel.upstream.host import PriorityLevel
+from ztunnel.upstream.host import Host, PriorityLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +15,19 @@ class LevelLoad:
     panic: bool
 
 
-def spread(levels: Sequence[PriorityLevel], overprovisioning: float, panic_threshold: float) -> list[LevelLoad]:
+def spread(
+    levels: Sequence[PriorityLevel], overprovisioning: float, panic_threshold: float, *, weighted: bool = False
+) -> list[LevelLoad]:
     """Load of each priority level.
 
     A level takes ``usable / all * overprovisioning`` of what is left; healthy hosts of every level are asked
     before degraded ones of any. Levels whose usable share is under ``panic_threshold`` percent panic, but only
     when all levels together cannot take 100 %. With every level in panic, load follows the number of hosts.
+    ``weighted``: what is usable counts by weight, not by number (panic goes by number all the same).
     """
-    healthy = [_availability(len(level.healthy), len(level.hosts), overprovisioning) for level in levels]
-    degraded = [_availability(len(level.degraded), len(level.hosts), overprovisioning) for level in levels]
+    size = _weight if weighted else len
+    healthy = [_availability(size(level.healthy), size(level.hosts), overprovisioning) for level in levels]
+    degraded = [_availability(size(level.degraded), size(level.hosts), overprovisioning) for level in levels]
     total = min(100, sum(healthy) + sum(degraded))
     panic = [total < 100 and _in_panic(level, panic_threshold) for level in levels]
     if levels and all(panic):
@@ -46,6 +50,10 @@ def spread(levels: Sequence[PriorityLevel], overprovisioning: float, panic_thres
                 taken[first] += left
                 break
     return [LevelLoad(h, d, p) for h, d, p in zip(*loads, panic, strict=True)]
+
+
+def _weight(hosts: Sequence[Host]) -> int:
+    return sum(host.endpoint.weight for host in hosts)
 
 
 def _availability(usable: int, hosts: int, overprovisioning: float) -> int:

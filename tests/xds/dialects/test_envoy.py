@@ -446,6 +446,18 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         cluster_document(transport_socket={"name": "x", "typed_config": {"@type": T + "no.such.Socket"}}),
         "no.such.Socket",
     ),
+    (
+        cluster_document(close_connections_on_host_health_failure=True),
+        "close_connections_on_host_health_failure: this proxy does not support",
+    ),
+    (
+        cluster_document(connection_pool_per_downstream_connection=True),
+        "connection_pool_per_downstream_connection: this proxy does not support",
+    ),
+    (
+        cluster_document(common_http_protocol_options={"max_connection_duration": "1s"}),
+        "common_http_protocol_options.max_connection_duration: this proxy does not support",
+    ),
     (cluster_document(least_request_lb_config={"choice_count": 1}), "choice_count: Proto constraint"),
     ({"name": "c", "type": "STRICT_DNS"}, "load_assignment: a STRICT_DNS cluster needs a load_assignment"),
     (

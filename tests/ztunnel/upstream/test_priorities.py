@@ -39,6 +39,18 @@ def test_load_of_levels(levels: list[PriorityLevel], loads: list[LevelLoad]) -> 
     assert spread(levels, 1.4, 50.0) == loads
 
 
+def test_weights_count_where_the_assignment_says_so() -> None:
+    """Envoy's weighted_priority_health: of weights 3 and 1 the first alone is 75 %, times 1.4 all of it."""
+    heavy = Host(Endpoint(address=SocketAddress("10.0.0.1", 1), weight=3))
+    light = Host(Endpoint(address=SocketAddress("10.0.0.1", 2), weight=1, health=Health.UNHEALTHY))
+    first = PriorityLevel([HostGroup(None, 0, [heavy, light])])  # type: ignore[arg-type]  # see above
+    first.refresh()
+    second = level(2)
+    assert spread([first, second], 1.4, 50.0) == [LevelLoad(70, 0, False), LevelLoad(30, 0, False)]
+    weighted = spread([first, second], 1.4, 50.0, weighted=True)
+    assert weighted == [LevelLoad(100, 0, False), LevelLoad(0, 0, False)]
+
+
 def test_panic_disabled_serves_nobody_when_nobody_is_usable() -> None:
     assert spread([level(0, 2)], 1.4, 0.0) == [LevelLoad(0, 0, False)]
 

@@ -53,7 +53,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "type",
         "eds_cluster_config",
         "connect_timeout",
-        "per_connection_buffer_limit_bytes",
+        "per_connection_buffer_limit_bytes",  # a soft limit of Envoy's buffers; ours hold less than its default
         "lb_policy",
         "max_requests_per_connection",
         "circuit_breakers",
@@ -72,7 +72,6 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "alt_stat_name",
         "common_http_protocol_options",
         "upstream_connection_options",
-        "close_connections_on_host_health_failure",
         "ignore_health_on_host_removal",  # there are no active health checks here
         "load_assignment",
         "original_dst_lb_config",
@@ -81,7 +80,6 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "typed_extension_protocol_options",
         "respect_dns_ttl",
         "transport_socket_matches",
-        "connection_pool_per_downstream_connection",
     )
     required(message, "name")
     if message.WhichOneof("cluster_discovery_type") == "cluster_type":
@@ -93,14 +91,14 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
             "healthy_panic_threshold",
             "zone_aware_lb_config",  # needs a local cluster; without one Envoy ignores it too
             "locality_weighted_lb_config",
-            "update_merge_window",
+            "update_merge_window",  # changes are applied as they come, at a cost in proportion to the change
         )
     eds = message.eds_cluster_config
     eds_source = None
     if discovery is model.Discovery.EDS:
         with at("eds_cluster_config", "eds_config"):
             eds_source = config_source(eds.eds_config)
-    http2, idle = _http(message)
+    http2, idle_s, requests = _http(message)
     return model.Cluster(
         name=message.name,
         discovery=discovery,
@@ -121,11 +119,8 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
         respect_dns_ttl=message.respect_dns_ttl,
         dns_family=proto.Cluster.DnsLookupFamily.Name(message.dns_lookup_family),
-        buffer_limit_bytes=wrapped(message, "per_connection_buffer_limit_bytes", 1 << 20),
-        max_requests_per_connection=wrapped(message, "max_requests_per_connection", 0),
-        connection_idle_timeout_s=idle,
-        close_on_health_failure=message.close_connections_on_host_health_failure,
-        per_downstream_pool=message.connection_pool_per_downstream_connection,
+        max_requests_per_connection=requests,
+        connection_idle_timeout_s=idle_s,
         keepalive=_keepalive(message),
         bind_source=_bind_source(message),
         alt_stat_name=message.alt_stat_name,
@@ -180,7 +175,6 @@ def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Bala
         ),
         panic_threshold=panic,
         locality_weighted=common.HasField("locality_weighted_lb_config"),
-        update_merge_window_s=seconds(common, "update_merge_window", 1.0),
     )
 
 
@@ -290,13 +284,15 @@ def _internal(message: InternalUpstreamTransport, surroundings: Surroundings) ->
     return model.InternalUpstream(tuple(namespaces["host"]), tuple(namespaces["cluster"]), inner)
 
 
-def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float]:
-    """HTTP/2 settings, if requests travel as HTTP/2, and how long a connection without streams lives."""
+def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
+    """HTTP/2 settings, if requests travel as HTTP/2; a connection's idle timeout and its number of requests."""
     http2 = None
+    requests = wrapped(message, "max_requests_per_connection", 0)
     if message.HasField("http2_protocol_options"):
         with at("http2_protocol_options"):
             http2 = compile_http2(message.http2_protocol_options)
-    idle = seconds(message.common_http_protocol_options, "idle_timeout", 3600.0)
+    with at("common_http_protocol_options"):
+        idle_s, requests = _connection_limits(message.common_http_protocol_options, 3600.0, requests)
     for key, packed in message.typed_extension_protocol_options.items():
         with at(f"typed_extension_protocol_options[{key!r}]"):
             if key != _HTTP_OPTIONS:
@@ -312,7 +308,8 @@ def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float]:
                 "use_downstream_protocol_config",
                 "auto_config",
             )
-            idle = seconds(options.common_http_protocol_options, "idle_timeout", idle)
+            with at("common_http_protocol_options"):
+                idle_s, requests = _connection_limits(options.common_http_protocol_options, idle_s, requests)
             # use_downstream_protocol_config matters to HTTP traffic only, which never comes this way.
             if options.explicit_http_config.HasField("http2_protocol_options"):
                 with at("explicit_http_config", "http2_protocol_options"):
@@ -320,7 +317,12 @@ def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float]:
             elif options.auto_config.HasField("http2_protocol_options"):
                 with at("auto_config", "http2_protocol_options"):
                     http2 = compile_http2(options.auto_config.http2_protocol_options)
-    return http2, idle
+    return http2, idle_s, requests
+
+
+def _connection_limits(message: core.HttpProtocolOptions, idle_s: float, requests: int) -> tuple[float, int]:
+    only(message, "idle_timeout", "max_requests_per_connection")
+    return seconds(message, "idle_timeout", idle_s), wrapped(message, "max_requests_per_connection", requests)
 
 
 def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.CircuitBreakers]:

@@ -89,9 +89,6 @@ def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpPr
         "hash_policy",
         "tunneling_config",
         "max_downstream_connection_duration",
-        "access_log_flush_interval",
-        "flush_access_log_on_connected",
-        "access_log_options",
         "backoff_options",
     )
     required(message, "stat_prefix")
@@ -105,7 +102,6 @@ def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpPr
     for index, policy in enumerate(message.hash_policy):
         if policy.WhichOneof("policy_specifier") != "source_ip":
             raise Unsupported("only source_ip is supported", f"hash_policy[{index}]")
-    options = message.access_log_options
     return model.TcpProxy(
         stat_prefix=message.stat_prefix,
         clusters=_clusters(message),
@@ -118,10 +114,6 @@ def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpPr
         hash_source_ip=bool(message.hash_policy),
         metadata_match=metadata(message.metadata_match).get("envoy.lb", {}),
         access_log=compile_access_logs(message.access_log, surroundings),
-        log_on_connected=message.flush_access_log_on_connected or options.flush_access_log_on_connected,
-        log_interval_s=seconds(
-            options, "access_log_flush_interval", seconds(message, "access_log_flush_interval", 0.0)
-        ),
     )
 
 
@@ -147,15 +139,13 @@ def _clusters(message: tcp.TcpProxy) -> tuple[model.WeightedCluster, ...]:
 
 
 def _tunneling(message: tcp.TcpProxy.TunnelingConfig) -> model.Tunneling:
-    only(message, "hostname", "use_post", "headers_to_add", "propagate_response_headers", "post_path")
+    only(message, "hostname", "headers_to_add", "propagate_response_headers")
     required(message, "hostname")
     with at("hostname"):
         hostname = parse_format(message.hostname)
     return model.Tunneling(
         hostname=hostname,
         headers=tuple(_headers(message.headers_to_add)),
-        use_post=message.use_post,
-        post_path=message.post_path or "/",
         propagate_response_headers=message.propagate_response_headers,
     )
 
@@ -198,7 +188,7 @@ def _connection_manager(
         "http_protocol_options",
         "http2_protocol_options",
         "server_name",
-        "drain_timeout",
+        "drain_timeout",  # the final GOAWAY follows when the peer has seen the first, which a PING tells
         "access_log",
         "use_remote_address",
         "generate_request_id",
@@ -228,21 +218,28 @@ def _connection_manager(
     with at("http2_protocol_options"):
         http2 = compile_http2(message.http2_protocol_options)
     common = message.common_http_protocol_options
+    with at("common_http_protocol_options"):
+        only(common, "idle_timeout", "headers_with_underscores_action")  # the latter is for what is routed by them
     return http_model.HttpConnectionManager(
         stat_prefix=message.stat_prefix,
         routes=_routes(message, surroundings),
         http2=http2,
         allows_connect=upgrade and http2.allow_connect,
-        codec="http2" if message.codec_type == hcm.HttpConnectionManager.HTTP2 else "auto",
         server_name=message.server_name or "envoy",
         stream_idle_timeout_s=(
             seconds(message, "stream_idle_timeout", 0.0) if message.HasField("stream_idle_timeout") else None
         ),
         idle_timeout_s=seconds(common, "idle_timeout", 3600.0),
-        drain_timeout_s=seconds(message, "drain_timeout", 5.0),
-        max_request_headers_kb=wrapped(message, "max_request_headers_kb", 60),
+        max_request_headers_kb=_request_headers_kb(message),
         access_log=compile_access_logs(message.access_log, surroundings),
     )
+
+
+def _request_headers_kb(message: hcm.HttpConnectionManager) -> int | None:
+    limit: int | None = wrapped(message, "max_request_headers_kb", None)
+    if limit is not None and not 0 < limit <= 8192:
+        raise constraint(message, "max_request_headers_kb", "value must be inside range (0, 8192]")
+    return limit
 
 
 def _routes(

@@ -73,9 +73,9 @@ def compile_listener(
         "default_filter_chain",
         "filter_chain_matcher",
         "use_original_dst",
-        "per_connection_buffer_limit_bytes",
+        "per_connection_buffer_limit_bytes",  # a soft limit of Envoy's buffers; ours hold less than its default
         "metadata",
-        "drain_type",
+        "drain_type",  # failed health checks drain nothing here: both kinds are alike
         "listener_filters",
         "transparent",
         "freebind",
@@ -140,7 +140,6 @@ def compile_listener(
         access_log=compile_access_logs(message.access_log, surroundings),
         direction=_DIRECTIONS[message.traffic_direction],
         stat_prefix=message.stat_prefix,
-        drain_modify_only=message.drain_type == proto.Listener.MODIFY_ONLY,
         content=_frame_digest(message),
     )
 

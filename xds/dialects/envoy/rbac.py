@@ -13,7 +13,6 @@ from xds.dialects.envoy.reading import (
     nothing_unknown,
     only,
     required,
-    seconds,
     string_match,
 )
 from xds.errors import ConfigError, Unsupported
@@ -38,7 +37,6 @@ def compile_rbac(message: network_rbac.RBAC) -> Rbac:
         "stat_prefix",
         "enforcement_type",
         "shadow_rules_stat_prefix",
-        "delay_deny",
     )
     required(message, "stat_prefix")
     rules = shadow = None
@@ -54,7 +52,6 @@ def compile_rbac(message: network_rbac.RBAC) -> Rbac:
         shadow=shadow,
         shadow_prefix=message.shadow_rules_stat_prefix,
         log_only=message.HasField("rules") and message.rules.action == config.RBAC.LOG,
-        delay_deny_s=seconds(message, "delay_deny", 0.0),
     )
 
 
