@@ -234,6 +234,8 @@ class Cluster:
         eds_source: where endpoints are asked for, with :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.
+        dns_failure_backoff: base and maximum in seconds of the jittered wait after a name did not resolve; None:
+            ``dns_refresh_s``.
         max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
         connection_idle_timeout_s: of a connection without tunnels; 0: never.
         content: digest of the message; an unchanged cluster is left alone.
@@ -256,6 +258,7 @@ class Cluster:
     outlier: OutlierDetection | None = None
     cleanup_interval_s: float = 5.0
     dns_refresh_s: float = 5.0
+    dns_failure_backoff: tuple[float, float] | None = None
     respect_dns_ttl: bool = False
     dns_family: str = "AUTO"
     max_requests_per_connection: int = 0

@@ -26,6 +26,7 @@ from xds.model.cluster import (
 from xds.model.tls import TlsContext as ContextModel
 from xds.proto import registry
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
+from xds.protocol.client import Backoff
 from xds.protocol.resource import Subscription, Update, UpdateRejected
 from ztunnel.clock import Clock
 from ztunnel.identity.contexts import LiveContext, hardened
@@ -281,9 +282,11 @@ class LiveCluster:
         model = self.model
         assert model.assignment is not None
         known: dict[str, tuple[str, ...]] = {}
+        backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
         while True:
             wait_s = model.dns_refresh_s
             ttls: list[float] = []
+            failed = False
             for endpoint in model.assignment.endpoints:
                 if not isinstance(endpoint.address, NamedAddress):
                     continue
@@ -292,6 +295,7 @@ class LiveCluster:
                     answer = await self._surround.resolver.resolve(name, model.dns_family)
                 except ResolveFailed as error:
                     log.debug("cluster %s: %s", model.name, error)
+                    failed = True
                     continue
                 addresses = answer.addresses
                 if model.discovery is Discovery.LOGICAL_DNS:
@@ -302,6 +306,11 @@ class LiveCluster:
             self._assign(_resolved(model.assignment, known))
             if model.respect_dns_ttl and ttls:
                 wait_s = max(1.0, min(ttls))
+            if backoff is not None:
+                if failed:
+                    wait_s = backoff.next(self._surround.rng.random())
+                else:
+                    backoff.reset()
             await asyncio.sleep(wait_s)
 
     async def _watch_outliers(self) -> None:

@@ -458,6 +458,14 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         cluster_document(common_http_protocol_options={"max_connection_duration": "1s"}),
         "common_http_protocol_options.max_connection_duration: this proxy does not support",
     ),
+    (
+        cluster_document(dns_failure_refresh_rate={"max_interval": "1s"}),
+        "dns_failure_refresh_rate.base_interval: Proto constraint",
+    ),
+    (
+        cluster_document(dns_failure_refresh_rate={"base_interval": "2s", "max_interval": "1s"}),
+        "dns_failure_refresh_rate: must have max_interval greater",
+    ),
     (cluster_document(least_request_lb_config={"choice_count": 1}), "choice_count: Proto constraint"),
     ({"name": "c", "type": "STRICT_DNS"}, "load_assignment: a STRICT_DNS cluster needs a load_assignment"),
     (

@@ -117,6 +117,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         outlier=_outlier(message.outlier_detection) if message.HasField("outlier_detection") else None,
         cleanup_interval_s=_positive(message, "cleanup_interval", 5.0),
         dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
+        dns_failure_backoff=_dns_failure_backoff(message),
         respect_dns_ttl=message.respect_dns_ttl,
         dns_family=proto.Cluster.DnsLookupFamily.Name(message.dns_lookup_family),
         max_requests_per_connection=requests,
@@ -134,6 +135,20 @@ def _positive(message: Message, field: str, default: float) -> float:
     if value <= 0:
         raise constraint(message, field, "value must be greater than 0s")
     return value
+
+
+def _dns_failure_backoff(message: proto.Cluster) -> tuple[float, float] | None:
+    if not message.HasField("dns_failure_refresh_rate"):
+        return None
+    with at("dns_failure_refresh_rate"):
+        rate = message.dns_failure_refresh_rate
+        base = seconds(rate, "base_interval", 0.0)
+        if base < 0.001:
+            raise constraint(rate, "base_interval", "value must be greater than or equal to 1ms")
+        longest = seconds(rate, "max_interval", 10 * base)
+        if longest < base:
+            raise ConfigError("must have max_interval greater than or equal to the base_interval")
+    return base, longest
 
 
 def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Balancing:

@@ -199,7 +199,8 @@ def socket_address(address: core.SocketAddress) -> SocketAddress:
     Raises:
         ConfigError: a name instead of an address, a named port, UDP, or a namespace.
     """
-    only(address, "protocol", "address", "port_value", "resolver_name", "ipv4_compat")
+    # An unspecified IPv6 address takes IPv4, too, as on any Linux host: ipv4_compat adds nothing.
+    only(address, "protocol", "address", "port_value", "ipv4_compat")
     if address.protocol != core.SocketAddress.TCP:
         raise Unsupported("only TCP is carried", "protocol")
     if address.port_value > 65535:

@@ -92,7 +92,6 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         "idle_timeout",
         "cluster_not_found_response_code",
         "upgrade_configs",
-        "priority",
         "retry_policy",  # a CONNECT is never retried once its answer is out
     )
     tunnel = allow_post = False
