@@ -113,8 +113,8 @@ def test_libraries_know_neither_each_other_nor_the_application(library: str) -> 
 
 
 def test_libraries_use_each_other_where_it_is_written() -> None:
-    """gRPC needs HTTP/2 and nothing of tunnels; of xDS only what does input and output needs gRPC."""
-    engine = {"hbone.engine", "hbone.errors", "hbone.events", "hbone.settings"}
+    """gRPC needs HTTP/2, TLS and nothing of tunnels; of xDS only what does input and output needs gRPC."""
+    engine = {f"hbone.{name}" for name in ("engine", "errors", "events", "settings", "tls", "tls_context")}
     assert {name for path in modules("rpc") for name in imports(path) if name.startswith("hbone")} <= engine
     users = {relative(path) for path in modules("xds") for name in imports(path) if name.startswith("rpc")}
     assert users == {"xds/aio/client.py", "xds/aio/server.py"}

@@ -40,6 +40,7 @@ from ztunnel.upstream import manager as cluster_manager
 from ztunnel.upstream.cluster import LiveCluster, Surround
 from ztunnel.upstream.connect import Connector
 from ztunnel.upstream.dns import Resolver
+from ztunnel.upstream.grpc import GrpcClusters, tls_of
 from ztunnel.upstream.manager import ClusterManager
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Proxy:
         cluster_id = (
             node.metadata.fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in node.metadata.fields else ""
         )
-        surroundings = Surroundings(
+        self._surroundings = surroundings = Surroundings(
             read_file=lambda path: Path(path).read_bytes(),
             environment=os.environ,
             cluster_id=cluster_id or "Kubernetes",
@@ -98,9 +99,13 @@ class Proxy:
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
         # One stream per subscription; nothing connects before something subscribes.
+        targets = self.bootstrap.targets
+        self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
         self._streams = {
-            GrpcSource(name, delta): PerTypeClient(target, node, delta=delta)
-            for name, target in self.bootstrap.targets.items()
+            GrpcSource(name, delta): PerTypeClient(
+                target.address, node, delta=delta, connect=self._grpc.connect(name)
+            )
+            for name, target in targets.items()
             for delta in (False, True)
         }
         self.ads = self._ads_client()
@@ -182,11 +187,14 @@ class Proxy:
         ads = self.bootstrap.ads
         if ads is None:
             return None
+        target = self.bootstrap.targets[ads.cluster]
+        tls_of(target, self._surroundings)  # what is wrong with it is so now, not at the first attempt
         return AdsClient(
-            self.bootstrap.targets[ads.cluster],
+            target.address,
             self.bootstrap.message.node,
             delta=ads.delta,
             node_on_first_only=self.bootstrap.node_on_first_only,
+            connect=self._grpc.connect(ads.cluster),
         )
 
     def _open_file(self, source: FileSource) -> ResourceSource:
@@ -247,6 +255,7 @@ class Proxy:
             await stack.enter_async_context(AdminServer(self))
             await stack.enter_async_context(self._files)
             self._tasks.start(self._flush_logs(), "access log flush")
+            stack.callback(self._grpc.close)
             for stream in self._streams.values():
                 await stack.enter_async_context(stream)
             if self.ads is not None:

@@ -22,6 +22,21 @@ class Discovery:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class GrpcTarget:
+    """A static cluster with one endpoint.
+
+    Attributes:
+        address: ``host:port`` or ``unix:/path``.
+        index: its place among the static clusters.
+        cluster: all of it.
+    """
+
+    address: str
+    index: int
+    cluster: Cluster
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapConfig:
     """A bootstrap, read.
@@ -30,7 +45,7 @@ class BootstrapConfig:
         message: as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap names one.
-        targets: gRPC targets of static clusters, for streams that name a cluster.
+        targets: static clusters that gRPC can reach, for streams that name one.
     """
 
     message: Bootstrap
@@ -39,7 +54,7 @@ class BootstrapConfig:
     lds: Discovery | None
     cds: Discovery | None
     admin: SocketAddress | None
-    targets: Mapping[str, str]
+    targets: Mapping[str, GrpcTarget]
 
 
 def load_bootstrap(path: str) -> BootstrapConfig:
@@ -78,10 +93,10 @@ def read_bootstrap(message: Bootstrap) -> BootstrapConfig:
         with at("admin", "address", "socket_address"):
             admin = socket_address(message.admin.address.socket_address)
     targets = {}
-    for cluster in message.static_resources.clusters:
-        target = _target(cluster)
-        if target is not None:
-            targets[cluster.name] = target
+    for index, cluster in enumerate(message.static_resources.clusters):
+        address = _target(cluster)
+        if address is not None:
+            targets[cluster.name] = GrpcTarget(address, index, cluster)
     config = BootstrapConfig(
         message=message,
         ads=ads,

@@ -25,8 +25,9 @@ from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text
-from ztunnel.bootstrap import BootstrapConfig
+from ztunnel.bootstrap import BootstrapConfig, GrpcTarget
 from ztunnel.identity.verify import check_secret
+from ztunnel.upstream.grpc import tls_of
 
 
 def faults_of(bootstrap: BootstrapConfig) -> list[str]:
@@ -40,6 +41,8 @@ def faults_of(bootstrap: BootstrapConfig) -> list[str]:
         if discovery is not None and isinstance(discovery.source, FileSource):
             check.file(discovery.source.path)
     check.follow()
+    if bootstrap.ads is not None:
+        check.control_plane(bootstrap.targets[bootstrap.ads.cluster])
     return check.faults
 
 
@@ -49,6 +52,13 @@ class _Check:
         self._surroundings = Surroundings(lambda path: Path(path).read_bytes(), os.environ)
         self._files: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
+
+    def control_plane(self, target: GrpcTarget) -> None:
+        """Check the TLS of the stream to it."""
+        try:
+            tls_of(target, self._surroundings)
+        except ConfigError as error:
+            self.faults.append(f"bootstrap: {error}")
 
     def follow(self) -> None:
         """Check the files that resources named: endpoints and secrets."""

@@ -4,22 +4,22 @@ import asyncio
 import ipaddress
 import os
 import socket
-import ssl
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
-from hbone.errors import ErrorCode
+from hbone.errors import ErrorCode, TlsError
 from hbone.events import Headers, ResponseReceived
 from hbone.settings import Role
+from hbone.tls_context import TlsContext
 from rpc.aio.connection import Connection, Keepalive, Stream
+from rpc.aio.tls import TLS_S, Secured
 from rpc.heads import failure_of_answer, request_fields
 from rpc.status import RpcFailed, Status, failure_of_fields
 
 CONNECT_S: Final = 20.0
 _EACH_S: Final = 5.0  # of a name's addresses, but for the last: one that does not answer must not use up the time
-_TLS_S: Final = 10.0
 _USER_AGENT: Final = "grpc-python-ztunnel"
 
 #: Servers end connections that ask too often: those of Go by default below 5 minutes, istiod below 15 s.
@@ -59,8 +59,7 @@ class Channel:
 
     Args:
         target: ``host:port``, IPv6 hosts in brackets, or ``unix:/path``.
-        tls: from :func:`rpc.aio.tls.client_tls`; None is plain text.
-        server_name: verified in place of the target's host.
+        tls: from :func:`rpc.tls.client_tls`, which knows the server's names; None is plain text.
         message_limit_bytes: of one message that comes; None: any length, up to the protocol's 4 GiB.
         keepalive: None: never ask.
 
@@ -72,8 +71,7 @@ class Channel:
         self,
         target: str,
         *,
-        tls: ssl.SSLContext | None = None,
-        server_name: str = "",
+        tls: TlsContext | None = None,
         message_limit_bytes: int | None = None,
         keepalive: Keepalive | None = KEEPALIVE,
     ) -> None:
@@ -81,7 +79,6 @@ class Channel:
         self._path = target.removeprefix("unix:") if target.startswith("unix:") else ""
         self._host, self._port = ("localhost", 0) if self._path else _split(target)
         self._tls = tls
-        self._server_name = server_name or self._host
         self._message_limit_bytes = message_limit_bytes
         self._keepalive = keepalive
         self._connection: Connection | None = None
@@ -164,30 +161,27 @@ class Channel:
             return self._connection
 
     async def _dial(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        name = self._server_name if self._tls is not None else None
         try:
             async with asyncio.timeout(CONNECT_S):
-                sock = await self._socket()
-                try:
-                    _, connection = await loop.create_connection(
-                        lambda: Connection(Role.CLIENT, keepalive=self._keepalive),
-                        sock=sock,
-                        ssl=self._tls,
-                        server_hostname=name,
-                        ssl_handshake_timeout=_TLS_S if self._tls is not None else None,
-                    )
-                except BaseException:
-                    sock.close()
-                    raise
+                return await self._over(await self._socket())
         except TimeoutError:
             raise RpcFailed(Status.UNAVAILABLE, f"cannot connect to {self.target}: no answer in time") from None
-        except (OSError, ssl.CertificateError) as error:
+        except (OSError, TlsError) as error:
             raise RpcFailed(Status.UNAVAILABLE, f"cannot connect to {self.target}: {_words(error)}") from error
-        secured = connection.extra("ssl_object")
-        if secured is not None and secured.selected_alpn_protocol() != "h2":
-            connection.close("no HTTP/2")
-            raise RpcFailed(Status.UNAVAILABLE, f"cannot connect to {self.target}: no HTTP/2 there (ALPN)")
+
+    async def _over(self, sock: socket.socket) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection = Connection(Role.CLIENT, keepalive=self._keepalive)
+        if self._tls is None:
+            await loop.create_connection(lambda: connection, sock=sock)
+            return connection
+        secured = Secured(self._tls, connection, TLS_S)
+        await loop.create_connection(lambda: secured, sock=sock)
+        try:
+            await secured.established
+        except BaseException:
+            secured.abort()
+            raise
         return connection
 
     async def _socket(self) -> socket.socket:
@@ -231,10 +225,8 @@ def _split(target: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _words(error: OSError | ssl.CertificateError) -> str:
-    """The kernel's words, where asyncio's say the address again; TLS errors keep theirs, which name the cause."""
-    if isinstance(error, (ssl.SSLError, ssl.CertificateError)):
-        return str(error)
-    if isinstance(error, socket.gaierror) or not error.errno:
-        return error.strerror or str(error) or type(error).__name__
+def _words(error: OSError | TlsError) -> str:
+    """The kernel's words, where asyncio's say the address again."""
+    if isinstance(error, (TlsError, socket.gaierror)) or not error.errno:
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return os.strerror(error.errno)

@@ -191,6 +191,7 @@ class Connection(asyncio.Protocol):
         role: which end this is.
         keepalive: None: a silent peer is never asked.
         accept: server: given every request, returns its stream, or None after answering it itself.
+        opened: server: told when the connection is there, past any handshake.
     """
 
     def __init__(
@@ -199,11 +200,13 @@ class Connection(asyncio.Protocol):
         *,
         keepalive: Keepalive | None = None,
         accept: "Callable[[Connection, RequestReceived], Stream | None] | None" = None,
+        opened: "Callable[[Connection], None] | None" = None,
     ) -> None:
         self.engine = Engine(role, SETTINGS)
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the transport is gone, with the reason; calls may have failed before."""
         self._accept = accept
+        self._opened = opened
         self._keepalive = keepalive
         self._streams: dict[int, Stream] = {}
         self._idle = asyncio.Event()
@@ -302,6 +305,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of other classes
+        if self._opened is not None:
+            self._opened(self)
         self.engine.start()
         self.flush()
         if self._keepalive is not None:

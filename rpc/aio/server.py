@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import ssl
 import stat
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -13,7 +12,9 @@ from typing import Final, Self, TypeAlias
 from hbone.errors import ErrorCode
 from hbone.events import RequestReceived
 from hbone.settings import Role
+from hbone.tls_context import TlsContext
 from rpc.aio.connection import Connection, Keepalive, Stream
+from rpc.aio.tls import TLS_S, Secured
 from rpc.heads import CONTENT_TYPE, CallHead, NotGrpc, call_head
 from rpc.status import RpcFailed, Status, status_fields
 
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Default limit of one message: a client that names 200,000 resources sends a third of it."""
 
-_TLS_S: Final = 10.0
 _KEEPALIVE: Final = Keepalive(interval_s=60.0, timeout_s=20.0)
 
 
@@ -83,7 +83,7 @@ class Server:
 
     Args:
         route: the handler of a path, None for UNIMPLEMENTED.
-        tls: from :func:`rpc.aio.tls.server_tls`, for TCP addresses; Unix sockets stay in plain text.
+        tls: from :func:`rpc.tls.server_tls`, for TCP addresses; Unix sockets stay in plain text.
         message_limit_bytes: of one message that comes.
     """
 
@@ -91,7 +91,7 @@ class Server:
         self,
         route: Callable[[str], Handler | None],
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsContext | None = None,
         message_limit_bytes: int | None = REQUEST_BYTES,
     ) -> None:
         self._route = route
@@ -99,6 +99,7 @@ class Server:
         self._message_limit_bytes = message_limit_bytes
         self._servers: list[asyncio.Server] = []
         self._sockets: dict[str, int] = {}
+        self._handshakes: set[Secured] = set()
         self._connections: set[Connection] = set()
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -114,6 +115,8 @@ class Server:
             with suppress(OSError):
                 if os.stat(path).st_ino == inode:
                     os.unlink(path)
+        for handshake in list(self._handshakes):
+            handshake.abort()
         connections = list(self._connections)
         for connection in connections:
             connection.close("server stopped")
@@ -123,6 +126,11 @@ class Server:
         for connection in connections:
             await connection.wait_closed()
         await asyncio.gather(*calls, return_exceptions=True)
+
+    @property
+    def peers(self) -> int:
+        """Connections that are there, those in their handshakes included."""
+        return len(self._handshakes) + len(self._connections)
 
     async def listen(self, address: str) -> str:
         """Serve ``host:port`` (port 0 picks one) or ``unix:/path``; returns it with the port it got.
@@ -146,24 +154,27 @@ class Server:
         host, colon, port = address.rpartition(":")
         if not colon or not port.isdecimal() or int(port) > 65535:
             raise ValueError("neither host:port nor unix:/path")
-        server = await loop.create_server(
-            lambda: self._connection(local=self._tls is None),
-            host.removeprefix("[").removesuffix("]"),
-            int(port),
-            ssl=self._tls,
-            ssl_handshake_timeout=_TLS_S if self._tls is not None else None,
-        )
+        server = await loop.create_server(self._accepted, host.removeprefix("[").removesuffix("]"), int(port))
         self._servers.append(server)
         return f"{host}:{server.sockets[0].getsockname()[1]}"
+
+    def _accepted(self) -> asyncio.Protocol:
+        if self._tls is None:
+            return self._connection(local=True)
+        secured = Secured(self._tls, self._connection(local=False), TLS_S)
+        self._handshakes.add(secured)
+        secured.established.add_done_callback(lambda _: self._handshakes.discard(secured))
+        return secured
 
     def _connection(self, *, local: bool) -> Connection:
         def accept(connection: Connection, event: RequestReceived) -> Stream | None:
             return self._accept(connection, event, local=local)
 
-        connection = Connection(Role.SERVER, keepalive=_KEEPALIVE, accept=accept)
-        self._connections.add(connection)
-        connection.closed.add_done_callback(lambda _: self._connections.discard(connection))
-        return connection
+        def opened(connection: Connection) -> None:
+            self._connections.add(connection)
+            connection.closed.add_done_callback(lambda _: self._connections.discard(connection))
+
+        return Connection(Role.SERVER, keepalive=_KEEPALIVE, accept=accept, opened=opened)
 
     def _accept(self, connection: Connection, event: RequestReceived, *, local: bool) -> Stream | None:
         code = None if event.ended else ErrorCode.NO_ERROR

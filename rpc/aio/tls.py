@@ -1,45 +1,156 @@
-"""TLS of calls, by the interpreter's ``ssl``: one side proves itself, and both speak HTTP/2 or nothing."""
+"""The tunnels' TLS for calls: between an asyncio transport and a protocol that sees it as its transport."""
 
-import os
-import ssl
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from hbone.errors import TlsError, TlsReason
+from hbone.tls import TlsSession, sealed_bytes
+from hbone.tls_context import TlsContext
+
+TLS_S: Final = 10.0
+"""For a handshake, on either side."""
+
+_PLAIN_BYTES: Final = 64 * 1024
 
 
-class BadCertificate(Exception):
-    """Certificates or a key that cannot be used; the text says why."""
+class Secured(asyncio.Protocol):
+    """One TLS connection.
 
+    ``inner`` hears of its connection when the handshake is done, and then of plaintext only; for it this is the
+    transport, as far as an :class:`asyncio.Transport` with TLS is one.
 
-def client_tls(root_pem: bytes) -> ssl.SSLContext:
-    """Verify servers by ``root_pem``, one or more certificates, and by their name; TLS 1.2 or newer.
-
-    Raises:
-        BadCertificate: it holds no certificate.
+    Attributes:
+        established: done when the handshake is; its exception is ``TlsError``, or ``OSError`` of the network.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    try:
-        # Bundles have comments between the certificates, of any encoding.
-        context.load_verify_locations(cadata=root_pem.decode("ascii", "ignore"))
-    except ssl.SSLError as error:
-        raise BadCertificate(f"unusable root certificates: {error}") from error
-    return context
 
+    def __init__(self, context: TlsContext, inner: asyncio.Protocol, handshake_timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.established: asyncio.Future[None] = loop.create_future()
+        # Who accepts asks nobody how it went.
+        self.established.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._session = TlsSession(context)
+        self._inner = inner
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = loop.call_later(handshake_timeout_s, self._too_slow)
+        self._error: Exception | None = None
+        self._closing = False
 
-def server_tls(key_pem: bytes, chain_pem: bytes) -> ssl.SSLContext:
-    """Show ``chain_pem``, the leaf first; TLS 1.2 or newer.
+    # For the network
 
-    Raises:
-        BadCertificate: key and certificate do not go together, or one of them is none.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    descriptor = os.memfd_create("serving-certificate")  # ssl reads files only; this one is in memory
-    try:
-        os.write(descriptor, key_pem + b"\n" + chain_pem)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    except ssl.SSLError as error:
-        raise BadCertificate(f"unusable key or certificate: {error}") from error
-    finally:
-        os.close(descriptor)
-    return context
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of other classes
+        self._shake()
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._session.receive(memoryview(data))
+        if not self._session.established:
+            self._shake()
+        if self._session.established and not self._closing:
+            self._decrypt()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._stop_timer()
+        if self._session.established:
+            self._inner.connection_lost(self._error or exc)
+        elif not self.established.done():
+            error = self._error or exc or ConnectionResetError("closed during the TLS handshake")
+            self.established.set_exception(error)
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        if self._session.established:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        if self._session.established:
+            self._inner.resume_writing()
+
+    def _shake(self) -> None:
+        try:
+            done = self._session.handshake()
+        except TlsError as error:
+            self._send(b"")  # the alert
+            self._fail(error)
+            return
+        self._send(b"")
+        if done:
+            self._stop_timer()
+            self._inner.connection_made(cast(asyncio.BaseTransport, self))
+            if not self.established.done():
+                self.established.set_result(None)
+
+    def _decrypt(self) -> None:
+        plain = memoryview(bytearray(_PLAIN_BYTES))
+        try:
+            count = len(plain)
+            while count == len(plain) and not self._closing:
+                count = self._session.read_into(plain)
+                if count:
+                    self._inner.data_received(bytes(plain[:count]))
+        except TlsError as error:
+            self._fail(error)
+            return
+        if not self._closing:
+            self._send(b"")  # an answer to a key update
+            if self._session.peer_closed:
+                self.close()
+
+    def _send(self, plain: bytes) -> None:
+        out = memoryview(bytearray(sealed_bytes(len(plain))))
+        filled = self._session.seal(plain, out)
+        if filled and self._transport is not None:
+            self._transport.write(out[:filled])
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        self._error = TlsError(TlsReason.OTHER, "the handshake took too long")
+        self.abort()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # For the protocol inside
+
+    def writelines(self, views: Sequence[bytes | memoryview]) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        if self._closing:
+            return
+        try:
+            self._send(b"".join(views))
+        except TlsError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """See :class:`asyncio.BaseTransport`; says close_notify."""
+        if not self._closing and self._transport is not None:
+            self._closing = True
+            self._session.close()
+            self._send(b"")
+            self._transport.close()
+
+    def abort(self) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        """See :class:`asyncio.WriteTransport`."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """See :class:`asyncio.BaseTransport`; nothing of ``ssl``."""
+        return default if self._transport is None else self._transport.get_extra_info(name, default)

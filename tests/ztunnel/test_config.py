@@ -106,7 +106,7 @@ def test_the_reference_bootstrap() -> None:
 def test_a_bootstrap_made_up_for_a_control_plane(target: str, delta: bool) -> None:
     config = read_bootstrap(bootstrap_for(target, "worker", delta=delta, admin=None))
     assert config.ads == GrpcSource("xds-grpc", delta)
-    assert config.targets == {"xds-grpc": target}
+    assert {name: found.address for name, found in config.targets.items()} == {"xds-grpc": target}
     assert config.lds is not None
     assert (config.lds.source, config.lds.timeout_s) == (AdsSource(), 0)
     assert config.message.node.metadata["NODE_NAME"] == "worker"

@@ -15,7 +15,6 @@ one that it is back.
 import asyncio
 import logging
 import random
-import ssl
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from rpc.aio.client import Call, Channel
 from rpc.status import RpcFailed, Status
+from rpc.tls import TlsContext
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
@@ -93,24 +93,17 @@ class ControlPlaneStats:
     ended: dict[StreamEnd, int] = field(default_factory=lambda: dict.fromkeys(StreamEnd, 0))
 
 
-def connect_to(
-    target: str,
-    tls: ssl.SSLContext | None = None,
-    *,
-    response_limit_bytes: int | None = None,
-    server_name: str = "",
-) -> Connect:
+def connect_to(target: str, tls: TlsContext | None = None, *, response_limit_bytes: int | None = None) -> Connect:
     """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``tls`` is given.
 
-    Envoy has no limit on responses, so that there is none by default. ``server_name`` is verified in place of the
-    target's host.
+    Envoy has no limit on responses, so that there is none by default.
 
     Raises:
         ValueError: the target is neither.
     """
 
     def connect() -> Channel:
-        return Channel(target, tls=tls, server_name=server_name, message_limit_bytes=response_limit_bytes)
+        return Channel(target, tls=tls, message_limit_bytes=response_limit_bytes)
 
     connect()  # a target that is wrong is so now, not at the first attempt
     return connect
@@ -376,11 +369,10 @@ class AdsClient:
         target: ``host:port`` or ``unix:/path``.
         node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
         delta: the incremental variant.
-        tls: from :func:`rpc.aio.tls.client_tls`; None is plain text.
         metadata: called for each new stream; an error of it (``OSError``, ``XdsError``) is one of the connection.
         dialect: of the control plane; :data:`xds.protocol.client.ISTIO` goes with ``delta``.
-        connect: how to reach it, in the place of ``target`` and ``tls``; called for each attempt, its
-            ``XdsError`` is one of the connection.
+        connect: how to reach it, if not in plain text; called for each attempt, its ``XdsError`` is one of the
+            connection.
     """
 
     def __init__(
@@ -389,7 +381,6 @@ class AdsClient:
         node: Node,
         *,
         delta: bool = False,
-        tls: ssl.SSLContext | None = None,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
         backoff: Backoff | None = None,
@@ -399,7 +390,7 @@ class AdsClient:
         options = ClientOptions(node=node, node_on_first_only=node_on_first_only, dialect=dialect)
         state, response_type = _state(options, delta=delta)
         self._stream = _Stream(
-            connect or connect_to(target, tls, response_limit_bytes=dialect.response_limit_bytes),
+            connect or connect_to(target, response_limit_bytes=dialect.response_limit_bytes),
             method_path(None, delta=delta),
             state,
             response_type,
@@ -456,15 +447,15 @@ class PerTypeClient:
         node: Node,
         *,
         delta: bool = False,
-        tls: ssl.SSLContext | None = None,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
         backoff: Callable[[], Backoff] = Backoff,
+        connect: Connect | None = None,
     ) -> None:
         self._target = target
         self._options = ClientOptions(node=node, node_on_first_only=node_on_first_only)
         self._delta = delta
-        self._connect = connect_to(target, tls)
+        self._connect = connect or connect_to(target)
         self._metadata = metadata
         self._backoff = backoff
         self._tasks = asyncio.TaskGroup()

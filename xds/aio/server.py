@@ -8,7 +8,6 @@ protocol: :mod:`xds.protocol.snapshot`.
 import asyncio
 import logging
 import os
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from rpc.aio.server import Handler, Server, ServerCall, unary
 from rpc.status import RpcFailed, Status
+from rpc.tls import TlsContext
 from xds.errors import ConfigError, XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DiscoveryRequest
@@ -87,7 +87,7 @@ class SnapshotServer:
 
     Args:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
-        tls: from :func:`rpc.aio.tls.server_tls`, for TCP addresses; Unix sockets stay in plain text.
+        tls: from :func:`rpc.tls.server_tls`, for TCP addresses; Unix sockets stay in plain text.
         identifier: what clients show as ``control_plane.identifier``.
         key_of: may raise ``ConfigError`` for a node it cannot serve.
         on_answer: see :data:`OnAnswer`.
@@ -99,7 +99,7 @@ class SnapshotServer:
         self,
         addresses: Sequence[str],
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsContext | None = None,
         identifier: str = "",
         key_of: KeyOf = lambda node: node.id,
         on_answer: OnAnswer | None = None,

@@ -155,6 +155,8 @@ class AmbientProxy:
             impersonate=config.proxy_mode is ProxyMode.SHARED,
             lifetime_s=config.secret_ttl_s,
             alternative_name=config.alt_ca_hostname,
+            tls_1_2=config.tls_policy.tls_1_2,
+            groups=config.tls_policy.groups,
         )
 
     def _gauges(self) -> None:

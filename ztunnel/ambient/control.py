@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 from rpc.aio.client import Channel
-from rpc.aio.tls import BadCertificate, client_tls
+from rpc.tls import client_tls
 from xds.aio.client import AdsClient, Connect, connect_to
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import XdsError
@@ -83,17 +83,17 @@ class ControlPlane:
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
             return connect_to(endpoint.target, response_limit_bytes=limit)
-        roots = Roots(config.xds_root_ca)
-        # TLS verifies one name, never either of two: they take turns while attempts fail.
-        names = [config.alt_xds_hostname, ""] if config.alt_xds_hostname else [""]
+        roots, policy = Roots(config.xds_root_ca), config.tls_policy
+        names = [endpoint.host, *filter(None, [config.alt_xds_hostname])]
 
         def connect() -> Channel:
             try:
-                tls = client_tls(roots.read())
-            except (CredentialsError, BadCertificate) as error:
+                tls = client_tls(roots.read(), names, tls_1_2=policy.tls_1_2, groups=policy.groups)
+            except CredentialsError as error:
                 raise XdsError(str(error)) from error
-            names.append(names.pop(0))
-            return Channel(endpoint.target, tls=tls, server_name=names[0], message_limit_bytes=limit)
+            except ValueError as error:
+                raise XdsError(f"unusable {roots.place}: {error}") from error
+            return Channel(endpoint.target, tls=tls, message_limit_bytes=limit)
 
         return connect
 

@@ -6,7 +6,6 @@ what is left is this project's proxy in Envoy's dialect.
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from google.protobuf.message import Message
 
-from rpc.aio.tls import server_tls
+from rpc.tls import TlsContext, server_tls
 from xds.aio.server import SnapshotServer
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
@@ -126,7 +125,7 @@ class ControlPlane:
         """Where it is served, once it is: port 0 replaced by the one that was free."""
         return self._server.addresses
 
-    def _serving_tls(self, hosts: Sequence[str]) -> ssl.SSLContext:
+    def _serving_tls(self, hosts: Sequence[str]) -> TlsContext:
         """A certificate of our own, made for this process and good as long as the root."""
         certificate = self._ca.issue_for_hosts(hosts, ca.now(), _SERVING_LIFE)
         return server_tls(certificate.key_pem, certificate.chain_pem)

@@ -1,18 +1,14 @@
-"""Certificates from istiod, over gRPC; which ones and when is the business of ``certificates.py``.
-
-The interpreter's TLS decides versions and suites towards the control plane (1.2 and 1.3).
-"""
+"""Certificates from istiod, over gRPC; which ones and when is the business of ``certificates.py``."""
 
 import logging
-import ssl
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from rpc.aio.client import Channel
-from rpc.aio.tls import BadCertificate, client_tls
-from rpc.status import RpcFailed, Status
+from rpc.status import RpcFailed
+from rpc.tls import client_tls
 from xds.model.identity import SpiffeId
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.identity.credentials import Credentials, CredentialsError, Endpoint, Metadata, Roots
@@ -36,6 +32,8 @@ class IstioCertificateAuthority:
         impersonate: ask for identities of other workloads (a node proxy), instead of the token's own.
         lifetime_s: asked for; the authority may give less.
         alternative_name: also accepted as the server's name.
+        tls_1_2: whether the server may be that old.
+        groups: key exchange, in order; None: OpenSSL's choice.
         timeout_s: of one attempt, connecting included.
     """
 
@@ -48,6 +46,8 @@ class IstioCertificateAuthority:
         impersonate: bool,
         lifetime_s: float = 86400.0,
         alternative_name: str = "",
+        tls_1_2: bool = False,
+        groups: tuple[str, ...] | None = None,
         timeout_s: float = 10.0,
     ) -> None:
         if endpoint.tls and roots is None:
@@ -58,11 +58,11 @@ class IstioCertificateAuthority:
         self._impersonate = impersonate
         self._lifetime_s = lifetime_s
         self._timeout_s = timeout_s
-        # TLS verifies one name, never either of two: they are tried in turn, the last good one first.
-        self._names = ["", alternative_name] if alternative_name and endpoint.tls else [""]
-        self._channels: dict[str, Channel] = {}
+        self._names = [endpoint.host, *filter(None, [alternative_name])]
+        self._tls_1_2 = tls_1_2
+        self._groups = groups
+        self._channel: Channel | None = None
         self._root_pem: bytes | None = None
-        self._tls: ssl.SSLContext | None = None
         self._tasks = Tasks("certificate authority")
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
@@ -75,59 +75,49 @@ class IstioCertificateAuthority:
             request.metadata.update({IMPERSONATED: str(identity)})
         try:
             metadata = self._credentials.metadata()
-            self._reread_roots()
+            channel = self._current()
         except CredentialsError as error:
             raise IdentityError(str(error)) from error
-        response = await self._call(request, metadata)
+        response = await self._call(channel, request, metadata)
         return issued_certificate(identity, key, response.cert_chain, exact=self._impersonate)
 
     async def close(self) -> None:
         """End the connection; what is under way fails."""
-        channels = list(self._channels.values())
-        self._channels.clear()
+        channel, self._channel = self._channel, None
         await self._tasks.close()
-        for channel in channels:
+        if channel is not None:
             await channel.close()
 
-    async def _call(self, request: IstioCertificateRequest, metadata: Metadata) -> IstioCertificateResponse:
+    async def _call(
+        self, channel: Channel, request: IstioCertificateRequest, metadata: Metadata
+    ) -> IstioCertificateResponse:
         data = request.SerializeToString()
-        for name in list(self._names):
-            try:
-                answer = await self._channel(name).unary(
-                    METHOD, data, metadata=metadata, timeout_s=self._timeout_s
-                )
-                response = IstioCertificateResponse.FromString(answer)
-            except RpcFailed as error:
-                failure = IdentityError(f"signing gRPC error ({error.status.name}): {error.details}")
-                if error.status is not Status.UNAVAILABLE:
-                    break
-            except DecodeError:
-                raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
-            else:
-                self._names.sort(key=lambda other: other != name)
-                return response
-        raise failure
+        try:
+            answer = await channel.unary(METHOD, data, metadata=metadata, timeout_s=self._timeout_s)
+            return IstioCertificateResponse.FromString(answer)
+        except RpcFailed as error:
+            raise IdentityError(f"signing gRPC error ({error.status.name}): {error.details}") from error
+        except DecodeError:
+            raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
 
-    def _reread_roots(self) -> None:
+    def _current(self) -> Channel:
+        """The channel; another one after the roots have changed, if they can be used."""
         if not self._endpoint.tls:
-            return
+            if self._channel is None:
+                self._channel = Channel(self._endpoint.target)
+            return self._channel
         assert self._roots is not None
         try:
             pem = self._roots.read()
-            tls = self._tls if pem == self._root_pem else client_tls(pem)
-        except (CredentialsError, BadCertificate) as error:
-            if self._root_pem is None:
-                raise
-            log.warning("roots of the certificate authority unusable, the old ones stay in use error=%s", error)
-            return
-        if pem != self._root_pem:
-            self._root_pem, self._tls = pem, tls
-            for channel in self._channels.values():
-                self._tasks.start(channel.close(self._timeout_s), "close a channel with old roots")
-            self._channels.clear()
-
-    def _channel(self, name: str) -> Channel:
-        channel = self._channels.get(name)
-        if channel is None:
-            channel = self._channels[name] = Channel(self._endpoint.target, tls=self._tls, server_name=name)
-        return channel
+            if self._channel is None or pem != self._root_pem:
+                tls = client_tls(pem, self._names, tls_1_2=self._tls_1_2, groups=self._groups)
+                if self._channel is not None:
+                    closing = self._channel.close(self._timeout_s)
+                    self._tasks.start(closing, "close a channel with old roots")
+                self._channel, self._root_pem = Channel(self._endpoint.target, tls=tls), pem
+        except (CredentialsError, ValueError) as error:
+            text = str(error) if isinstance(error, CredentialsError) else f"unusable {self._roots.place}: {error}"
+            if self._channel is None:
+                raise CredentialsError(text) from error
+            log.warning("roots of the certificate authority unusable, the old ones stay in use error=%s", text)
+        return self._channel

@@ -40,6 +40,11 @@ class Endpoint:
     target: str
     tls: bool
 
+    @property
+    def host(self) -> str:
+        """Whose certificate is asked for: a name or an address; empty for Unix sockets."""
+        return "" if self.target.startswith("unix:") else self.target.rpartition(":")[0].strip("[]")
+
     @classmethod
     def parse(cls, address: str) -> "Endpoint":
         """Read ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
@@ -174,15 +179,25 @@ class Roots:
         """
         match self.kind:
             case "Static":
-                data, place = self.value.encode(), "the inline root certificates"
+                data = self.value.encode()
             case "File":
-                data, place = _content(Path(self.value), "root certificate"), f"root certificate file {self.value}"
+                data = _content(Path(self.value), "root certificate")
             case _:
-                bundle = _system_bundle()
-                data, place = _content(bundle, "root certificate"), f"the host's certificate store {bundle}"
+                data = _content(_system_bundle(), "root certificate")
         if b"-----BEGIN CERTIFICATE-----" not in data:
-            raise CredentialsError(f"no certificate in {place}")
+            raise CredentialsError(f"no certificate in {self.place}")
         return data
+
+    @property
+    def place(self) -> str:
+        """Where the roots are, in words."""
+        match self.kind:
+            case "Static":
+                return "inline root certificates"
+            case "File":
+                return f"root certificate file {self.value}"
+            case _:
+                return f"certificate store of this host {_system_bundle()}"
 
 
 def _system_bundle() -> Path:

@@ -1,9 +1,8 @@
 """Calls over real sockets: our client and our server with each other, and each with gRPC's own library."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ import grpc.aio
 import pytest
 import uvloop
 
+from hbone.settings import Role
+from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
 from rpc.aio.client import Call, Channel
 from rpc.aio.server import Handler, Server, ServerCall, unary
-from rpc.aio.tls import BadCertificate, client_tls, server_tls
 from rpc.status import RpcFailed, Status
+from rpc.tls import client_tls, server_tls
 from ztunnel.control_plane.ca import CertificateAuthority
 
 LIMIT_S = 20.0
@@ -30,11 +31,6 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "uvloop") -> 
             await main()
 
     (uvloop.run if loop == "uvloop" else asyncio.run)(limited())
-
-
-def serving_tls(host: str) -> ssl.SSLContext:
-    issued = AUTHORITY.issue_for_hosts([host], datetime.now(UTC), timedelta(days=1))
-    return server_tls(issued.key_pem, issued.chain_pem)
 
 
 # What both servers do: /t.S/Echo one message, /t.S/Chat each message back in capitals, /t.S/Fail, /t.S/Meta.
@@ -76,7 +72,7 @@ METHODS: dict[str, Handler] = {
 
 
 @asynccontextmanager
-async def ours(address: str = "127.0.0.1:0", tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+async def ours(address: str = "127.0.0.1:0", tls: TlsContext | None = None) -> AsyncIterator[str]:
     async with Server(METHODS.get, tls=tls) as server:
         yield await server.listen(address)
 
@@ -222,24 +218,25 @@ def test_unix_sockets(serve: Serve, tmp_path: Path) -> None:
 
 @LOOPS
 @SERVERS
-def test_tls_by_the_servers_name(serve: Serve, loop: str) -> None:
+@pytest.mark.parametrize("tls_1_2", [False, True])
+def test_tls_by_the_servers_name(serve: Serve, loop: str, tls_1_2: bool) -> None:
     async def main() -> None:
         issued = AUTHORITY.issue_for_hosts(["istiod.example"], datetime.now(UTC), timedelta(days=1))
-        if serve is ours:
-            tls: Any = serving_tls("istiod.example")
-        else:
-            tls = grpc.ssl_server_credentials([(issued.key_pem, issued.chain_pem)])
-        roots = client_tls(b"# a comment, caf\xc3\xa9\n" + AUTHORITY.root_pem)
-        stranger = client_tls(CertificateAuthority.in_memory("other", datetime.now(UTC)).root_pem)
-        async with serve(tls=tls) as address:
-            async with Channel(address, tls=roots, server_name="istiod.example") as channel:
-                assert await channel.unary("/t.S/Echo", BIG, timeout_s=15) == BIG
-            for context, name, words in (
-                (roots, "", "127.0.0.1"),
-                (roots, "other.example", "Hostname mismatch"),
-                (stranger, "istiod.example", "CERTIFICATE_VERIFY_FAILED"),
+        shown: Any = server_tls(issued.key_pem, issued.chain_pem)
+        if serve is theirs:
+            shown = grpc.ssl_server_credentials([(issued.key_pem, issued.chain_pem)])
+        root, stranger = AUTHORITY.root_pem, CertificateAuthority.in_memory("other", datetime.now(UTC)).root_pem
+        async with serve(tls=shown) as address:
+            for names in (["istiod.example"], ["127.0.0.1", "istiod.example"]):
+                tls = client_tls(b"# caf\xc3\xa9\n" + root, names, tls_1_2=tls_1_2)
+                async with Channel(address, tls=tls) as channel:
+                    assert await channel.unary("/t.S/Echo", BIG, timeout_s=15) == BIG
+            for pem, name, words in (
+                (root, "127.0.0.1", "the certificate is for istiod.example, not for 127.0.0.1"),
+                (root, "other.example", "not for other.example"),
+                (stranger, "istiod.example", "TLS failed (chain)"),
             ):
-                async with Channel(address, tls=context, server_name=name) as channel:
+                async with Channel(address, tls=client_tls(pem, [name])) as channel:
                     failure = await failure_of(channel.unary("/t.S/Echo", b"", timeout_s=5))
                     assert failure.status is Status.UNAVAILABLE
                     assert words in failure.details
@@ -252,13 +249,87 @@ def test_tls_by_the_servers_name(serve: Serve, loop: str) -> None:
     run(main, loop)
 
 
-def test_certificates_that_are_none() -> None:
-    issued = AUTHORITY.issue_for_hosts(["a"], datetime.now(UTC), timedelta(days=1))
-    other = AUTHORITY.issue_for_hosts(["b"], datetime.now(UTC), timedelta(days=1))
-    with pytest.raises(BadCertificate, match="root certificates"):
-        client_tls(b"nothing")
-    with pytest.raises(BadCertificate, match="key or certificate"):
-        server_tls(other.key_pem, issued.chain_pem)
+def test_a_server_keeps_nothing_of_peers_that_are_gone() -> None:
+    async def main() -> None:
+        issued = AUTHORITY.issue_for_hosts(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
+        async with Server(METHODS.get, tls=server_tls(issued.key_pem, issued.chain_pem)) as server:
+            address = await server.listen("127.0.0.1:0")
+            for name in ("127.0.0.1", "other.example"):
+                async with Channel(address, tls=client_tls(AUTHORITY.root_pem, [name])) as channel:
+                    with suppress(RpcFailed):
+                        await channel.unary("/t.S/Echo", b"", timeout_s=5)
+                        assert server.peers == 1
+            while server.peers:
+                await asyncio.sleep(0.01)
+
+    run(main)
+
+
+@LOOPS
+def test_grpcs_own_client_believes_our_certificate(loop: str) -> None:
+    async def main() -> None:
+        credentials = grpc.ssl_channel_credentials(root_certificates=AUTHORITY.root_pem)
+        issued = AUTHORITY.issue_for_hosts(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
+        options = (("grpc.max_receive_message_length", -1),)
+        async with (
+            ours(tls=server_tls(issued.key_pem, issued.chain_pem)) as address,
+            grpc.aio.secure_channel(address, credentials, options=options) as channel,
+        ):
+            assert await channel.unary_unary("/t.S/Echo")(BIG, timeout=15) == BIG
+
+    run(main, loop)
+
+
+def test_a_server_that_speaks_no_http2_or_no_tls_is_named() -> None:
+    async def main() -> None:
+        issued = AUTHORITY.issue_for_hosts(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
+        other = TlsContext(
+            Role.SERVER,
+            TlsSettings(
+                certificate_chain_pem=issued.chain_pem,
+                private_key_pem=issued.key_pem,
+                client_certificate=ClientCertificate.NONE,
+                alpn=(),
+            ),
+        )
+        tls = client_tls(AUTHORITY.root_pem, ["127.0.0.1"])
+        for shown, words in ((other, "selected no protocol of ours"), (None, "wrong version number")):
+            async with ours(tls=shown) as address, Channel(address, tls=tls) as channel:
+                failure = await failure_of(channel.unary("/t.S/Echo", b"", timeout_s=5))
+                assert failure.status is Status.UNAVAILABLE
+                assert words in failure.details
+
+    run(main)
+
+
+@pytest.mark.parametrize("client", [True, False])
+def test_who_never_finishes_a_handshake_is_left(monkeypatch: pytest.MonkeyPatch, client: bool) -> None:
+    monkeypatch.setattr("rpc.aio.client.TLS_S", 0.1)
+    monkeypatch.setattr("rpc.aio.server.TLS_S", 0.1)
+    issued = AUTHORITY.issue_for_hosts(["127.0.0.1"], datetime.now(UTC), timedelta(days=1))
+
+    async def main() -> None:
+        if client:
+            async with ours(tls=server_tls(issued.key_pem, issued.chain_pem)) as address:
+                host, _, port = address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                assert await reader.read() == b""
+                writer.close()
+                await writer.wait_closed()
+            return
+
+        async def listen_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(listen_only, "127.0.0.1", 0)
+        async with server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Channel(address, tls=client_tls(AUTHORITY.root_pem, ["127.0.0.1"])) as channel:
+                failure = await failure_of(channel.call("/t.S/Echo"))
+                assert "the handshake took too long" in failure.details
+
+    run(main)
 
 
 @pytest.mark.parametrize(
