@@ -26,7 +26,7 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.settings import Http2Settings, Role
+from hbone.settings import Http2Settings, Limits, Role
 from rpc.messages import MessageReader, prefix
 from rpc.status import RpcFailed, Status, failure_of_reset
 
@@ -35,6 +35,8 @@ SETTINGS: Final = Http2Settings(
     stream_window_bytes=1024 * 1024,
     connection_window_bytes=4 * 1024 * 1024,
     max_frame_bytes=1024 * 1024,
+    # Calls are cancelled without bad intent: Envoy ends a stream per subscription when their listener goes.
+    limits=Limits(reset_burst=1000, reset_rate=500.0),
 )
 _PING: Final = b"keepaliv"
 _UNSENT_BYTES: Final = 4 * 1024 * 1024

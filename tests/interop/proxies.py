@@ -103,7 +103,7 @@ class Proxy:
     def start(self, bootstrap: Path) -> None:
         """Start it; returns at once."""
         if self.kind is Kind.ENVOY:
-            words = [ENVOY, "-c", bootstrap, "--use-dynamic-base-id", "--concurrency", "1"]
+            words = [ENVOY, "-c", bootstrap, "--disable-hot-restart", "--concurrency", "1"]
             words += ["--file-flush-interval-msec", "50", "--drain-time-s", str(DRAIN_S), "-l", "info"]
         else:
             words = [ZTUNNEL, "proxy", "--bootstrap", bootstrap, "--log-flush", "50ms", "--shutdown", "500ms"]

@@ -367,6 +367,21 @@ def test_a_call_cut_inside_a_message_is_told() -> None:
     run(lambda: served({"/echo": echo}, main))
 
 
+def test_many_calls_may_be_given_up_before_an_answer() -> None:
+    async def never(call: ServerCall) -> None:
+        await asyncio.Event().wait()
+
+    async def main(peer: Peer) -> None:
+        for stream_id in range(1, 1601, 2):
+            peer.h2.send_headers(stream_id, request("/never"))
+            peer.h2.reset_stream(stream_id, h2.errors.ErrorCodes.CANCEL)
+        peer.h2.send_headers(1601, request("/echo"))
+        peer.h2.send_data(1601, framed(b"x"))
+        assert (await peer.until(h2.events.DataReceived)).data == framed(b"x")
+
+    run(lambda: served({"/never": never, "/echo": echo}, main))
+
+
 def test_who_pings_and_does_not_read_is_cut() -> None:
     async def flood(peer: Peer) -> None:
         ping = b"\0\0\x08\x06\0\0\0\0\0" + bytes(8)

@@ -99,7 +99,7 @@ def test_envoy_takes_and_refuses_our_configuration_and_prints_it_as_we_do(api_ty
             bootstrap = tmp_path / "bootstrap.yaml"
             bootstrap.write_text(BOOTSTRAP.format(admin=admin, xds=port, api_type=api_type))
             envoy = await asyncio.create_subprocess_exec(
-                *(binary, "-c", str(bootstrap), "--use-dynamic-base-id", "--concurrency", "1"),
+                *(binary, "-c", str(bootstrap), "--disable-hot-restart", "--concurrency", "1"),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
             )

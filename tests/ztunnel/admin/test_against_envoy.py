@@ -66,7 +66,7 @@ def envoy(reference: Reference) -> Iterator[Client]:
         binary,
         "-c",
         str(reference.bootstrap),
-        "--use-dynamic-base-id",
+        "--disable-hot-restart",
         "--concurrency",
         "1",
         "-l",
