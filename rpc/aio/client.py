@@ -82,6 +82,7 @@ class Channel:
         self._message_limit_bytes = message_limit_bytes
         self._keepalive = keepalive
         self._connection: Connection | None = None
+        self._retired: set[Connection] = set()
         self._dialling = asyncio.Lock()
         self._closed = False
 
@@ -96,9 +97,11 @@ class Channel:
     async def close(self, grace_s: float = 0.0) -> None:
         """End the connection; calls under way have ``grace_s`` to end first. Returns when it is gone."""
         self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.wait_idle(grace_s)
+        connections = [*self._retired, *filter(None, [self._connection])]
+        self._connection = None
+        until_s = asyncio.get_running_loop().time() + grace_s
+        for connection in connections:
+            await connection.wait_idle(until_s - asyncio.get_running_loop().time())
             connection.close("channel closed")
             await connection.wait_closed()
 
@@ -156,9 +159,15 @@ class Channel:
         async with self._dialling:
             if self._closed:
                 raise RpcFailed(Status.CANCELLED, "channel closed")
-            if self._connection is None or not self._connection.usable:
+            connection = self._connection
+            if connection is None or not connection.usable:
                 self._connection = await self._dial()
-            return self._connection
+                if connection is not None and not connection.closed.done():
+                    self._retired.add(connection)
+                    connection.closed.add_done_callback(lambda _: self._retired.discard(connection))
+                    connection.retire()
+                return self._connection
+            return connection
 
     async def _dial(self) -> Connection:
         try:

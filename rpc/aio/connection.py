@@ -217,6 +217,7 @@ class Connection(asyncio.Protocol):
         self._reason = ""
         self._goodbye = ""
         self._over = False
+        self._retired = False
         self._heard = True
         self._timer: asyncio.TimerHandle | None = None
 
@@ -288,6 +289,12 @@ class Connection(asyncio.Protocol):
         self.flush()
         self._transport.close()
         self._lose()
+
+    def retire(self) -> None:
+        """Close when no call is open any more: another connection has taken its place."""
+        self._retired = True
+        if not self._streams:
+            self.close("retired")
 
     async def wait_idle(self, limit_s: float) -> None:
         """Wait until no call is open, at most ``limit_s``."""
@@ -396,6 +403,9 @@ class Connection(asyncio.Protocol):
         stream = self._streams.pop(stream_id, None)
         if not self._streams:
             self._idle.set()
+            if self._retired:
+                # Not at once: whoever drops the last one may have a last frame to send.
+                asyncio.get_running_loop().call_soon(self.retire)
         return stream
 
     def _look(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import struct
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import h2.config
@@ -173,7 +174,7 @@ def test_answers(steps: list[tuple[str, Any]], messages: list[bytes], status: St
 
 
 def test_a_call_outlives_goaway_and_the_next_one_takes_a_new_connection() -> None:
-    connections = 0
+    connections, ended = 0, asyncio.Event()
 
     async def script(peer: Peer) -> None:
         nonlocal connections
@@ -185,6 +186,9 @@ def test_a_call_outlives_goaway_and_the_next_one_takes_a_new_connection() -> Non
         await asyncio.sleep(0.1)
         await peer.data(framed(b"late"))
         await peer.head(OK, ended=True)
+        with suppress(EOFError):
+            await peer.until(h2.events.PingReceived)  # which does not come
+        ended.set()
 
     async def main(channel: Channel) -> None:
         first = await channel.call("/t.S/M")
@@ -194,6 +198,7 @@ def test_a_call_outlives_goaway_and_the_next_one_takes_a_new_connection() -> Non
         for call in (first, second):
             assert await call.read() == b"late"
             assert await call.read() is None
+        await ended.wait()  # the first connection, with its only call
 
     run(lambda: against(script, main))
 
