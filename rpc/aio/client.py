@@ -29,7 +29,6 @@ KEEPALIVE: Final = Keepalive(interval_s=30.0, timeout_s=10.0)
 class Call(Stream):
     """One call: write, read until None or RpcFailed, and cancel what is not over by then."""
 
-    _head_failure: RpcFailed | None = None
     _only_head: Headers | None = None
 
     def cancel(self) -> None:
@@ -161,12 +160,16 @@ class Channel:
                 raise RpcFailed(Status.CANCELLED, "channel closed")
             connection = self._connection
             if connection is None or not connection.usable:
-                self._connection = await self._dial()
+                dialled = await self._dial()
+                if self._closed:
+                    dialled.close("channel closed")
+                    raise RpcFailed(Status.CANCELLED, "channel closed")
+                self._connection = dialled
                 if connection is not None and not connection.closed.done():
                     self._retired.add(connection)
                     connection.closed.add_done_callback(lambda _: self._retired.discard(connection))
                     connection.retire()
-                return self._connection
+                return dialled
             return connection
 
     async def _dial(self) -> Connection:

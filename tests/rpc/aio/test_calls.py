@@ -446,6 +446,20 @@ def test_closing_a_channel_may_wait_for_its_calls() -> None:
     run(main)
 
 
+def test_a_channel_that_closes_while_it_connects() -> None:
+    async def main() -> None:
+        async with Server(METHODS.get) as server:
+            channel = Channel(await server.listen("127.0.0.1:0"))
+            calling = asyncio.get_running_loop().create_task(channel.call("/t.S/Echo"))
+            await asyncio.sleep(0)
+            await channel.close()
+            assert (await failure_of(calling)).status is Status.CANCELLED
+            await asyncio.sleep(0.05)
+            assert server.peers == 0
+
+    run(main)
+
+
 def test_who_does_not_read_stops_the_other_side() -> None:
     """Neither a server nor a client collects what nobody reads."""
     written = 0
