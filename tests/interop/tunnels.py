@@ -244,7 +244,10 @@ class Refusal:
             reply = get(site.pod("productpage"), site.ip("standin"))
             line = proxy.line(since, src=f":{reply.port}")
         failure = line["failure"].partition("|")[0]
-        return f"{reply.status} {line['flags']} {failure.partition(':_')[0].removesuffix(':')}"
+        status = reply.status
+        if status == "closed" and site.pairing.worker2 is Kind.ENVOY:
+            status = "reset"  # it may close before the request is there, and then has nothing unread to reset for
+        return f"{status} {line['flags']} {failure.partition(':_')[0].removesuffix(':')}"
 
 
 def request_on_the_wire(site: Site) -> str:
