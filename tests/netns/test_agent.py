@@ -261,7 +261,8 @@ def test_pods_come_and_go_and_leave_nothing(lab: Lab, socket_path: Path, tmp_pat
             descriptors, tasks = open_descriptors(), len(asyncio.all_tasks())
             for _ in range(100):
                 await come_and_go()
-            assert open_descriptors() == descriptors
+            # Fewer may be there: gRPC's library, used by earlier tests, closes its own by and by.
+            assert open_descriptors() - descriptors == set()
             assert len(asyncio.all_tasks()) == tasks
         assert without_generation(everything(member.netns)) == before
         assert "member" not in record.read_text()

@@ -120,7 +120,8 @@ def come_and_go() -> None:
             while manager.proxies_stopped < 10_000:
                 await asyncio.sleep(0)
             gc.collect()
-            assert open_descriptors() == descriptors
+            # Fewer may be there: gRPC's library, used by earlier tests, closes its own by and by.
+            assert open_descriptors() - descriptors == set()
             assert len(asyncio.all_tasks()) == tasks
             assert resident_bytes() - memory < 4 << 20
             assert manager.proxies_started == manager.proxies_stopped == 10_000
