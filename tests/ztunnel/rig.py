@@ -36,6 +36,7 @@ KINDS: dict[str, type[Message]] = {
     "extension": TypedExtensionConfig,
 }
 Json = dict[str, Any]
+CLIENT, SERVER = "spiffe://td/ns/a/sa/client", "spiffe://td/ns/a/sa/server"
 
 
 class Rig:
@@ -348,6 +349,42 @@ def http2(**more: Any) -> Json:
     name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     explicit = {"http2_protocol_options": {"allow_connect": True}}
     return {name: {"@type": T + name, "explicit_http_config": explicit, **more}}
+
+
+def inbound(target: Json, *filters: Json) -> tuple[str, Json]:
+    """A listener that ends tunnels for identity SERVER."""
+    return listener(
+        chain(*filters, connection_manager(target), transport_socket=tls(SERVER, server=True)), name="inbound"
+    )
+
+
+def outbound_cluster(port: int) -> tuple[str, Json]:
+    more: dict[str, Any] = {
+        "transport_socket": tls(CLIENT, server=False),
+        "typed_extension_protocol_options": http2(),
+    }
+    return cluster(port, name="tunnel", **more)
+
+
+async def tunnel(
+    rig: Rig, port: int, identities: Identities, *filters: Json, **log: Any
+) -> list[tuple[str, Json]]:
+    """Both ends of a tunnel in one proxy, with SERVER's policy ``filters``; published."""
+    secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
+    end = inbound({"route_config": connect_route("app")}, *filters)
+    await rig.published(end, cluster(port), *secrets)
+    await rig.until(lambda: rig.proxy.listeners.active)
+    tunnelling = tcp("tunnel", tunneling_config={"hostname": "app:80"}, **log)
+    everything = [
+        end,
+        listener(chain(tunnelling)),
+        cluster(port),
+        outbound_cluster(rig.port("inbound")),
+        *secrets,
+    ]
+    await rig.published(*everything)
+    await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+    return everything
 
 
 def unpacked(body: Any) -> Message:

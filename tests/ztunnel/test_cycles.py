@@ -5,8 +5,7 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-from tests.ztunnel.rig import Identities, Rig, access_log, application, ask, run
-from tests.ztunnel.test_proxy import tunnel
+from tests.ztunnel.rig import Identities, Rig, access_log, application, ask, run, tunnel
 
 _OURS = ("hbone", "tproxy", "xds", "ztunnel")
 
