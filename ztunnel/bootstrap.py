@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rpc.address import host_and_port
 from xds.dialects.envoy.reading import api_config_source, at, config_source, fetch_timeout, socket_address
 from xds.errors import ConfigError
 from xds.model.address import SocketAddress
@@ -170,12 +171,13 @@ def bootstrap_for(control_plane: str, node: str, *, delta: bool, admin: SocketAd
     if control_plane.startswith("unix:"):
         address.pipe.path = control_plane.removeprefix("unix:")
     else:
-        host, colon, port = control_plane.rpartition(":")
-        if not colon or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"not host:port or unix:/path: {control_plane}", "--control-plane")
+        try:
+            host, port = host_and_port(control_plane)
+        except ValueError:
+            raise ConfigError(f"not host:port or unix:/path: {control_plane}", "--control-plane") from None
         cluster.type = Cluster.STRICT_DNS
-        address.socket_address.address = host.strip("[]")
-        address.socket_address.port_value = int(port)
+        address.socket_address.address = host
+        address.socket_address.port_value = port
     dynamic = message.dynamic_resources
     dynamic.ads_config.api_type = core.ApiConfigSource.DELTA_GRPC if delta else core.ApiConfigSource.GRPC
     dynamic.ads_config.transport_api_version = core.V3

@@ -232,10 +232,8 @@ class LiveChain:
             value = state.render(info)
             if value or not state.skip_if_empty:
                 facts.filter_state[state.key] = value
-                if state.shared is SharedWithUpstream.NONE:
-                    facts.shared_state.pop(state.key, None)
-                else:
-                    facts.shared_state[state.key] = state.shared is SharedWithUpstream.TRANSITIVE
+                if facts.shared_state or state.shared is not SharedWithUpstream.NONE:
+                    facts.shared_state = _shared(facts.shared_state, state)
 
     async def settled(self) -> None:
         """Wait for the chain's secrets."""
@@ -246,3 +244,11 @@ class LiveChain:
         """Let go of secrets."""
         if self.tls is not None:
             self.tls.close()
+
+
+def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:
+    """What goes on through internal connections, now that ``state`` has been set; see ``ConnectionFacts``."""
+    others = tuple([entry for entry in before if entry[0] != state.key])
+    if state.shared is SharedWithUpstream.NONE:
+        return others
+    return (*others, (state.key, state.shared is SharedWithUpstream.TRANSITIVE))

@@ -69,7 +69,7 @@ class InternalListeners:
         address: InternalAddress,
         outer: StreamInfo,
         metadata: Mapping[str, Mapping[str, Any]],
-        shared: Mapping[str, bool],
+        shared: tuple[tuple[str, bool], ...],
         *,
         keep_options: bool,
     ) -> Entry | None:
@@ -90,8 +90,8 @@ class InternalListeners:
             direct_source=outer.facts.direct_source,
             destination=outer.facts.destination,
             metadata=dict(metadata),
-            filter_state={key: outer.facts.filter_state[key] for key in shared},
-            shared_state={key: True for key, further in shared.items() if further},
+            filter_state={key: outer.facts.filter_state[key] for key, _ in shared},
+            shared_state=tuple([entry for entry in shared if entry[1]]),
         )
         info = StreamInfo(
             connection_id=self.connections.next_id(),

@@ -1,7 +1,6 @@
 """The calling side: a channel to one address, connected when it is used and again when it has to be."""
 
 import asyncio
-import ipaddress
 import os
 import socket
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from hbone.errors import ErrorCode, TlsError
 from hbone.events import Headers, ResponseReceived
 from hbone.settings import Role
 from hbone.tls_context import TlsContext
+from rpc.address import host_and_port
 from rpc.aio.connection import Connection, Keepalive, Stream
 from rpc.aio.tls import TLS_S, Secured
 from rpc.heads import failure_of_answer, request_fields
@@ -76,7 +76,7 @@ class Channel:
     ) -> None:
         self.target = target
         self._path = target.removeprefix("unix:") if target.startswith("unix:") else ""
-        self._host, self._port = ("localhost", 0) if self._path else _split(target)
+        self._host, self._port = ("localhost", 0) if self._path else host_and_port(target)
         self._tls = tls
         self._message_limit_bytes = message_limit_bytes
         self._keepalive = keepalive
@@ -222,19 +222,6 @@ class Channel:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock
         raise OSError("the name has no addresses")
-
-
-def _split(target: str) -> tuple[str, int]:
-    host, colon, port = target.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not port.isdecimal() or not 0 < int(port) < 65536 or (":" in host and not bracketed):
-        raise ValueError(f"{target!r} is neither host:port nor unix:/path")
-    if bracketed:
-        host = host[1:-1]
-        ipaddress.IPv6Address(host)
-    if not host:
-        raise ValueError(f"{target!r} has no host")
-    return host, int(port)
 
 
 def _words(error: OSError | TlsError) -> str:

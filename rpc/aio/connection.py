@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from hbone.engine import Engine
 from hbone.errors import ErrorCode, code_name
@@ -225,10 +225,6 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         """Client: whether a call may be opened."""
         return self._transport is not None and not self._over and self.engine.accepts_streams
-
-    def extra(self, name: str) -> Any:
-        """What the transport knows, such as ``ssl_object`` or ``socket``."""
-        return None if self._transport is None else self._transport.get_extra_info(name)
 
     # What streams do
 

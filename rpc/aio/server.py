@@ -13,6 +13,7 @@ from hbone.errors import ErrorCode
 from hbone.events import RequestReceived
 from hbone.settings import Role
 from hbone.tls_context import TlsContext
+from rpc.address import host_and_port
 from rpc.aio.connection import Connection, Keepalive, Stream
 from rpc.aio.tls import TLS_S, Secured
 from rpc.heads import CONTENT_TYPE, CallHead, NotGrpc, call_head
@@ -151,12 +152,10 @@ class Server:
             self._sockets[path] = os.stat(path).st_ino
             self._servers.append(server)
             return address
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdecimal() or int(port) > 65535:
-            raise ValueError("neither host:port nor unix:/path")
-        server = await loop.create_server(self._accepted, host.removeprefix("[").removesuffix("]"), int(port))
+        host, port = host_and_port(address, least_port=0)
+        server = await loop.create_server(self._accepted, host, port)
         self._servers.append(server)
-        return f"{host}:{server.sockets[0].getsockname()[1]}"
+        return f"{address.rpartition(':')[0]}:{server.sockets[0].getsockname()[1]}"
 
     def _accepted(self) -> asyncio.Protocol:
         if self._tls is None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from hbone.errors import TlsError, TlsReason
 from hbone.tls import TlsSession, sealed_bytes
@@ -150,7 +150,3 @@ class Secured(asyncio.Protocol):
     def get_write_buffer_size(self) -> int:
         """See :class:`asyncio.WriteTransport`."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """See :class:`asyncio.BaseTransport`; nothing of ``ssl``."""
-        return default if self._transport is None else self._transport.get_extra_info(name, default)

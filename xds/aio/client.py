@@ -24,7 +24,6 @@ from google.protobuf.message import DecodeError
 
 from rpc.aio.client import Call, Channel
 from rpc.status import RpcFailed, Status
-from rpc.tls import TlsContext
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
@@ -93,8 +92,8 @@ class ControlPlaneStats:
     ended: dict[StreamEnd, int] = field(default_factory=lambda: dict.fromkeys(StreamEnd, 0))
 
 
-def connect_to(target: str, tls: TlsContext | None = None, *, response_limit_bytes: int | None = None) -> Connect:
-    """Return how to reach ``host:port`` or ``unix:/path``, in plain text unless ``tls`` is given.
+def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Connect:
+    """Return how to reach ``host:port`` or ``unix:/path`` in plain text.
 
     Envoy has no limit on responses, so that there is none by default.
 
@@ -103,7 +102,7 @@ def connect_to(target: str, tls: TlsContext | None = None, *, response_limit_byt
     """
 
     def connect() -> Channel:
-        return Channel(target, tls=tls, message_limit_bytes=response_limit_bytes)
+        return Channel(target, message_limit_bytes=response_limit_bytes)
 
     connect()  # a target that is wrong is so now, not at the first attempt
     return connect

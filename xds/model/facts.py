@@ -56,8 +56,8 @@ class ConnectionFacts:
         transport_protocol: ``tls`` or ``raw_buffer``; empty when nothing looked.
         metadata: dynamic metadata, namespace to struct.
         filter_state: objects by key.
-        shared_state: which of them go on through an internal connection (``shared_with_upstream``); True: through
-            the next one, too.
+        shared_state: keys of those that go on through an internal connection (``shared_with_upstream``); True:
+            through the next one, too. A tuple, since most connections have none and should hold nothing for it.
     """
 
     source: SocketAddress
@@ -69,4 +69,4 @@ class ConnectionFacts:
     peer: PeerCertificate | None = None
     metadata: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     filter_state: dict[str, str] = field(default_factory=dict)
-    shared_state: dict[str, bool] = field(default_factory=dict)
+    shared_state: tuple[tuple[str, bool], ...] = ()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from OpenSSL import SSL
 
 from ztunnel import __version__
 
@@ -18,7 +19,8 @@ _STATUS = Path("/proc/self/status")
 
 def version() -> str:
     """Like Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``; there is no commit in a distribution."""
-    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{ssl.OPENSSL_VERSION.replace(' ', '-')}"
+    library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
+    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{library.replace(' ', '-')}"
 
 
 def memory() -> dict[str, int]:
@@ -59,5 +61,5 @@ def register(proxy: Proxy) -> None:
     scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
     scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
     # Envoy's is the begin of its commit; ours is the version, two digits each.
-    parts = [int(part) for part in __version__.split(".")]
+    parts = [int(part) if part.isdigit() else 0 for part in __version__.split(".")[:3]]
     scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

@@ -220,7 +220,7 @@ class Connector:
         """Continue at an internal listener. Whatever goes wrong behind it reads ``Invalid argument`` here."""
         outer = hop.info
         metadata = {}
-        shared: dict[str, bool] = {}
+        shared: tuple[tuple[str, bool], ...] = ()
         if isinstance(transport, InternalUpstream):
             shared = outer.facts.shared_state
             host_metadata, cluster_metadata = host.endpoint.metadata, cluster.model.metadata
