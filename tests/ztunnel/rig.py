@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,21 @@ class Rig:
         self.server.publish("it", Snapshot.of(messages))
 
     async def published(self, *resources: tuple[str, Json]) -> str | None:
-        """Publish and wait for the listeners' answer; its error."""
+        """Publish and wait for the listeners' answer; its error.
+
+        Clusters that changed are answered once they are warm: whoever connects then is not ahead of them.
+        """
         before = len(self.answers)
+        awaited = {"Listener"}
+        if self._clusters(resources) != self._clusters(self.resources):
+            awaited.add("Cluster")
         self.publish(*resources)
-
-        def answered() -> bool:
-            return any(kind == "Listener" for kind, _ in self.answers[before:])
-
-        await self.until(answered)
+        await self.until(lambda: awaited <= {kind for kind, _ in self.answers[before:]})
         return next(error for kind, error in self.answers[before:] if kind == "Listener")
+
+    @staticmethod
+    def _clusters(resources: Iterable[tuple[str, Json]]) -> list[Json]:
+        return [document for kind, document in resources if kind == "cluster"]
 
     async def live(self) -> None:
         """Wait until the proxy listens."""
