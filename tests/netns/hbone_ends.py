@@ -220,11 +220,13 @@ class HboneEnds:
         expect: str = "",
         trust_domain: str = "cluster.local",
         port: int = HBONE_PORT,
+        connected: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Connection]:
         """A connection from a place to a pod, as a service account.
 
         Args:
             expect: the service account the server must be.
+            connected: awaited between TCP and TLS.
 
         Raises:
             HboneError, TproxyError: as :func:`hbone.aio.connection.connect`.
@@ -232,6 +234,8 @@ class HboneEnds:
         sock = await sockets.connect((str(host), port), netns=place.netns, timeout_s=5)
         expected = str(SpiffeId("cluster.local", "default", expect))
         context = self.certificate(account, trust_domain).client_context((expected,))
+        if connected is not None:
+            await connected()
         made = await connect(sock, context, default_client(), self.poller)
         try:
             yield made

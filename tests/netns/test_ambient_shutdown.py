@@ -131,6 +131,30 @@ def test_idle_tunnels_hear_of_the_end(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_handshake_that_is_under_way_is_finished(tmp_path: Path) -> None:
+    # A reset would be an endpoint that fails; GOAWAY says that nothing was begun.
+    async def main() -> None:
+        nodes = {"w1": ["server"], "w2": ["stranger"]}
+        async with mesh_of(nodes, tmp_path, captured=["server"]) as mesh, HboneEnds(tmp_path) as ends_of:
+            server, proxy = mesh.lab.pod("server"), mesh.node_of("server")
+            place = mesh.lab.pod("stranger")
+
+            async def the_end_begins() -> None:
+                await asyncio.sleep(0.1)  # accepted
+                terminate(proxy)
+                await eventually(lambda: server.run(nobody_listens, 15008), "the port given up")
+                await asyncio.sleep(0.1)
+
+            making = ends_of.connection(place, server.ipv4, "a", expect="server", connected=the_end_begins)
+            async with making as connection:
+                async with asyncio.timeout(5):
+                    await connection.wait_closed()
+                assert connection.engine.going_away
+            assert await exited(proxy.process) == 0
+
+    asyncio.run(main())
+
+
 def test_server_shutdown(tmp_path: Path) -> None:
     # test_server_shutdown: the server's pod goes, at once
     async def main() -> None:

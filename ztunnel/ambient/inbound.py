@@ -108,10 +108,12 @@ class Inbound:
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A tunnel connection; returns at once."""
+        self._pod.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._tunnels(sock, peer), "inbound")
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A captured plain connection; returns at once."""
+        self._pod.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
     # Tunnels
@@ -122,6 +124,7 @@ class Inbound:
         try:
             source, local = _address(peer), _address(sock.getsockname())
         except OSError:
+            pod.arrived(sock)
             sock.close()
             return
         node.sockets("destination", +1)
@@ -136,6 +139,7 @@ class Inbound:
                 here.connection, here.names = connection, facts.uri_sans
                 here.identity = _first_identity(facts.uri_sans)
                 pod.tunnels[connection] = facts.chain
+                pod.arrived(sock)
                 if pod.draining:
                     connection.drain()
 
@@ -165,6 +169,7 @@ class Inbound:
         except HboneError as error:
             log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
+            pod.arrived(sock)
             node.sockets("destination", -1)
             if owned is not None:
                 owned.close()
@@ -417,6 +422,7 @@ class Inbound:
         except OSError as error:
             log.debug("a client was gone before its connection was looked at: %s", error)
         finally:
+            self._pod.arrived(sock)
             client.close()
             node.sockets("destination", -1)
             if live is not None:
@@ -438,6 +444,7 @@ class Inbound:
         live.actual = destination
         live.facts = ConnectionFacts(source=source, direct_source=source, destination=destination)
         pod.inbound[live] = None
+        pod.arrived(client.sock)
         record.opened()
         await self._allowed(live, who.workload)
         preserved = source.host if pod.preserves_source[PLAINTEXT_PORT] else None

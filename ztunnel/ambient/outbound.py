@@ -102,6 +102,7 @@ class Outbound:
 
     def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """A SOCKS5 client; returns at once."""
+        self._pod.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._socks(sock, peer), "socks5")
 
     async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
@@ -119,11 +120,13 @@ class Outbound:
         client = PlainSocket(sock, self._node.poller)
         try:
             destination = await socks5.accept(client, self._pod.resolve_name)
+            self._pod.arrived(sock)  # into the table, in this very step
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
             log.debug("a SOCKS client: %s", error)
         finally:
+            self._pod.arrived(sock)
             client.close()
 
     # One connection

@@ -315,6 +315,8 @@ class PodProxy:
         self.tasks = Tasks(f"{name.namespace}/{name.name}")
         self.outbound: dict[Live, None] = {}
         self.inbound: dict[Live, None] = {}
+        #: Accepted and in no table yet: TLS or SOCKS is being negotiated, or a certificate is awaited.
+        self.arriving: set[socket.socket] = set()
         #: Tunnel connections that end here, with the peer's chain: drained, and re-checked for revocation.
         self.tunnels: dict[Connection, tuple[x509.Certificate, ...]] = {}
         self.preserves_source = {HBONE_PORT: False, PLAINTEXT_PORT: False}
@@ -418,6 +420,11 @@ class PodProxy:
         table.pop(live, None)
         self._one_left.set()
 
+    def arrived(self, sock: socket.socket) -> None:
+        """What was accepted is in a table now, or will never be; again is fine."""
+        self.arriving.discard(sock)
+        self._one_left.set()
+
     def tunnel_left(self, connection: Connection) -> None:
         """A tunnel connection is over."""
         self.tunnels.pop(connection, None)
@@ -485,7 +492,8 @@ class PodProxy:
         """Stop accepting, say GOAWAY, give what runs until the deadline, then abort.
 
         What was connected before is accepted before: closing a listener resets whatever waits there. A successor
-        takes what is new meanwhile, and handshakes under way get the time to become tunnels.
+        takes what is new meanwhile. Handshakes under way get the time to become tunnels, and their peers hear
+        GOAWAY instead of a reset.
         """
         self.draining = True
         shared = [listener.leave_to_successor() for listener in self._listeners]
@@ -500,10 +508,10 @@ class PodProxy:
             connection.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                # A peer may have asked for a tunnel before it heard of the end.
+                # A peer may have asked for a tunnel before it heard of the end, or may be about to hear.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
-                        await self._all_left(self.inbound, self.outbound, self.tunnels)
+                        await self._all_left(self.arriving, self.inbound, self.outbound, self.tunnels)
                 await self._all_left(self.inbound, self.outbound)
         left = len(self.inbound) + len(self.outbound)
         if left:
