@@ -1,9 +1,10 @@
 """Listening sockets in the private epoll: who gets what they accept, and what happens when descriptors run out."""
 
+import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hbone.aio.poller import READABLE, Poller
 from tproxy.aio import sockets
@@ -17,6 +18,8 @@ _PAUSE_S = 0.5
 #: How long another process may take to accept what it is to have; a guess between what it takes when it is idle,
 #: a tenth of that, and what a client would notice.
 _COURTESY_S = 0.001
+#: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
+_HANDOVER_S = 0.2
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -75,11 +78,12 @@ class ListeningSocket:
         Returns:
             False: nobody else can, for the port is not shared.
         """
-        return sockets.leave_to_newer(self.sock)
+        return self._registered and sockets.leave_to_newer(self.sock)
 
     def take_waiting(self) -> None:
         """Accept everything that the kernel has connected already; closing would reset it."""
-        self._accept(self._backlog + 1)
+        if self._registered:
+            self._accept(self._backlog + 1)
 
     def _accept(self, most: int) -> bool:
         """Accept so many; whether more may be waiting."""
@@ -126,3 +130,15 @@ class ListeningSocket:
             self._registered = False
             self._poller.unregister(self.sock.fileno())
         self.sock.close()
+
+
+async def hand_over(listening: Sequence[ListeningSocket]) -> None:
+    """Do what must be done before listening sockets close, so that no client notices.
+
+    New connections go to a successor, as far as there is one; what was connected before is accepted here.
+    """
+    shared = [each.leave_to_successor() for each in listening]
+    if any(shared):
+        await asyncio.sleep(_HANDOVER_S)
+    for each in listening:
+        each.take_waiting()

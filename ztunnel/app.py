@@ -173,7 +173,7 @@ class Proxy:
         scope.gauge("uptime", lambda: float(int(self.clock.monotonic() - self.started)))
         scope.gauge("concurrency", lambda: 1.0)
         scope.gauge("total_connections", lambda: float(len(self.connections)))
-        scope.gauge("hot_restart_epoch", lambda: 0.0)
+        scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
         if self.ads is not None:
             plane, stats = self.ads.stats, self.stats.scope("control_plane")
             stats.gauge("connected_state", lambda: float(plane.connected_state))
@@ -330,13 +330,15 @@ class Proxy:
             self.logs.flush()
 
     async def _drain(self) -> None:
-        """Stop accepting, say GOAWAY, give what runs until the deadline."""
+        """Leave what is new to a successor, stop accepting, say GOAWAY, give what runs until the deadline."""
+        deadline_s = self.clock.monotonic() + self.settings.shutdown_s
         log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
+        await self.listeners.hand_over()
         self.listeners.stop()
+        await asyncio.sleep(0)  # what was accepted just now enters the table
         for connection in self.connections:
-            if connection.drain is not None:
-                connection.drain()
-        await self.connections.drained(self.settings.shutdown_s)
+            connection.leave()
+        await self.connections.drained(max(deadline_s - self.clock.monotonic(), 0.0))
         left = len(self.connections)
         if left:
             log.warning("drain duration expired with %d connections, closing them", left)

@@ -26,6 +26,7 @@ _HELP = {
     "log_flush_s": "how long an access log line may wait (default 10s)",
     "log_level": "trace, debug, info, warning, error, critical or off (default info)",
     "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
+    "restart_epoch": "not 0: start beside the proxy that runs here, to take its place (default 0)",
     "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
     "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
     "early_data": "false: no byte of a connection leaves before its tunnel has been accepted",

@@ -72,6 +72,7 @@ class Settings:
         node: name of the node, for that bootstrap.
         readiness, metrics: where to listen; ``None`` does not.
         spin_us: how long to poll without sleeping after activity; 0 is off.
+        restart_epoch: how many generations came before; not 0: start beside the one that is running.
     """
 
     bootstrap: str = ""
@@ -86,6 +87,7 @@ class Settings:
     log_flush_s: float = 10.0
     log_level: str = "info"
     spin_us: int = SPIN_US
+    restart_epoch: int = 0
     switches: Switches = Switches()
 
 
@@ -144,6 +146,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", _seconds),
     "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
     "spin_us": ("ZTUNNEL_SPIN_US", _count),
+    "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", _count),
 }
 
 SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {

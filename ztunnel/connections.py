@@ -16,23 +16,31 @@ class LiveConnection:
         id: unique in the process.
         info: its first hop.
         chain: name of the filter chain that took it, empty until one did.
-        drain: tells the peer to finish, where the protocol can (GOAWAY); ``None`` where it cannot.
+        leaving: it is to end as soon as what it carries has.
+        drain: tells the peer so, where the protocol can (GOAWAY); ``None`` where it cannot, or cannot yet.
         abort: ends it now, with a reason for the log.
         counts: bytes moved so far, while bytes are relayed.
         inner: the hops behind internal listeners, outermost first.
     """
 
-    __slots__ = ("abort", "chain", "counts", "drain", "id", "info", "inner", "owner")
+    __slots__ = ("abort", "chain", "counts", "drain", "id", "info", "inner", "leaving", "owner")
 
     def __init__(self, number: int, info: StreamInfo, owner: object) -> None:
         self.id = number
         self.info = info
         self.owner = owner
         self.chain: object = None
+        self.leaving = False
         self.drain: Callable[[], None] | None = None
         self.abort: Callable[[str], None] | None = None
         self.counts: ByteCounts | None = None
         self.inner: Sequence[StreamInfo] = ()
+
+    def leave(self) -> None:
+        """Have it end in order; one that is still at its handshake hears of it then."""
+        self.leaving = True
+        if self.drain is not None:
+            self.drain()
 
 
 class Connections:

@@ -346,6 +346,8 @@ class Datapath:
             manager.cx_active.stored += 1
             connection.abort = tunnels.abort
             connection.drain = tunnels.drain
+            if connection.leaving:
+                connection.leave()
 
         try:
             await serve_connection(

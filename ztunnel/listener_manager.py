@@ -21,6 +21,7 @@ from xds.proto.envoy.config.core.v3 import core_pb2
 from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.config.route.v3 import route_pb2
 from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
+from ztunnel.accepting import hand_over
 from ztunnel.chains import LiveChain, LiveConnectionManager
 from ztunnel.clock import Clock
 from ztunnel.connections import Connections, LiveConnection
@@ -407,7 +408,7 @@ class ListenerManager:
         taken = set(map(id, new.sockets))
         for sock in old.sockets:
             if id(sock) not in taken:
-                sock.on_event(0)  # what waits in its queue is accepted before it closes
+                sock.take_waiting()
                 sock.close()
         old.sockets = []
         if old.model.content == new.model.content:
@@ -508,8 +509,7 @@ class ListenerManager:
         leaving = set(map(id, chains))
         mine = [c for c in self._connections if id(c.chain) in leaving or (listener and c.owner is listener)]
         for connection in mine:
-            if connection.drain is not None:
-                connection.drain()
+            connection.leave()
         deadline = self._clock.monotonic() + self._drain_s
         while (left := deadline - self._clock.monotonic()) > 0:
             if not any(id(c.chain) in leaving or (listener and c.owner is listener) for c in self._connections):
@@ -527,6 +527,10 @@ class ListenerManager:
         else:
             self._draining.remove(listener)
             self._unsubscribe(listener)
+
+    async def hand_over(self) -> None:
+        """Before :meth:`stop`: see :func:`ztunnel.accepting.hand_over`."""
+        await hand_over([sock for listener in self._active.values() for sock in listener.sockets])
 
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown).

@@ -6,15 +6,13 @@ machine's control plane and agents are.
 
 import json
 import os
-import signal
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import dns.exception
 import dns.message
@@ -25,6 +23,7 @@ from deploy.demo.stage import (
     NODES,
     OUTSIDE,
     PORT,
+    SETTLE_S,
     VERSIONS,
     VIP,
     ZTUNNEL_COMMAND,
@@ -43,7 +42,6 @@ HOSTNAME = "reviews.default.svc.cluster.local"
 NAME_SERVER = "10.96.0.10"
 #: Enough that each of three endpoints, drawn at random, is among them: one run in millions would differ.
 _CALLS = 40
-_SETTLE_S = 10.0
 _TUNNEL_PORT = 15008
 #: Where the second generation of worker2's proxy runs: in a namespace of its own, as the next pod of a DaemonSet.
 _NEXT = "ztunnel-next"
@@ -56,8 +54,6 @@ class InPodDemo(Demo):
     setting = "two nodes, their pods, a control plane that speaks WDS, an agent and a proxy per node"
     places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
 
-    _proxies: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
-
     def start(self) -> None:
         """See :class:`Demo`."""
         for name, worker in self.lab.workers.items():
@@ -69,7 +65,7 @@ class InPodDemo(Demo):
         self.start_applications()
         self.start_control_plane()
         for name, worker in self.lab.workers.items():
-            self._proxies[name] = self._start_proxy(name, worker.ztunnel)
+            self.proxies[name] = self._start_proxy(name, worker.ztunnel)
         for name, worker in self.lab.workers.items():
             self.wait(f"the proxy of {name}", partial(self._is_ready, worker.ztunnel))
         self.wait_for_applications()
@@ -104,6 +100,12 @@ class InPodDemo(Demo):
     def _is_ready(self, place: Place) -> bool:
         return self.page(place, 15021, "/healthz/ready") == (200, "ready\n")
 
+    def succeed(self, node: str) -> "subprocess.Popen[bytes]":
+        """See :class:`Demo`."""
+        proxy = self._start_proxy(node, self.lab.pod(_NEXT))
+        self.wait("the second generation", partial(self._is_ready, self.lab.pod(_NEXT)))
+        return proxy
+
     def acts(self) -> None:
         """See :class:`Demo`."""
         self._act_name()
@@ -114,7 +116,7 @@ class InPodDemo(Demo):
         self._act_refused()
         self._act_policy()
         self._act_removal()
-        self._act_successor()
+        self.act_successor()
         self._act_answers()
 
     # What the proxies say
@@ -220,7 +222,7 @@ class InPodDemo(Demo):
         before = self.call_on(connection, "productpage", VIP)
         self.judge(before.answered_by in VERSIONS, f"before: {before}")
         assert connection.sock is not None
-        connection.sock.settimeout(_SETTLE_S)
+        connection.sock.settimeout(SETTLE_S)
         began = time.monotonic()
         self.replace("mesh.yaml", self.mesh(viewer="intruder"))
         try:
@@ -268,35 +270,6 @@ class InPodDemo(Demo):
         plain = [line["direction"] for line in records] == ["inbound"] and "src.identity" not in records[0]
         self._show("reviews-v3 has no identity any more", call, bool(call.error) and plain, records)
 
-    def _act_successor(self) -> None:
-        """A second generation of the proxy beside the first, which then ends."""
-        print("\nthe proxy of worker2 is replaced while pods go on calling")
-        connection = connect(self.lab.pod("productpage"), VIP, PORT)
-        before = self.call_on(connection, "productpage", VIP)
-        old = self._proxies["worker2"]
-        with _Caller(self) as caller:
-            self._proxies["worker2"] = self._start_proxy("worker2", self.lab.pod(_NEXT))
-            self.wait("the second generation", partial(self._is_ready, self.lab.pod(_NEXT)))
-            so_far = caller.count
-            old.send_signal(signal.SIGTERM)
-            self.wait("more calls", lambda: caller.count >= so_far + _CALLS)
-            during = self.call_on(connection, "productpage", VIP)
-            connection.close()
-            try:
-                status = old.wait(_SETTLE_S)
-            except subprocess.TimeoutExpired:
-                status = -1
-            at_end = caller.count
-            self.wait("calls without the first generation", lambda: caller.count >= at_end + _CALLS)
-        failures = [call for call in caller.calls if call.error]
-        self.judge(not failures, f"{len(caller.calls)} new connections meanwhile, {len(failures)} failed")
-        for call in failures[:3]:
-            print(f"      {call}")
-        same = before.answered_by == during.answered_by != ""
-        self.judge(same, f"the open connection went on with {during.answered_by or during.error}")
-        self.judge(status == 0, f"the first generation ended by itself, status {status}")
-        self.new_lines()
-
     def _act_answers(self) -> None:
         """What the proxy says about itself."""
         place = self.lab.pod(_NEXT)
@@ -326,9 +299,9 @@ class InPodDemo(Demo):
         """An expectation that needs a moment to come true."""
         began = time.monotonic()
         try:
-            self.wait(what, condition, _SETTLE_S)
+            self.wait(what, condition, SETTLE_S)
         except Unexpected:
-            self.judge(False, f"{what}: not within {_SETTLE_S:g} s")
+            self.judge(False, f"{what}: not within {SETTLE_S:g} s")
         else:
             self.judge(True, f"{what}, after {time.monotonic() - began:.1f} s")
 
@@ -344,37 +317,6 @@ class InPodDemo(Demo):
         print(f"  its rules      nsenter --net={pod} nft list ruleset")
         print(f"  everything     nsenter --net={inside} curl -s 127.0.0.1:15000/config_dump")
         print(f"  more log       nsenter --net={inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
-
-
-class _Caller:
-    """Calls the service from productpage again and again, each time by a new connection, while entered."""
-
-    def __init__(self, demo: Demo) -> None:
-        self.calls: list[Call] = []
-        self._demo = demo
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="caller", daemon=True)
-
-    @property
-    def count(self) -> int:
-        """Calls so far."""
-        return len(self.calls)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                call = self._demo.call("productpage", VIP)
-            except OSError as error:
-                call = Call("productpage", VIP, "", type(error).__name__, 0.0)
-            self.calls.append(call)
 
 
 def _tunnel_port_is_open(pod: Place) -> bool:

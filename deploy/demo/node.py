@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +41,23 @@ class NodeDemo(Demo):
             print(f"  {worker.place.name}: interception of {len(members)} pods in place, {len(changes)} changes")
         self.start_applications()
         self.start_control_plane("--json-log")
-        for name, worker in self.lab.workers.items():
-            proxy = [*ZTUNNEL_COMMAND, "proxy", "--control-plane", f"unix:{self.socket}", "--node", name]
-            self.run_proxy(name, worker.ztunnel, [*proxy, "--log-flush", "100ms"])
+        for name in self.lab.workers:
+            self.proxies[name] = self._start_proxy(name)
         for name, worker in self.lab.workers.items():
             self.wait(f"the proxy of {name}", partial(self._is_live, worker.ztunnel))
         self.wait_for_applications()
+
+    def _start_proxy(self, node: str, epoch: int = 0) -> "subprocess.Popen[bytes]":
+        command = [*ZTUNNEL_COMMAND, "proxy", "--control-plane", f"unix:{self.socket}", "--node", node]
+        more = ["--log-flush", "100ms", "--shutdown", "30s", "--restart-epoch", str(epoch)]
+        return self.run_proxy(node, self.lab.worker(node).ztunnel, [*command, *more], generation=epoch)
+
+    def succeed(self, node: str) -> "subprocess.Popen[bytes]":
+        """See :class:`Demo`."""
+        proxy = self._start_proxy(node, epoch=1)
+        # Whoever came last answers on the ports of both.
+        self.wait("the second generation", partial(self._is_live, self.lab.worker(node).ztunnel))
+        return proxy
 
     def _is_live(self, ztunnel: Place) -> bool:
         """Whether a proxy has listeners and everything they need."""
@@ -58,6 +70,7 @@ class NodeDemo(Demo):
         self._act_outside()
         self._act_refused()
         self._act_move()
+        self.act_successor()
         self._act_dump()
 
     def _hops(self) -> list[dict[str, object]]:

@@ -5,16 +5,18 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from deploy.demo.wire import WireReport, WireTap
 from tproxy.aio.lab import Lab, Place
@@ -34,6 +36,10 @@ ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
 _QUIET_S = 0.35
 #: ... unless some are known to be missing.
 _SLOW_S = 5.0
+#: What has to come true may take so long.
+SETTLE_S = 10.0
+#: Calls before and after a proxy is gone.
+_CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
 
 
@@ -58,6 +64,7 @@ class Demo(ABC):
     colour: bool
     failures: int = 0
     tap: WireTap = field(init=False)
+    proxies: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
     _logs: dict[Path, str] = field(default_factory=dict)
     _read_until: dict[Path, int] = field(default_factory=dict)
 
@@ -68,6 +75,10 @@ class Demo(ABC):
         Raises:
             Unexpected: something did not become ready.
         """
+
+    @abstractmethod
+    def succeed(self, node: str) -> "subprocess.Popen[bytes]":
+        """Start the next generation of a node's proxy beside the one that runs; returns when it is ready."""
 
     @abstractmethod
     def acts(self) -> None:
@@ -144,11 +155,18 @@ class Demo(ABC):
             self.wait(f"the application of {name}", partial(self.listens, self.lab.pod(name)))
 
     def run_proxy(
-        self, node: str, place: Place, command: list[str], environment: Mapping[str, str] = os.environ
+        self,
+        node: str,
+        place: Place,
+        command: list[str],
+        environment: Mapping[str, str] = os.environ,
+        *,
+        generation: int = 0,
     ) -> "subprocess.Popen[bytes]":
         """Start a proxy of a node, whose log :meth:`new_lines` reads."""
-        self._logs[self.folder / f"proxy-{place.name}.log"] = node
-        return self.run(place, "proxy", command, environment)
+        name = f"proxy{generation or ''}"
+        self._logs[self.folder / f"{name}-{place.name}.log"] = node
+        return self.run(place, name, command, environment)
 
     def run(
         self, place: Place, name: str, command: list[str], environment: Mapping[str, str] = os.environ
@@ -196,6 +214,34 @@ class Demo(ABC):
             connection.close()
 
     # The play
+
+    def act_successor(self) -> None:
+        """A second generation of the proxy beside the first, which then ends."""
+        print("\nthe proxy of worker2 is replaced while pods go on calling")
+        connection = connect(self.lab.pod("productpage"), VIP, PORT)
+        before = self.call_on(connection, "productpage", VIP)
+        old = self.proxies["worker2"]
+        with _Caller(self) as caller:
+            self.proxies["worker2"] = self.succeed("worker2")
+            so_far = caller.count
+            old.send_signal(signal.SIGTERM)
+            self.wait("more calls", lambda: caller.count >= so_far + _CALLS)
+            during = self.call_on(connection, "productpage", VIP)
+            connection.close()
+            try:
+                status = old.wait(SETTLE_S)
+            except subprocess.TimeoutExpired:
+                status = -1
+            at_end = caller.count
+            self.wait("calls without the first generation", lambda: caller.count >= at_end + _CALLS)
+        failures = [call for call in caller.calls if call.error]
+        self.judge(not failures, f"{len(caller.calls)} new connections meanwhile, {len(failures)} failed")
+        for call in failures[:3]:
+            print(f"      {call}")
+        same = before.answered_by == during.answered_by != ""
+        self.judge(same, f"the open connection went on with {during.answered_by or during.error}")
+        self.judge(status == 0, f"the first generation ended by itself, status {status}")
+        self.new_lines()
 
     def call(self, pod: str, host: str) -> "Call":
         """One HTTP request from a pod."""
@@ -268,6 +314,37 @@ class Demo(ABC):
         finally:
             report = self.tap.stop()
         self._act_wire(report)
+
+
+class _Caller:
+    """Calls the service from productpage again and again, each time by a new connection, while entered."""
+
+    def __init__(self, demo: Demo) -> None:
+        self.calls: list[Call] = []
+        self._demo = demo
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caller", daemon=True)
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return len(self.calls)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                call = self._demo.call("productpage", VIP)
+            except OSError as error:
+                call = Call("productpage", VIP, "", type(error).__name__, 0.0)
+            self.calls.append(call)
 
 
 @dataclass(frozen=True)

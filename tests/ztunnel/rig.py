@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from google.protobuf.message import Message
 
@@ -21,6 +22,7 @@ from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.json import parse_value
 from xds.protocol.snapshot import Answered, Snapshot
+from ztunnel import accepting
 from ztunnel.app import Proxy, State
 from ztunnel.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.config import Settings, Switches
@@ -140,8 +142,9 @@ def run(
                 await rig.live()
                 await body(rig)
             finally:
-                rig.proxy.shut_down()
-                await running
+                with mock.patch.object(accepting, "_HANDOVER_S", 0.0):  # there is no successor
+                    rig.proxy.shut_down()
+                    await running
 
     asyncio.run(main())
 

@@ -50,7 +50,8 @@ class PageServer:
             but for the pieces of the body.
         max_connections: more than this, and the one idle for longest is closed, else the new one.
         product: value of the ``server`` header.
-        reuse_port: another generation of this program may listen beside this one.
+        reuse_port: another generation of this program may listen beside this one; the last to come is asked.
+        alone: with ``reuse_port``: refuse to be that one, and to take the port from somebody who did not mean it.
 
     Attributes:
         address: with the real port, once entered.
@@ -70,10 +71,12 @@ class PageServer:
         max_connections: int = 64,
         product: str = "envoy",
         reuse_port: bool = False,
+        alone: bool = False,
     ) -> None:
         self.name = name
         self.product = product
         self._reuse_port = reuse_port
+        self._alone = alone
         self.address = address
         self._pages = pages
         self._clock = clock
@@ -84,6 +87,9 @@ class PageServer:
         self.connections_total = 0
 
     async def __aenter__(self) -> "PageServer":
+        if self._alone:
+            # Without SO_REUSEPORT, which whoever listens there may have, too.
+            sockets.listen(self.address.host, self.address.port, backlog=0).close()
         sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
         self.address = SocketAddress(self.address.host, sock.getsockname()[1])
         try:
@@ -93,6 +99,8 @@ class PageServer:
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(self.address.host, self.address.port) from None
             raise
+        if self._reuse_port:
+            sockets.leave_to_newer(sock)
         log.info("%s on %s", self.name, self.address)
         return self
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
 from ztunnel.admin import commands, metrics, process, readiness
 from ztunnel.admin.http import Pages, PageServer
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from ztunnel.app import Proxy
 
 Concerns = Callable[[object], bool]
+
+
+class AlreadyRunning(PortTaken):
+    """Perhaps by a proxy whose place this one was meant to take."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; to take the place of a proxy that runs, start with --restart-epoch 1"
 
 
 class AdminServer:
@@ -69,7 +77,12 @@ class AdminServer:
     ) -> SocketAddress | None:
         if address is None:
             return None
-        server = await stack.enter_async_context(PageServer(name, address, pages, self._proxy.clock))
+        alone = self._proxy.settings.restart_epoch == 0
+        server = PageServer(name, address, pages, self._proxy.clock, reuse_port=True, alone=alone)
+        try:
+            await stack.enter_async_context(server)
+        except PortTaken as error:
+            raise (AlreadyRunning(error.address, error.port) if alone else error) from None
         scope = self._proxy.stats.scope(f"listener.{name}")
         scope.gauge("downstream_cx_active", lambda: float(server.connections))
         scope.gauge("downstream_cx_total", lambda: float(server.connections_total))
@@ -95,8 +108,8 @@ class AdminServer:
             self._stop(concerns)
             return
         for connection in self._proxy.connections:
-            if connection.drain is not None and concerns(connection.owner):
-                connection.drain()
+            if concerns(connection.owner):
+                connection.leave()
         if not skip_exit:
             self._tasks.start(self._stop_later(concerns), "graceful drain")
 

@@ -40,6 +40,7 @@ def _options(proxy: Proxy) -> dict[str, Any]:
         "drain_time": _seconds(settings.drain_s),
         "parent_shutdown_time": _seconds(settings.shutdown_s),
         "disable_hot_restart": True,
+        "restart_epoch": settings.restart_epoch,
         "allow_unknown_static_fields": False,
     }
     fields = sorted(admin.CommandLineOptions.DESCRIPTOR.fields, key=lambda field: field.number)

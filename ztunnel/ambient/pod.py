@@ -26,7 +26,7 @@ from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
-from ztunnel.accepting import ListeningSocket
+from ztunnel.accepting import ListeningSocket, hand_over
 from ztunnel.ambient import socks5
 from ztunnel.ambient.config import (
     HBONE_PORT,
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 #: How long the control plane may take to tell about a pod that just came.
 _WORKLOAD_WAIT_S = 5.0
 BACKLOG = 1024
-#: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
-_HANDOVER_S = 0.2
 #: How long idle tunnels may take to hear that there will be no more: some round trips; a guess.
 _GOODBYE_S = 1.0
 
@@ -496,18 +494,14 @@ class PodProxy:
         GOAWAY instead of a reset.
         """
         self.draining = True
-        shared = [listener.leave_to_successor() for listener in self._listeners]
-        if any(shared):
-            await asyncio.sleep(_HANDOVER_S)
-            timeout_s = max(timeout_s - _HANDOVER_S, 0.0)
-        for listener in self._listeners:
-            listener.take_waiting()
+        deadline_s = self.node.poller.loop.time() + timeout_s
+        await hand_over(self._listeners)
         self._close_listeners()
         await asyncio.sleep(0)  # what was accepted just now enters the tables
         for connection in list(self.tunnels):
             connection.drain()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline_s):
                 # A peer may have asked for a tunnel before it heard of the end, or may be about to hear.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):

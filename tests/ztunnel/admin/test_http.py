@@ -240,12 +240,20 @@ def test_port_taken_is_named() -> None:
 
 
 def test_two_generations_may_share_an_address_and_nobody_else_may() -> None:
+    clock = SystemClock()
+
     async def main() -> None:
-        async with PageServer("old", LOCAL, echo, SystemClock(), reuse_port=True) as old:
-            async with PageServer("new", old.address, echo, SystemClock(), reuse_port=True) as new:
+        async with PageServer("old", LOCAL, echo, clock, reuse_port=True) as old:
+            async with PageServer("new", old.address, echo, clock, reuse_port=True) as new:
                 assert new.address == old.address
+                answers = [
+                    await asyncio.to_thread(raw, old.address.port, b"GET / HTTP/1.0\r\n\r\n") for _ in range(20)
+                ]
+                assert new.connections_total == 20 == len(answers)  # whoever came last is asked
             with pytest.raises(PortTaken):
-                await PageServer("other", old.address, echo, SystemClock()).__aenter__()
+                await PageServer("other", old.address, echo, clock).__aenter__()
+            with pytest.raises(PortTaken):  # of the same make, but it did not mean to
+                await PageServer("alone", old.address, echo, clock, reuse_port=True, alone=True).__aenter__()
             assert b"GET /still" in await asyncio.to_thread(raw, old.address.port, b"GET /still HTTP/1.0\r\n\r\n")
 
     asyncio.run(main())
