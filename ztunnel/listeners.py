@@ -181,8 +181,9 @@ class LiveListener:
         return ",".join(map(str, addresses))
 
     def stop(self) -> None:
-        """Stop accepting; connections live on."""
+        """Accept what is there, and no more; connections live on."""
         for sock in self.sockets:
+            sock.take_waiting()
             sock.close()
         self.sockets = []
 

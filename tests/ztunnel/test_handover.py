@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,24 @@ def test_who_does_not_mean_to_take_a_place_is_told_how(tmp_path: Path) -> None:
             assert line.endswith("to take the place of a proxy that runs, start with --restart-epoch 1")
 
     asyncio.run(main())
+
+
+def test_what_waits_is_served_when_a_listener_stops(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(), cluster(port))
+            await rig.until(lambda: rig.proxy.listeners.active)
+            with contextlib.ExitStack() as stack:
+                connect_now = partial(socket.create_connection, ("127.0.0.1", rig.port("l")), 5)
+                waiting = [stack.enter_context(connect_now()) for _ in range(10)]  # nobody accepts meanwhile
+                rig.proxy.listeners.stop()
+                for sock in waiting:
+                    sock.setblocking(False)
+                    await asyncio.get_running_loop().sock_sendall(sock, b"ping")
+                    answer = asyncio.get_running_loop().sock_recv(sock, 10)
+                    assert await asyncio.wait_for(answer, WAIT_S) == b"ping"
+
+    run(tmp_path, body)
 
 
 def test_a_handshake_that_is_under_way_is_finished_and_hears_of_the_end(tmp_path: Path) -> None:
