@@ -147,7 +147,7 @@ def leave_to_newer(sock: socket.socket) -> bool:
     as before, so the filter, which stays with the port, does no harm to a socket that is alone again.
 
     Returns:
-        Whether the port can be shared at all (``reuse_port``).
+        Whether that can be: the port is shared (``reuse_port``), and the kernel knows how.
 
     Raises:
         KernelRefused: any other refusal.
@@ -157,7 +157,7 @@ def leave_to_newer(sock: socket.socket) -> bool:
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in (errno.EINVAL, errno.ENOPROTOOPT):
             return False
         raise KernelRefused("leave a port to its newer socket", error.errno or 0) from error
     return True
