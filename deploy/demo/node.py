@@ -55,13 +55,13 @@ class NodeDemo(Demo):
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
         """See :class:`Demo`."""
         proxy = self._start_proxy(node, epoch=1)
-        # Whoever came last answers on the ports of both.
-        self.wait("the second generation", partial(self._is_live, self.lab.worker(node).ztunnel))
+        self.wait("the second generation", partial(self._is_live, self.lab.worker(node).ztunnel, epoch=1))
         return proxy
 
-    def _is_live(self, ztunnel: Place) -> bool:
-        """Whether a proxy has listeners and everything they need."""
-        return self.page(ztunnel, 15000, "/ready")[1].startswith("LIVE")
+    def _is_live(self, ztunnel: Place, epoch: int = 0) -> bool:
+        """Whether a generation has listeners and everything they need; until it answers, the one before does."""
+        info = json.loads(self.page(ztunnel, 15000, "/server_info")[1])
+        return bool(info["state"] == "LIVE" and info["command_line_options"]["restart_epoch"] == epoch)
 
     def acts(self) -> None:
         """See :class:`Demo`."""
