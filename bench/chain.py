@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from deploy.lab import Lab, Place
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Lab, Place
 from tproxy.aio.netlink import NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node

@@ -23,7 +23,7 @@ from typing import Any
 
 import hbone
 from bench.chain import Chain, build_load, chain, envoy, in_pods, ours, rival, version
-from tproxy.aio.lab import become_root_of_own_namespaces
+from deploy.lab import become_root_of_own_namespaces
 
 #: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
 _STEAL_LIMIT = 0.05

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import hbone
 from bench.chain import Chain, build_load, chain, in_pods, ours, version
-from tproxy.aio.lab import become_root_of_own_namespaces
+from deploy.lab import become_root_of_own_namespaces
 
 _WANTED = 100_000
 #: Descriptors a proxy needs besides.
 _OTHERS = 1000
 #: Of the limit, what a worker is given: shares are not quite even, and each hundred has a tunnel's connection.
 _SHARE = 0.85
-#: The pool has let go of what is spare, and the housekeeper has looked (``ztunnel/heap.py``).
+#: The pool has let go of what is spare, and the housekeeper has looked (``ztunnel/runtime/heap.py``).
 _CALM_S = 60.0
 _FREED = 0.2
 

@@ -12,7 +12,7 @@ STEPS = (
     ("uvloop", "uvloop"),
     ("OpenSSL and certificates", "OpenSSL.SSL, cryptography.x509, cryptography.hazmat.primitives.serialization"),
     ("protobuf", "google.protobuf.message, google.protobuf.any_pb2, google.protobuf.json_format"),
-    ("this proxy, with Envoy's messages", "ztunnel.app, ztunnel.cli"),
+    ("this proxy, with Envoy's messages", "ztunnel.envoy.app, ztunnel.cli"),
 )
 _REPORT = "import os; print(int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE'))"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.chain import version
 from bench.scale_mesh import ScaleMesh, packed_bytes
-from tproxy.aio.lab import become_root_of_own_namespaces
+from deploy.lab import become_root_of_own_namespaces
 from xds.aio.server import SnapshotServer
 from xds.protocol.snapshot import Answered
 

@@ -41,10 +41,10 @@ from xds.proto.istio.workload import workload_pb2 as wds
 from xds.protocol.client import ISTIO, ClientOptions, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import ADDRESS
-from ztunnel import heap
-from ztunnel.ambient.mesh_feed import MeshFeed
+from ztunnel.istio.route import Client, Route, route_for
+from ztunnel.istio.xds.mesh_feed import MeshFeed
 from ztunnel.policy.engine import judge
-from ztunnel.route import Client, Route, route_for
+from ztunnel.runtime import heap
 
 _SIZES = (10, 1000, 20_000)
 _ENDPOINTS = (10, 1000, 10_000)

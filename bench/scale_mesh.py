@@ -26,9 +26,9 @@ from xds.proto.xds.type.matcher.v3.matcher_pb2 import Matcher
 from xds.protocol.resource import Resource
 from xds.protocol.snapshot import Snapshot
 from xds.protocol.types import CDS, EDS, LDS
-from ztunnel.control_plane import ca
 from ztunnel.control_plane.generate import NodeConfig
 from ztunnel.control_plane.mesh import parse_mesh
+from ztunnel.identity import authority as ca
 
 NODE = "here"
 CLIENT = "10.255.0.2"

@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.chain import version
-from tproxy.aio.lab import Lab, Place, become_root_of_own_namespaces
+from deploy.lab import Lab, Place, become_root_of_own_namespaces
 from tproxy.aio.netns import Netns
-from ztunnel.inpod.channel import Channel, Listener
-from ztunnel.inpod.pods import PodInfo, PodUid
-from ztunnel.inpod.zds import (
+from ztunnel.istio.zds.channel import Channel, Listener
+from ztunnel.istio.zds.messages import (
     AddPod,
     DeletePod,
     Request,
@@ -37,6 +36,7 @@ from ztunnel.inpod.zds import (
     read_hello,
     request_bytes,
 )
+from ztunnel.istio.zds.pods import PodInfo, PodUid
 
 _CYCLES, _PODS = 10_000, 250
 #: Caches and the allocator have what they want to keep.

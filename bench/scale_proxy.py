@@ -22,10 +22,10 @@ from bench.scale_mesh import CLIENT, NODE, PORT, service_address
 from tproxy.aio.netns import CLONE_NEWNET, unshare
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.app import Proxy, State
-from ztunnel.bootstrap import bootstrap_for, read_bootstrap
-from ztunnel.config import Settings
-from ztunnel.stream_info import StreamInfo
+from ztunnel.envoy.app import Proxy, State
+from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
+from ztunnel.envoy.settings import Settings
+from ztunnel.envoy.stream_info import StreamInfo
 
 _TICK_S = 0.005
 _CONNECTIONS = 5000

@@ -33,38 +33,38 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
-    "ztunnel/route.py",
-    "ztunnel/balance.py",
-    "ztunnel/attribution.py",
-    "ztunnel/ambient/mesh_dump.py",
-    "ztunnel/ambient/workers/link.py",
-    "ztunnel/ambient/workers/mirror.py",
-    "ztunnel/client_hello.py",
-    "ztunnel/faults.py",
-    "ztunnel/proxy_protocol.py",
-    "ztunnel/stream_info.py",
-    "ztunnel/outcome.py",
-    "ztunnel/identity/verify.py",
+    "ztunnel/istio/route.py",
+    "ztunnel/istio/balance.py",
+    "ztunnel/istio/inbound_target.py",
+    "ztunnel/istio/admin/mesh_dump.py",
+    "ztunnel/istio/workers/link.py",
+    "ztunnel/istio/workers/mirror.py",
+    "ztunnel/envoy/listeners/client_hello.py",
+    "ztunnel/runtime/faults.py",
+    "ztunnel/dataplane/proxy_protocol.py",
+    "ztunnel/envoy/stream_info.py",
+    "ztunnel/envoy/outcome.py",
+    "ztunnel/envoy/secrets/verify.py",
     "ztunnel/identity/csr.py",
     "ztunnel/identity/peer.py",
-    "ztunnel/identity/schedule.py",
-    "ztunnel/upstream/host.py",
-    "ztunnel/upstream/priorities.py",
-    "ztunnel/upstream/outlier.py",
-    "ztunnel/telemetry/stats.py",
+    "ztunnel/istio/certificates/schedule.py",
+    "ztunnel/envoy/upstream/host.py",
+    "ztunnel/envoy/upstream/priorities.py",
+    "ztunnel/envoy/upstream/outlier.py",
+    "ztunnel/envoy/telemetry/stats.py",
     "ztunnel/control_plane/mesh.py",
     "ztunnel/control_plane/generate.py",
     "ztunnel/control_plane/rbac.py",
     "ztunnel/control_plane/workloads.py",
     "ztunnel/control_plane/tokens.py",
-    "ztunnel/intercept_description.py",
-    "ztunnel/dns/answer.py",
-    "ztunnel/dns/message.py",
-    "ztunnel/inpod/zds.py",
+    "ztunnel/intercept/description.py",
+    "ztunnel/istio/dns/answer.py",
+    "ztunnel/istio/dns/message.py",
+    "ztunnel/istio/zds/messages.py",
     "ztunnel/agent/description.py",
     "ztunnel/agent/errors.py",
-    "ztunnel/inpod/backoff.py",
-    "ztunnel/inpod/reconcile.py",
+    "ztunnel/runtime/backoff.py",
+    "ztunnel/istio/zds/reconcile.py",
 )
 
 #: Pure but for one import, each with its reason.
@@ -175,18 +175,18 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     """The data path and everything it calls per connection reads the model, never a message."""
     readers = (
         "datapath",
-        "inbound",
+        "terminate",
         "internal",
-        "chains",
+        "listeners/chains",
         "connections",
         "outcome",
-        "listener_filters",
+        "listeners/filters",
         "stream_info",
     )
     wrong = [
-        f"ztunnel/{reader}.py imports {name}"
+        f"ztunnel/envoy/{reader}.py imports {name}"
         for reader in readers
-        for name in imports(ROOT / f"ztunnel/{reader}.py")
+        for name in imports(ROOT / f"ztunnel/envoy/{reader}.py")
         if name.startswith(("google", "xds.proto"))
     ]
     assert wrong == []
@@ -195,9 +195,9 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("ztunnel.ambient.workers.worker", {"rpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.ambient.app", {"yaml"}),
-        ("ztunnel.app", {"yaml"}),
+        ("ztunnel.istio.workers.worker", {"rpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
+        ("ztunnel.istio.app", {"yaml"}),
+        ("ztunnel.envoy.app", {"yaml"}),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:
@@ -211,4 +211,4 @@ def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> No
 
 def test_there_is_something_to_check() -> None:
     assert len(pure_modules()) > 60
-    assert "asyncio" in set(imports(ROOT / "ztunnel/datapath.py"))
+    assert "asyncio" in set(imports(ROOT / "ztunnel/envoy/datapath.py"))

@@ -8,8 +8,15 @@ import os
 import sys
 from collections.abc import Awaitable, Sequence
 
-from ztunnel.config import SWITCH_VARIABLES, VARIABLES, Settings, SettingsError, names_a_source, settings_from
-from ztunnel.tasks import errors_of
+from ztunnel.envoy.settings import (
+    SWITCH_VARIABLES,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    names_a_source,
+    settings_from,
+)
+from ztunnel.runtime.tasks import errors_of
 
 log = logging.getLogger("ztunnel")
 
@@ -72,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Without a command it is the proxy, as upstream.
     given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # no command for people: the proxy starts these
-        from ztunnel.ambient.workers.worker import run
+        from ztunnel.istio.workers.worker import run
 
         return run(int(given[1]))
     parser = _parser(given)
@@ -114,7 +121,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _ambient(args: argparse.Namespace) -> int:
     """The proxy of an Istio mesh: everything comes from the environment."""
-    from ztunnel.ambient.command import check, run
+    from ztunnel.istio.command import check, run
 
     try:
         config = check(os.environ, " ".join(["proxy", *args.arguments]))
@@ -126,7 +133,7 @@ def _ambient(args: argparse.Namespace) -> int:
 
 
 def _version() -> int:
-    from ztunnel.ambient.config_dump import build_info
+    from ztunnel.istio.admin.config_dump import build_info
 
     print(build_info(os.environ.get("ISTIO_META_ISTIO_VERSION", "unknown")))
     return 0
@@ -152,9 +159,9 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
 
     from tproxy.errors import TproxyError
     from xds.errors import ConfigError
-    from ztunnel.app import Proxy
-    from ztunnel.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
-    from ztunnel.validate import faults_of
+    from ztunnel.envoy.app import Proxy
+    from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
+    from ztunnel.envoy.validate import faults_of
 
     status = 0
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected
-from tproxy.aio.lab import Lab, become_root_of_own_namespaces
+from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
 
 #: Between looks at whether somebody has interrupted a demo that stays up.

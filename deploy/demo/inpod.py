@@ -35,7 +35,7 @@ from deploy.demo.stage import (
     netns_path,
     short,
 )
-from tproxy.aio.lab import Place
+from deploy.lab import Place
 
 HOSTNAME = "reviews.default.svc.cluster.local"
 #: Nobody is there: what is sent to it is answered in the pod, or not at all.

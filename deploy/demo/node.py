@@ -20,8 +20,8 @@ from deploy.demo.stage import (
     netns_path,
     short,
 )
+from deploy.lab import Place
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Place
 from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from deploy.demo.wire import WireReport, WireTap
-from tproxy.aio.lab import Lab, Place
+from deploy.lab import Lab, Place
 
 VIP = "10.96.183.192"
 PORT = 9080

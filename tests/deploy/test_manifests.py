@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.programs import needed
-from ztunnel.ambient.config import ProxyMode, config_from
+from ztunnel.istio.config import ProxyMode, config_from
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kustomize" / "base"

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from tproxy.aio.lab import Place
+from deploy.lab import Place
 from xds.model.address import canonical
 
 HTTP, COMMAND, BANNER = 9080, 9000, 9001

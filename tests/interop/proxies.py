@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tproxy.aio.lab import Lab, Place
+from deploy.lab import Lab, Place
 
 WAIT_S = 15.0
 DRAIN_S = 5

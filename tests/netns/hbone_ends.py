@@ -12,6 +12,7 @@ from typing import Self
 
 from cryptography import x509
 
+from deploy.lab import Place
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
@@ -21,11 +22,10 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError
 from hbone.events import Header
 from tproxy.aio import sockets
-from tproxy.aio.lab import Place
 from xds.model.identity import SpiffeId
-from ztunnel.control_plane import ca
-from ztunnel.identity.certificates import IssuedCertificate, TlsPolicy, WorkloadCertificate
-from ztunnel.tasks import Tasks
+from ztunnel.identity import authority as ca
+from ztunnel.istio.certificates.manager import IssuedCertificate, TlsPolicy, WorkloadCertificate
+from ztunnel.runtime.tasks import Tasks
 
 HBONE_PORT = 15008
 #: One tunnel a server accepted: its socket, and what the CONNECT named.

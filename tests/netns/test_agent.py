@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deploy.lab import Lab, Place
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import WAIT_S, app, ask
 from tests.programs import needed
-from tests.ztunnel.inpod.agents import open_descriptors
+from tests.ztunnel.istio.zds.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Lab, Place
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.errors import ConnectFailed
@@ -28,9 +28,9 @@ from ztunnel.agent.description import PodDescription, PodFaults
 from ztunnel.agent.errors import EnrolFailed
 from ztunnel.agent.namespaces import proxied_connections, take_rules, versions
 from ztunnel.agent.node import NodeAgent, Phase
-from ztunnel.inpod.manager import PACKET_MARK, PodManager
-from ztunnel.inpod.pods import PodInfo, PodUid
-from ztunnel.tasks import Tasks
+from ztunnel.istio.zds.manager import PACKET_MARK, PodManager
+from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.tasks import Tasks
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]

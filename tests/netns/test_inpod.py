@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from deploy.lab import Lab, Place, Worker
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import SHORT_S, WAIT_S, app, ask, serving
 from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Lab, Place, Worker
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.expressions import Family, accept
 from tproxy.inpod import (

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deploy.lab import Lab
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S
 from tests.programs import needed
-from tproxy.aio.lab import Lab
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "ztunnel.intercept"]
+COMMAND = [sys.executable, "-m", "ztunnel", "intercept"]
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.lab import Lab, Place, Worker
 from tests.netns.toys import SHORT_S, WAIT_S, app, ask, toy_ztunnel
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.lab import Lab, Place, Worker
 from tproxy.aio.sockets import connect, peer_address
 from tproxy.errors import ConnectTimedOut
 from tproxy.node import HOST, ORIGINAL_SOURCE_MARK, OWNERSHIP, ZTUNNEL, node

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from deploy.lab import Lab, Worker
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S, app, ask, serving, toy_ztunnel
 from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel, Kernel
-from tproxy.aio.lab import Lab, Worker
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.lab import Lab, sweep
 from tests.netns.toys import WAIT_S, app, ask
 from tests.programs import needed
 from tproxy.aio import netns
-from tproxy.aio.lab import Lab, sweep
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
 from tproxy.errors import ConnectTimedOut, KernelRefused, UnknownNamespace
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import sys, time
-from tproxy.aio.lab import Lab, become_root_of_own_namespaces
+from deploy.lab import Lab, become_root_of_own_namespaces
 become_root_of_own_namespaces()
 with Lab({"w1": ["a"]}) as lab:
     child = lab.pod("a").popen(["sleep", "600"])

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from deploy.lab import Lab
 from tests.netns.toys import WAIT_S, app, ask
 from tests.programs import needed
 from tproxy.aio import sockets
-from tproxy.aio.lab import Lab
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import (
     IP_TRANSPARENT,

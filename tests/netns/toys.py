@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from ipaddress import IPv4Address, IPv6Address
 
-from tproxy.aio.lab import Place
+from deploy.lab import Place
 from tproxy.aio.sockets import connect, listen, original_destination, peer_address
 from tproxy.node import (
     INBOUND_LISTENER_MARK,

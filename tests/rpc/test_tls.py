@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from rpc.tls import client_tls, named, server_tls
-from ztunnel.control_plane.ca import CertificateAuthority
+from ztunnel.identity.authority import CertificateAuthority
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)

@@ -26,7 +26,7 @@ class SocketOption:
     state: str = "prebind"
 
 
-# Listener filters. Each is a value; what it does to a connection is in ztunnel.listener_filters.
+# Listener filters. Each is a value; what it does to a connection is in ztunnel.envoy.listeners.filters.
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from tproxy.inpod import Capture
 from tproxy.resources import Version
 from xds.errors import ConfigError
 from xds.proto.json import load
-from ztunnel.faults import Faults, Reader
-from ztunnel.inpod.pods import PodInfo, PodUid
-from ztunnel.inpod.zds import AddPod, request_bytes
+from ztunnel.istio.zds.messages import AddPod, request_bytes
+from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.faults import Faults, Reader
 
 _INTERFACE_BYTES = 15
 _KEYS = (

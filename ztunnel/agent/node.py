@@ -38,9 +38,9 @@ from ztunnel.agent.namespaces import (
 )
 from ztunnel.agent.record import Enrolled, read_record, write_record
 from ztunnel.agent.server import Announced, ZdsServer
-from ztunnel.inpod.backoff import Backoff
-from ztunnel.inpod.pods import PodInfo, PodUid
-from ztunnel.tasks import Tasks
+from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

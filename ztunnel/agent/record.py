@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ztunnel.inpod.pods import PodUid
+from ztunnel.istio.zds.pods import PodUid
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from typing import Self
 
 from tproxy.aio.netns import Netns
 from ztunnel.agent.errors import NoProxy, ProxyGone, ProxyRefused, ProxySilent
-from ztunnel.inpod.channel import Channel, Listener
-from ztunnel.inpod.pods import PodInfo, PodUid
-from ztunnel.inpod.zds import (
+from ztunnel.istio.zds.channel import Channel, Listener
+from ztunnel.istio.zds.messages import (
     AddPod,
     DeletePod,
     KeepPod,
@@ -31,7 +30,8 @@ from ztunnel.inpod.zds import (
     read_hello,
     request_bytes,
 )
-from ztunnel.tasks import Tasks
+from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

@@ -68,9 +68,9 @@ def refuse_exposed(addresses: list[str]) -> str | None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     from xds.aio.server import ServeError
-    from ztunnel.control_plane.ca import CaError
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
     from ztunnel.control_plane.server import ControlPlane
+    from ztunnel.identity.authority import CaError
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
@@ -120,9 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_token(args: argparse.Namespace, ca_directory: Path) -> int:
-    from ztunnel.control_plane import ca
     from ztunnel.control_plane.mesh import parse_mesh
     from ztunnel.control_plane.tokens import node_token
+    from ztunnel.identity import authority as ca
 
     mesh = parse_mesh(args.mesh.read_text())
     if args.token not in mesh.nodes:

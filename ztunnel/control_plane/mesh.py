@@ -44,7 +44,7 @@ from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.identity import SpiffeId
 from xds.proto.json import load
-from ztunnel.faults import Faults, Reader
+from ztunnel.runtime.faults import Faults, Reader
 
 
 class MeshFaults(Faults):

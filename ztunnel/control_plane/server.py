@@ -23,11 +23,11 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.istio.workload.workload_pb2 import Address
 from xds.protocol.snapshot import Answered, Snapshot
-from ztunnel.control_plane import ca
 from ztunnel.control_plane.generate import Flavour, NodeConfig
 from ztunnel.control_plane.istio import METHOD, Registrar, is_node_proxy, node_name
 from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
 from ztunnel.control_plane.workloads import WorkloadConfig
+from ztunnel.identity import authority as ca
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Certificates: where they come from, what is built of them, how a peer's is judged."""
+"""SPIFFE certificates: issued, requested, revoked, and read from a peer's chain."""

@@ -19,8 +19,8 @@ from typing import Any, Self
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ztunnel.identity.watched_file import FileState, file_state
-from ztunnel.tasks import Tasks
+from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from rpc.aio.client import Call, Channel
 from rpc.aio.server import Handler, Server, ServerCall, unary
 from rpc.status import RpcFailed, Status
 from rpc.tls import client_tls, server_tls
-from ztunnel.control_plane.ca import CertificateAuthority
+from ztunnel.identity.authority import CertificateAuthority
 
 LIMIT_S = 20.0
 BIG = bytes(range(256)) * 4 * 1024 * 5  # 5 MiB: more than every window

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tproxy.inpod import Capture
 from ztunnel.agent.description import PodDescription, PodFaults, parse_pods
-from ztunnel.inpod.pods import PodInfo
+from ztunnel.istio.zds.pods import PodInfo
 
 GOOD = """
 pods:

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tests.ztunnel.inpod.agents import INFO, WAIT_S, Starts, open_descriptors
+from tests.ztunnel.istio.zds.agents import INFO, WAIT_S, Starts, open_descriptors
 from tproxy.aio.netns import Netns
 from ztunnel.agent import server as server_module
 from ztunnel.agent.errors import NoProxy, ProxyGone, ProxyRefused, ProxySilent
 from ztunnel.agent.server import Announced, ZdsServer
-from ztunnel.inpod.channel import Channel, connect
-from ztunnel.inpod.manager import PodManager
-from ztunnel.inpod.pods import PodUid
-from ztunnel.inpod.zds import (
+from ztunnel.istio.zds.channel import Channel, connect
+from ztunnel.istio.zds.manager import PodManager
+from ztunnel.istio.zds.messages import (
     AddPod,
     DeletePod,
     KeepPod,
@@ -27,6 +26,7 @@ from ztunnel.inpod.zds import (
     hello_bytes,
     read_request,
 )
+from ztunnel.istio.zds.pods import PodUid
 
 A, B = PodUid("uid-a"), PodUid("uid-b")
 

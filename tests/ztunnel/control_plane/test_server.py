@@ -14,9 +14,9 @@ from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.protocol.resource import Update
 from xds.protocol.types import CDS, SDS
-from ztunnel.bootstrap import bootstrap_for
 from ztunnel.control_plane.mesh import MeshFaults
 from ztunnel.control_plane.server import ControlPlane
+from ztunnel.envoy.bootstrap import bootstrap_for
 
 WAIT_S = 10.0
 REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"

@@ -1,0 +1,78 @@
+"""PROXY headers of both versions, cut at every offset."""
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.model.address import SocketAddress
+from ztunnel.dataplane.proxy_protocol import SIGNATURE_2, BadHeader, NeedMore, NoHeader, ProxyHeader, parse_header
+
+SOURCE, DESTINATION = SocketAddress("10.0.0.1", 40000), SocketAddress("10.0.0.2", 80)
+SOURCE_6, DESTINATION_6 = SocketAddress("fd00::1", 40000), SocketAddress("fd00::2", 80)
+
+
+def version_2(source: SocketAddress, destination: SocketAddress, *, tlvs: bytes = b"", command: int = 1) -> bytes:
+    hosts = [ipaddress.ip_address(address.host).packed for address in (source, destination)]
+    ports = [address.port.to_bytes(2, "big") for address in (source, destination)]
+    body = b"".join((*hosts, *ports, tlvs))
+    family = 0x11 if len(hosts[0]) == 4 else 0x21
+    return SIGNATURE_2 + bytes([0x20 | command, family]) + len(body).to_bytes(2, "big") + body
+
+
+HEADERS = {
+    b"PROXY TCP4 10.0.0.1 10.0.0.2 40000 80\r\n": (1, SOURCE, DESTINATION),
+    b"PROXY TCP6 fd00::1 fd00::2 40000 80\r\n": (1, SOURCE_6, DESTINATION_6),
+    b"PROXY UNKNOWN whatever\r\n": (1, None, None),
+    b"PROXY UNKNOWN\r\n": (1, None, None),
+    version_2(SOURCE, DESTINATION): (2, SOURCE, DESTINATION),
+    version_2(SOURCE_6, DESTINATION_6, tlvs=b"\xd0\x00\x03abc"): (2, SOURCE_6, DESTINATION_6),
+    version_2(SOURCE, DESTINATION, command=0): (2, None, None),
+    SIGNATURE_2 + b"\x21\x00\x00\x00": (2, None, None),
+}
+
+
+@pytest.mark.parametrize("wire", HEADERS)
+def test_headers_and_what_follows_them(wire: bytes) -> None:
+    version, source, destination = HEADERS[wire]
+    assert parse_header(wire + b"payload") == ProxyHeader(version, len(wire), source, destination)
+    for cut in range(len(wire)):
+        with pytest.raises(NeedMore):
+            parse_header(wire[:cut])
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PROXX", b"\r\n\r\nx"])
+def test_no_header_is_told_at_once(data: bytes) -> None:
+    with pytest.raises(NoHeader):
+        parse_header(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PROXY TCP4 10.0.0.1 10.0.0.2 40000\r\n",
+        b"PROXY TCP4 10.0.0.1 nowhere 40000 80\r\n",
+        b"PROXY TCP4 fd00::1 fd00::2 40000 80\r\n",
+        b"PROXY TCP4 10.0.0.1 10.0.0.2 40000 70000\r\n",
+        b"PROXY TCP4 10.0.0.1 10.0.0.2 -1 80\r\n",
+        b"PROXY SCTP 10.0.0.1 10.0.0.2 1 2\r\n",
+        b"PROXY " + b"x" * 200,
+        SIGNATURE_2 + b"\x11\x11\x00\x0c" + b"x" * 12,
+        SIGNATURE_2 + b"\x22\x11\x00\x0c" + b"x" * 12,
+        SIGNATURE_2 + b"\x21\x11\x00\x04" + b"x" * 4,
+        SIGNATURE_2 + b"\x21\x11\xff\xff",
+    ],
+)
+def test_bad_headers_are_refused(data: bytes) -> None:
+    with pytest.raises(BadHeader):
+        parse_header(data)
+
+
+@given(st.binary(max_size=64))
+def test_any_input_is_answered_with_a_documented_error(data: bytes) -> None:
+    for attempt in (data, b"PROXY " + data, SIGNATURE_2 + data):
+        try:
+            parse_header(attempt)
+        except (NeedMore, NoHeader, BadHeader):
+            pass

@@ -1,0 +1,147 @@
+"""Format strings as Envoy prints them, and log lines nobody can forge."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.errors import ConfigError
+from xds.model.access_log import AccessLog, JsonFormat
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.format_string import COMMANDS, Command, FormatString, parse_format
+from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
+from ztunnel.envoy.telemetry.format import log_renderer, renderer
+
+
+def info(**more: object) -> StreamInfo:
+    facts = ConnectionFacts(
+        source=SocketAddress("10.244.2.3", 40000),
+        direct_source=SocketAddress("10.244.2.3", 40000),
+        destination=SocketAddress("10.96.183.192", 9080),
+        metadata={"tunnel": {"destination": "10.244.1.23:9080", "deep": {"n": 1}}},
+        filter_state={"key": "state"},
+    )
+    made = StreamInfo(connection_id=7, facts=facts, started=1.0, started_at=1668503741.834567)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def render(text: str, *, missing: str = "-", **more: object) -> str:
+    return renderer(parse_format(text), missing=missing)(info(**more))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", "plain"),
+        ("100%%", "100%"),
+        ("%START_TIME%", "2022-11-15T09:15:41.834Z"),
+        ("%START_TIME(%s)%", "1668503741"),
+        ("%START_TIME(%Y/%m/%d %H:%M:%S.%6f)%", "2022/11/15 09:15:41.834567"),
+        ("%DOWNSTREAM_REMOTE_ADDRESS%", "10.244.2.3:40000"),
+        ("%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %DOWNSTREAM_REMOTE_PORT%", "10.244.2.3 40000"),
+        ("%DOWNSTREAM_LOCAL_ADDRESS%", "10.96.183.192:9080"),
+        ("%DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT%:%DOWNSTREAM_LOCAL_PORT%", "10.96.183.192:9080"),
+        ("%DYNAMIC_METADATA(tunnel:destination)%", "10.244.1.23:9080"),
+        ('%DYNAMIC_METADATA(["tunnel", "destination"])%', "10.244.1.23:9080"),
+        ("%DYNAMIC_METADATA(tunnel:deep)%", '{"n":1}'),
+        ("%DYNAMIC_METADATA(tunnel:none)%", "-"),
+        ("%FILTER_STATE(key:PLAIN)%", "state"),
+        ("%RESPONSE_CODE% %RESPONSE_FLAGS% %PROTOCOL%", "0 - -"),
+        ("%DOWNSTREAM_REMOTE_ADDRESS%:x", "10.244.2.3:40000:x"),
+        ("%DOWNSTREAM_REMOTE_ADDRESS:4%", None),
+        ("%CONNECTION_ID%", "7"),
+        ("%REQUESTED_SERVER_NAME%", "-"),
+    ],
+)
+def test_values(text: str, expected: str | None) -> None:
+    if expected is None:
+        with pytest.raises(ConfigError):
+            render(text)
+    else:
+        assert render(text) == expected
+
+
+def test_lengths_cut() -> None:
+    assert render("%REQ(:AUTHORITY):5%", authority="reviews:80", method="CONNECT") == "revie"
+    assert render("%REQ(x?:METHOD)%", method="CONNECT") == "CONNECT"
+
+
+def test_flags_in_their_order() -> None:
+    flags = {Flag.UPSTREAM_RETRY_EXHAUSTED, Flag.UPSTREAM_CONNECT_FAILURE}
+    assert render("%RESPONSE_FLAGS%", flags=flags) == "UF,URX"
+
+
+def test_spaces_in_reasons_become_underscores() -> None:
+    assert render("%UPSTREAM_TRANSPORT_FAILURE_REASON%", upstream_failure="Invalid argument") == "Invalid_argument"
+
+
+def test_an_internal_client_has_a_name_and_no_port() -> None:
+    text = render(
+        "%DOWNSTREAM_REMOTE_ADDRESS% %DOWNSTREAM_REMOTE_PORT%", remote_text="envoy://internal_client_address/"
+    )
+    assert text == "envoy://internal_client_address/ -"
+
+
+def test_addresses_of_version_6() -> None:
+    assert (
+        render("%UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %UPSTREAM_REMOTE_PORT%", upstream_host="[fd00::1]:80")
+        == "fd00::1 80"
+    )
+
+
+def test_a_missing_value_may_be_empty() -> None:
+    assert render("%ROUTE_NAME%", missing="") == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["%", "%NOPE%", "50%", "%REQ%", "%BYTES_SENT(x)%", '%DYNAMIC_METADATA(["a")%', "%DYNAMIC_METADATA([1])%"],
+)
+def test_what_is_no_format_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="format string"):
+        parse_format(text)
+
+
+def test_every_command_renders() -> None:
+    for name, takes in COMMANDS.items():
+        argument = "(x)" if takes else ""
+        assert isinstance(render(f"%{name}{argument}%", tls=TlsFacts()), str)
+
+
+@given(st.text(max_size=60))
+def test_no_value_can_write_a_line_or_a_colour_of_its_own(name: str) -> None:
+    line = render("[%REQ(x)%]\n", request_headers=(("x", name),))
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert "\r" not in line
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_format_or_refused(text: str) -> None:
+    try:
+        parsed = parse_format(text)
+    except ConfigError:
+        return
+    assert all(isinstance(part, str | Command) for part in parsed.parts)
+
+
+def test_json_keeps_types_and_leaves_out_nothing_unless_told() -> None:
+    fields: dict[str, object] = {
+        "bytes": parse_format("%BYTES_SENT%"),
+        "mixed": parse_format("n=%BYTES_SENT%"),
+        "none": parse_format("%ROUTE_NAME%"),
+        "nested": {"list": [parse_format("%CONNECTION_ID%"), 1.5, True]},
+    }
+    line = log_renderer(AccessLog("/x", JsonFormat(fields)))(info(bytes_sent=3))  # type: ignore[arg-type]
+    assert line.endswith("\n")
+    assert json.loads(line) == {"bytes": 3, "mixed": "n=3", "none": None, "nested": {"list": [7, 1.5, True]}}
+    short = log_renderer(AccessLog("/x", JsonFormat(fields), omit_empty=True))(info())  # type: ignore[arg-type]
+    assert "none" not in json.loads(short)
+
+
+def test_equal_formats_are_equal_values() -> None:
+    assert parse_format("%BYTES_SENT% x") == FormatString((Command("BYTES_SENT"), " x"))

@@ -1,0 +1,86 @@
+"""Both forms of the metrics page."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from ztunnel.envoy.telemetry.prometheus import StatsCollector, envoy_text, negotiated
+from ztunnel.envoy.telemetry.stats import Stats, cluster_scope
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.fixture
+def stats() -> Stats:
+    stats = Stats()
+    for name in ("spiffe://b/x", 'quote"back\\slash\nline'):
+        scope = cluster_scope(stats, name)
+        scope.counter("upstream_cx_total").value = 3
+        scope.counter("upstream_cx_connect_fail").value = 1
+        scope.gauge("upstream_cx_active").value = 2.0
+    stats.scope("server").gauge("live", lambda: 1.0)
+    histogram = stats.scope("server").histogram("initialization_time_ms")
+    histogram.record(27.5)
+    histogram.record(0.1)
+    stats.scope("cluster_manager.cds").text("version_text", lambda: 'v"1')
+    return stats
+
+
+def test_envoys_text(stats: Stats) -> None:
+    text = "".join(envoy_text(stats, stats.texts))
+    assert "# TYPE envoy_server_live gauge\nenvoy_server_live{} 1\n" in text
+    assert 'envoy_cluster_upstream_cx_total{envoy_cluster_name="spiffe://b/x"} 3\n' in text
+    assert 'envoy_cluster_manager_cds_version_text{text_value="v\\"1"} 0\n' in text
+    lines = [line for line in text.splitlines() if line.startswith("envoy_server_initialization_time_ms")]
+    assert lines[0] == 'envoy_server_initialization_time_ms_bucket{le="0.5"} 1'
+    assert lines[5] == 'envoy_server_initialization_time_ms_bucket{le="50"} 2'
+    assert lines[-4:] == [
+        'envoy_server_initialization_time_ms_bucket{le="3600000"} 2',
+        'envoy_server_initialization_time_ms_bucket{le="+Inf"} 2',
+        "envoy_server_initialization_time_ms_sum{} 27.6",
+        "envoy_server_initialization_time_ms_count{} 2",
+    ]
+    kinds = [line.split()[-1] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert kinds == sorted(kinds)
+
+
+def test_envoys_text_is_prometheus_text(stats: Stats) -> None:
+    found = {family.name: family for family in parse_text("".join(envoy_text(stats)))}
+    labels = [sample.labels for sample in found["envoy_cluster_upstream_cx_active"].samples]
+    assert {"envoy_cluster_name": 'quote"back\\slash\nline'} in labels
+
+
+def test_summaries_of_histograms(stats: Stats) -> None:
+    text = "".join(envoy_text([m for m in stats if "initialization" in m.name], summaries=True))
+    assert text.startswith("# TYPE envoy_server_initialization_time_ms summary\n")
+    assert 'envoy_server_initialization_time_ms{quantile="0.995"}' in text
+    assert text.endswith("_count{} 2\n")
+
+
+def test_names_do_not_depend_on_the_format(stats: Stats) -> None:
+    plain_type, plain = negotiated(stats, "text/plain")
+    open_type, openmetrics = negotiated(stats, OPENMETRICS)
+    assert plain_type.startswith("text/plain; version=0.0.4")
+    assert open_type.startswith("application/openmetrics-text")
+    plain_families = list(parse_text("".join(plain)))
+    open_text = "".join(openmetrics)
+    assert open_text.endswith("# EOF\n")
+    open_families = list(parse_openmetrics(open_text))
+
+    def samples(families: list) -> set[str]:  # type: ignore[type-arg]  # the library has no types
+        return {sample.name for family in families for sample in family.samples if sample.name.startswith("envoy")}
+
+    assert samples(plain_families) == samples(open_families)
+    types = {family.name: family.type for family in open_families}
+    assert types["envoy_cluster_upstream_cx"] == "counter"
+    assert types["envoy_cluster_upstream_cx_connect_fail"] == "unknown"
+    assert types["envoy_server_initialization_time_ms"] == "histogram"
+    assert "process_resident_memory_bytes" in types
+
+
+def test_collector_fits_a_registry(stats: Stats) -> None:
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(stats))
+    labels = {"envoy_cluster_name": "spiffe://b/x"}
+    assert registry.get_sample_value("envoy_cluster_upstream_cx_total", labels) == 3

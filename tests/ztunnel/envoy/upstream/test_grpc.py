@@ -1,0 +1,209 @@
+"""Streams to clusters of the bootstrap: TLS as their transport socket says, or not at all."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hbone.settings import Role
+from hbone.tls_context import TlsContext, TlsSettings
+from tests.hbone.certificates import Authority
+from tests.ztunnel.envoy.rig import T
+from xds.aio.client import AdsClient
+from xds.aio.file import FileSource
+from xds.aio.server import SnapshotServer
+from xds.dialects.envoy import Surroundings
+from xds.errors import ConfigError
+from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
+from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.json import parse_value
+from xds.protocol.client import Backoff
+from xds.protocol.resource import Update
+from xds.protocol.snapshot import Snapshot
+from xds.protocol.types import CDS
+from ztunnel.envoy.bootstrap import read_bootstrap
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.envoy.upstream.grpc import GrpcClusters, tls_of
+from ztunnel.runtime.clock import SystemClock
+
+AUTHORITY, STRANGER = Authority(), Authority("stranger")
+SERVER, CLIENT = "spiffe://td/ns/i/sa/istiod", "spiffe://td/ns/i/sa/node"
+SURROUNDINGS = Surroundings(read_file=lambda path: Path(path).read_bytes(), environment={})
+LIMIT_S = 20.0
+Json = dict[str, Any]
+
+
+def transport_socket(**common: Any) -> Json:
+    kind = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+    return {"name": "tls", "typed_config": {"@type": T + kind, "common_tls_context": common}}
+
+
+def inline(data: bytes) -> Json:
+    return {"inline_string": data.decode()}
+
+
+def validation(authority: Authority = AUTHORITY, name: str = SERVER) -> Json:
+    names = [{"san_type": "URI", "matcher": {"exact": name}}]
+    return {"trusted_ca": inline(authority.pem), "match_typed_subject_alt_names": names}
+
+
+def own_certificate() -> Json:
+    leaf = AUTHORITY.issue(CLIENT)
+    return {"certificate_chain": inline(leaf.chain_pem), "private_key": inline(leaf.key_pem)}
+
+
+def control_plane() -> SnapshotServer:
+    """One that lets in who proves to be somebody."""
+    leaf = AUTHORITY.issue(SERVER)
+    tls = TlsContext(
+        Role.SERVER,
+        TlsSettings(
+            certificate_chain_pem=leaf.chain_pem,
+            private_key_pem=leaf.key_pem,
+            trusted_ca_pem=AUTHORITY.pem,
+            alpn_required=True,
+        ),
+    )
+    return SnapshotServer(["127.0.0.1:0"], tls=tls)
+
+
+class Around:
+    """What the clusters need of a proxy."""
+
+    def __init__(self, address: str, **cluster: Any) -> None:
+        host, _, port = address.rpartition(":")
+        there = {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
+        document = {
+            "name": "xds",
+            "type": "STATIC",
+            "load_assignment": {"cluster_name": "xds", "endpoints": [{"lb_endpoints": [there]}]},
+            **cluster,
+        }
+        bootstrap = parse_value({"static_resources": {"clusters": [document]}}, Bootstrap).message
+        stats = Stats()
+        self.files = FileSource()
+        sources = Sources(None, lambda source: self.files.at(source.path, None), lambda _: self.files)  # type: ignore[arg-type, return-value]
+        secrets = SecretStore(sources, SURROUNDINGS, stats, SystemClock())
+        self.targets = read_bootstrap(bootstrap).targets
+        self.clusters = GrpcClusters(self.targets, SURROUNDINGS, stats, lambda: secrets)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await main()
+
+    asyncio.run(limited())
+
+
+async def first_update(around: Around, address: str) -> Update:
+    updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    async def receive(update: Update) -> None:
+        updates.put_nowait(update)
+
+    backoff = Backoff(base_s=0.02, max_s=0.1)
+    async with AdsClient(address, Node(id="n"), backoff=backoff, connect=around.clusters.connect("xds")) as ads:
+        ads.subscribe(CDS, None, receive)
+        return await updates.get()
+
+
+def test_a_control_plane_over_mutual_tls() -> None:
+    async def main() -> None:
+        async with control_plane() as server:
+            server.publish("n", Snapshot.of([Cluster(name="a")]))
+            address = server.addresses[0]
+            tls = transport_socket(tls_certificates=[own_certificate()], validation_context=validation())
+            around = Around(address, transport_socket=tls)
+            assert [resource.name for resource in (await first_update(around, address)).resources] == ["a"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("common", "words"),
+    [
+        ({"validation_context": validation(STRANGER)}, "TLS failed (chain)"),
+        ({"validation_context": validation(name="spiffe://td/ns/i/sa/else")}, "SAN matcher"),
+        ({"validation_context": validation()}, "certificate required"),  # that the server wants of us
+        (None, "UNAVAILABLE: "),  # plain text, where there is TLS
+    ],
+)
+def test_who_cannot_be_believed_is_told_by_name(
+    caplog: pytest.LogCaptureFixture, common: Json | None, words: str
+) -> None:
+    async def main() -> None:
+        async with control_plane() as server:
+            address = server.addresses[0]
+            more = {} if common is None else {"transport_socket": transport_socket(**common)}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await first_update(Around(address, **more), address)
+
+    run(main)
+    assert words in caplog.text
+
+
+def test_secrets_may_come_from_files(tmp_path: Path) -> None:
+    async def main() -> None:
+        def reference(name: str) -> Json:
+            return {"name": name, "sds_config": {"path_config_source": {"path": str(tmp_path / name)}}}
+
+        def write(name: str, secret: Json) -> None:
+            import json
+
+            kind = T + "envoy.extensions.transport_sockets.tls.v3.Secret"
+            body = {"resources": [{"@type": kind, "name": name, **secret}]}
+            (tmp_path / "new").write_text(json.dumps(body))
+            (tmp_path / "new").rename(tmp_path / name)
+
+        async with control_plane() as server:
+            server.publish("n", Snapshot.of([Cluster(name="a")]))
+            address = server.addresses[0]
+            tls = transport_socket(
+                tls_certificate_sds_secret_configs=[reference("own")],
+                validation_context_sds_secret_config=reference("roots"),
+            )
+            around = Around(address, transport_socket=tls)
+            write("own", {"tls_certificate": own_certificate()})
+            write("roots", {"validation_context": validation()})
+            async with around.files:
+                assert (await first_update(around, address)).resources
+                around.clusters.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (
+            {"transport_socket": transport_socket(validation_context={})},
+            "transport_socket: without trusted_ca any server would be believed",
+        ),
+        ({"transport_socket": transport_socket()}, "transport_socket: without trusted_ca any server"),
+        (
+            {
+                "transport_socket": transport_socket(
+                    validation_context_sds_secret_config={"name": "r", "sds_config": {"ads": {}}}
+                )
+            },
+            "transport_socket: secrets of a stream to the control plane cannot come by ADS",
+        ),
+        (
+            {"transport_socket": {"name": "x", "typed_config": {"@type": T + "google.protobuf.Empty"}}},
+            "transport_socket",
+        ),
+    ],
+)
+def test_tls_that_would_protect_nothing_is_refused_by_place(cluster: Json, words: str) -> None:
+    target = Around("127.0.0.1:1", **cluster).targets["xds"]
+    with pytest.raises(ConfigError) as refused:
+        tls_of(target, SURROUNDINGS)
+    assert str(refused.value).startswith("static_resources.clusters[0].transport_socket")
+    assert words in str(refused.value)

@@ -1,0 +1,181 @@
+"""Listening sockets, over loopback: what is accepted, and that nobody who connects notices who listens."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from hbone.aio.poller import Poller
+from tproxy.aio import sockets
+from xds.model.address import SocketAddress
+from ztunnel.runtime.accepting import ListeningSocket
+
+HOST = "127.0.0.1"
+GENERATIONS = 30
+
+
+class Server:
+    """Answers each connection with its own name, and ends it."""
+
+    def __init__(self, poller: Poller, port: int, name: bytes, *, reuse_port: bool = True) -> None:
+        sock = sockets.listen(HOST, port, reuse_port=reuse_port, backlog=0)
+        self.port: int = sock.getsockname()[1]
+        self.count = 0
+        self._name = name
+        self.listening = ListeningSocket(sock, SocketAddress(HOST, self.port), 128, poller)
+        self.listening.accepted = self._accepted
+        self.listening.start()
+
+    def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
+        with client:
+            self.count += 1
+            client.send(self._name)
+
+
+@contextmanager
+def poller() -> Iterator[Poller]:
+    with closing(Poller()) as found:
+        yield found
+
+
+def ask(port: int) -> bytes:
+    with socket.create_connection((HOST, port), timeout=5) as sock:
+        return sock.recv(10)
+
+
+def test_what_is_connected_is_accepted_before_the_end() -> None:
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a")
+            waiting = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(100)]
+            server.listening.take_waiting()
+            server.listening.close()
+            assert server.count == 100
+            for sock in waiting:
+                with sock:
+                    assert sock.recv(10) == b"a"
+
+    asyncio.run(main())
+
+
+def test_new_connections_are_left_to_whoever_listens_too() -> None:
+    async def main() -> None:
+        with poller() as shared:
+            old = Server(shared, 0, b"old")
+            new = Server(shared, old.port, b"new")
+            assert old.listening.leave_to_successor()
+            answers = [await asyncio.to_thread(ask, old.port) for _ in range(30)]
+            assert answers == [b"new"] * 30
+            old.listening.close()
+            assert await asyncio.to_thread(ask, old.port) == b"new"
+            new.listening.close()
+
+    asyncio.run(main())
+
+
+def test_without_anybody_else_they_still_come_here() -> None:
+    async def main() -> None:
+        with poller() as shared:
+            alone = Server(shared, 0, b"alone")
+            assert alone.listening.leave_to_successor()
+            assert await asyncio.to_thread(ask, alone.port) == b"alone"
+            alone.listening.close()
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_not_shared_cannot_be_left() -> None:
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"x", reuse_port=False)
+            assert not server.listening.leave_to_successor()
+            assert await asyncio.to_thread(ask, server.port) == b"x"
+            server.listening.close()
+
+    asyncio.run(main())
+
+
+def test_nobody_notices_that_generations_follow_each_other() -> None:
+    """Closing a listener resets what it has not accepted; a client that connects all the time would see it."""
+
+    async def main() -> None:
+        faults: list[str] = []
+        answers: set[bytes] = set()
+        stopped = threading.Event()
+
+        def ask_on(port: int) -> None:
+            while not stopped.is_set():
+                try:
+                    answers.add(ask(port))
+                except OSError as error:
+                    faults.append(str(error))
+
+        with poller() as shared:
+            server = Server(shared, 0, b"0")
+            port = server.port
+            callers = [threading.Thread(target=ask_on, args=(port,)) for _ in range(2)]
+            for caller in callers:
+                caller.start()
+            for number in range(1, GENERATIONS):
+                while not server.count:
+                    await asyncio.sleep(0)
+                old, server = server, Server(shared, port, str(number).encode())
+                old.listening.leave_to_successor()
+                while not server.count:  # whatever came to the old one by then has gone all the way
+                    await asyncio.sleep(0)
+                old.listening.take_waiting()
+                old.listening.close()
+            stopped.set()
+            for caller in callers:
+                await asyncio.to_thread(caller.join)
+            server.listening.close()
+        assert faults == []
+        assert answers == {str(number).encode() for number in range(GENERATIONS)}
+
+    asyncio.run(main())
+
+
+class Sharing:
+    """A process that accepts from the same socket as others."""
+
+    def __init__(self, sock: socket.socket, poller: Poller, name: bytes) -> None:
+        self.ours = True
+        self.asked = 0
+        self._name = name
+        port: int = sock.getsockname()[1]
+        self.listening = ListeningSocket(sock.dup(), SocketAddress(HOST, port), 128, poller, is_ours=self._is_ours)
+        self.listening.accepted = self._accepted
+        self.listening.start()
+
+    def _is_ours(self) -> bool:
+        self.asked += 1
+        return self.ours
+
+    def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
+        with client:
+            client.send(self._name)
+
+
+def test_a_shared_socket_gives_each_connection_to_whose_turn_it_is() -> None:
+    async def main() -> None:
+        with sockets.listen(HOST, 0) as sock, closing(Poller()) as one, closing(Poller()) as other:
+            port: int = sock.getsockname()[1]
+            a, b = Sharing(sock, one, b"a"), Sharing(sock, other, b"b")
+            for turn in (b"a", b"b", b"b", b"a"):
+                a.ours, b.ours = turn == b"a", turn == b"b"
+                assert await asyncio.to_thread(ask, port) == turn
+            # When nobody thinks that it is his, somebody takes it.
+            a.ours = b.ours = False
+            answers = [await asyncio.to_thread(ask, port) for _ in range(20)]
+            assert set(answers) <= {b"a", b"b"}
+            assert len(answers) == 20
+            # Whoever is left has all, those included that came together.
+            b.listening.close()
+            waiting = [socket.create_connection((HOST, port), timeout=5) for _ in range(50)]
+            for client in waiting:
+                with client:
+                    assert await asyncio.to_thread(client.recv, 10) == b"a"
+            a.listening.close()
+
+    asyncio.run(main())

@@ -1,0 +1,158 @@
+import asyncio
+import ctypes
+import gc
+import platform
+from pathlib import Path
+
+import pytest
+
+from ztunnel.runtime import heap
+
+
+def resident_kib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_free_pages_between_blocks_that_stay_go_back() -> None:
+    block = 64 * 1024  # below the size that gets a mapping of its own
+    blocks = [ctypes.create_string_buffer(b"x" * (block - 1)) for _ in range(1000)]
+    stays = blocks[::50]
+    blocks.clear()
+    before = resident_kib()
+    assert heap.give_back()
+    assert before - resident_kib() > 30 * 1024
+    assert all(each.value for each in stays)
+
+
+def test_growth_and_calm_set_the_collector() -> None:
+    before = gc.get_threshold()
+    try:
+        heap.expect_growth()
+        assert gc.get_threshold() > before
+        heap.settle()
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold()[0] == 10_000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+class _Sockets:
+    """What a housekeeper asks a poller."""
+
+    def __init__(self) -> None:
+        self.registered = 0
+        self.buffers = 0
+        self._most = 0
+
+    def peak(self) -> int:
+        most, self._most = self._most, self.registered
+        return most
+
+    def drop_buffers(self) -> int:
+        dropped, self.buffers = self.buffers, 0
+        return dropped
+
+    def have(self, *counts: int) -> None:
+        for count in counts:
+            self.registered = count
+            self._most = max(self._most, count)
+
+
+@pytest.mark.parametrize(
+    ("looks", "collected", "given"),
+    [
+        pytest.param([(0,), (0,)], 0, 0, id="nothing happens"),
+        pytest.param([(1000,), (500,), (260,)], 0, 0, id="much is left"),
+        pytest.param([(1000,), (250,), (200,)], 1, 1, id="load has gone"),
+        pytest.param([(1000, 0), (0,)], 1, 1, id="between two looks"),
+        pytest.param([(10_000,), (1000,), (900,)], 0, 1, id="too many left for a collection"),
+        pytest.param([(10_000,), (1000,), (10,), (0,)], 1, 2, id="in two steps"),
+        pytest.param([(31,), (0,)], 0, 0, id="never many"),
+        pytest.param([(1000,), (0,), (1000,), (0,)], 2, 2, id="and again"),
+    ],
+)
+def test_memory_goes_back_when_load_has_gone(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[int, ...]], collected: int, given: int
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(heap, "give_back", lambda: done.append("given"))
+    monkeypatch.setattr(heap.gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(heap, "_SHARE", 1e9)
+
+    async def main() -> None:
+        sockets = _Sockets()
+        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        for counts in looks:
+            sockets.have(*counts)
+            housekeeper._look()
+        housekeeper.close()
+
+    asyncio.run(main())
+    assert (done.count("collected"), done.count("given")) == (collected, given)
+
+
+def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    given: list[float] = []
+
+    def slow() -> None:
+        nonlocal now_s
+        now_s += 0.1
+        given.append(now_s)
+
+    monkeypatch.setattr(heap, "give_back", slow)
+    monkeypatch.setattr(heap.gc, "collect", lambda: None)
+    monkeypatch.setattr(heap.time, "monotonic", lambda: now_s)
+
+    async def main() -> None:
+        nonlocal now_s
+        sockets = _Sockets()
+        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        for _ in range(50):
+            sockets.have(100, 0)
+            housekeeper._look()
+            now_s += 5.0
+        housekeeper.close()
+
+    asyncio.run(main())
+    assert given == pytest.approx([100.1, 200.2, 300.3])
+
+
+def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(heap, "give_back", lambda: done.append("given"))
+
+    async def main() -> None:
+        sockets = _Sockets()
+        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        sockets.buffers = 5
+        housekeeper._look()
+        housekeeper._look()
+        housekeeper.close()
+
+    asyncio.run(main())
+    assert done == ["given"]
+
+
+def test_changes_give_back_once_when_they_have_calmed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(heap, "_CALM_S", 0.05)
+    monkeypatch.setattr(heap, "give_back", lambda: given.append(asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        housekeeper = heap.Housekeeper(_Sockets())  # type: ignore[arg-type]
+        for _ in range(3):
+            housekeeper.changed()
+            await asyncio.sleep(0.02)
+        last = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.1)
+        assert len(given) == 1
+        assert given[0] > last
+        housekeeper.changed()
+        housekeeper.close()
+        await asyncio.sleep(0.1)
+        assert len(given) == 1
+
+    asyncio.run(main())

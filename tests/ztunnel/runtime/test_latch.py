@@ -1,0 +1,35 @@
+import asyncio
+
+import pytest
+
+from ztunnel.runtime.latch import Latch
+
+
+def test_wakes_everybody_once_and_lets_later_ones_pass() -> None:
+    async def main() -> None:
+        latch, calls = Latch(), []
+        waiting = [asyncio.get_running_loop().create_task(latch.wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        latch.then(lambda: calls.append("then"))
+        assert not latch.is_set()
+        latch.set()
+        latch.set()
+        await asyncio.gather(*waiting)
+        await latch.wait()
+        latch.then(lambda: calls.append("late"))
+        assert calls == ["then", "late"]
+
+    asyncio.run(main())
+
+
+def test_who_gives_up_waiting_is_forgotten() -> None:
+    async def main() -> None:
+        latch = Latch()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await latch.wait()
+        assert latch._then == ()
+        latch.set()
+        assert latch.is_set()
+
+    asyncio.run(main())

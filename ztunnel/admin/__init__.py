@@ -1,1 +1,0 @@
-"""What people and scrapers ask the proxy: admin, readiness and metrics servers."""

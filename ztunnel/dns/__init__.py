@@ -1,1 +1,0 @@
-"""The DNS proxy of pods: answers for services of the mesh, forwards the rest."""

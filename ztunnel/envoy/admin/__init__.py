@@ -1,0 +1,1 @@
+"""The admin, readiness and metrics pages of Envoy's dialect."""

@@ -1,0 +1,97 @@
+"""``/certs``: the certificates of every TLS context in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+
+from xds.model.secret import Certificate
+from xds.proto.dump import format_json
+from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.secrets.verify import subject_alt_names
+from ztunnel.http.page import JSON, Page, text
+
+if TYPE_CHECKING:
+    from ztunnel.envoy.app import Proxy
+
+_KINDS = {"uri": "uri", "dns": "dns", "ip": "ip_address"}
+
+
+def page(proxy: Proxy) -> Page:
+    """The answer of ``/certs``."""
+    now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
+    shown = [_context(context, now) for context in contexts_in_use(proxy)]
+    return text(format_json({"certificates": shown}), content_type=JSON)
+
+
+def contexts_in_use(proxy: Proxy) -> Iterator[LiveContext]:
+    """Every TLS context that has its secrets: those of clusters, then those of listeners' chains."""
+    for cluster in proxy.clusters.active:
+        yield from (context for context in cluster.contexts if context.current is not None)
+    for listener in proxy.listeners.active:
+        for chain in listener.live_chains:
+            if chain.tls is not None and chain.tls.current is not None:
+                yield chain.tls
+
+
+def certificates_in_use(proxy: Proxy) -> Iterator[x509.Certificate]:
+    """Roots and own certificates of every context."""
+    for context in contexts_in_use(proxy):
+        yield from _roots(context)
+        yield from _own(context)[:1]
+
+
+def _roots(context: LiveContext) -> list[x509.Certificate]:
+    validation = context.validation
+    return _parsed(validation.trusted_ca_pem if validation is not None else None)
+
+
+def _own(context: LiveContext) -> list[x509.Certificate]:
+    own = context.certificate
+    return _parsed(own.chain_pem if isinstance(own, Certificate) else None)
+
+
+@lru_cache(maxsize=1024)  # by content: chains of one identity share it, and it cannot go stale
+def _parsed(pem: bytes | None) -> list[x509.Certificate]:
+    return [] if pem is None else x509.load_pem_x509_certificates(pem)
+
+
+def _context(context: LiveContext, now: datetime) -> dict[str, object]:
+    # Of the own chain the leaf only, as Envoy; of roots all, where Envoy shows the first.
+    return {"ca_cert": _details(_roots(context), now), "cert_chain": _details(_own(context)[:1], now)}
+
+
+def _details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:
+    return [
+        {
+            "path": "<inline>",
+            "serial_number": _serial(certificate.serial_number),
+            "subject_alt_names": _names(certificate),
+            "days_until_expiration": str(max(0, (certificate.not_valid_after_utc - now).days)),
+            "valid_from": _time(certificate.not_valid_before_utc),
+            "expiration_time": _time(certificate.not_valid_after_utc),
+        }
+        for certificate in certificates
+    ]
+
+
+def _names(certificate: x509.Certificate) -> list[dict[str, str]]:
+    try:
+        names = subject_alt_names(certificate)
+    except ValueError:
+        return []
+    return [{_KINDS[kind]: name} for kind, name in names if kind in _KINDS]
+
+
+def _serial(number: int) -> str:
+    """Hexadecimal, whole bytes (as OpenSSL's BN_bn2hex)."""
+    digits = f"{number:x}"
+    return digits if len(digits) % 2 == 0 else f"0{digits}"
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

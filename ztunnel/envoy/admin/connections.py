@@ -1,0 +1,101 @@
+"""``/connections`` and ``/explain``: what this proxy carries, and why it would carry something else."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from xds.model.address import SocketAddress, canonical
+from xds.proto.dump import format_json
+from ztunnel.envoy.explain import Configuration, Question, explain
+from ztunnel.envoy.listeners.chains import LiveChain
+from ztunnel.envoy.settings import TunnelSource
+from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.http.page import JSON, Page, Piece, Query, text
+
+if TYPE_CHECKING:
+    from ztunnel.envoy.app import Proxy
+    from ztunnel.envoy.connections import LiveConnection
+
+
+def connections_page(proxy: Proxy) -> Page:
+    """Every live connection, oldest first."""
+    return Page(content_type=JSON, body=_connection_pieces(proxy))
+
+
+def _connection_pieces(proxy: Proxy) -> Iterator[Piece]:
+    before = '{\n "connections": [\n  '
+    for connection in proxy.connections:
+        yield before
+        shown = _connection(connection, proxy.clock.monotonic())
+        yield format_json(shown).rstrip("\n").replace("\n", "\n  ")
+        before = ",\n  "
+    yield "\n ]\n}\n" if before.startswith(",") else '{\n "connections": []\n}\n'
+
+
+def _connection(connection: LiveConnection, now: float) -> dict[str, Any]:
+    info, counts, chain = connection.info, connection.counts, connection.chain
+    return {
+        "id": connection.id,
+        "age_s": round(now - info.started, 3),
+        "source": info.downstream_remote,
+        "destination": str(info.destination),
+        "listener": info.listener,
+        "filter_chain": chain.name if isinstance(chain, LiveChain) else None,
+        "cluster": info.cluster or None,
+        "upstream_host": info.upstream_host or None,
+        "upstream_local_address": info.upstream_local or None,
+        "peer_identities": list(info.tls.peer_uri_sans) if info.tls is not None else [],
+        "local_identities": list(info.tls.local_uri_sans) if info.tls is not None else [],
+        "upstream_identities": list(info.upstream_uri_sans),
+        "bytes_received": counts.sent if counts is not None else info.bytes_received,
+        "bytes_sent": counts.received if counts is not None else info.bytes_sent,
+        "inner_hops": [_inner(hop) for hop in connection.inner],
+    }
+
+
+def _inner(info: StreamInfo) -> dict[str, Any]:
+    return {
+        "listener": info.listener,
+        "filter_chain": info.chain or None,
+        "destination": str(info.destination),
+        "cluster": info.cluster or None,
+        "upstream_host": info.upstream_host or None,
+        "upstream_local_address": info.upstream_local or None,
+        "upstream_identities": list(info.upstream_uri_sans),
+    }
+
+
+_USAGE = "usage: /explain?source=IP[:PORT]&destination=IP:PORT[&identity=SPIFFE ID][&listener=NAME]\n"
+
+
+def explain_page(proxy: Proxy, query: Query) -> Page:
+    """Where a connection would go, decision by decision."""
+    try:
+        question = Question(
+            source=_source(query.get("source") or ""),
+            destination=SocketAddress.parse(query.get("destination") or ""),
+            identity=query.get("identity") or "",
+            listener=query.get("listener") or "",
+        )
+    except ValueError as error:
+        return text(f"{error}\n{_USAGE}", 400)
+    configuration = Configuration(
+        proxy.listeners.active,
+        proxy.clusters.get,
+        proxy.settings.switches.tunnel_source is TunnelSource.CLIENT_POD,
+    )
+    try:
+        answer = explain(question, configuration)
+    except LookupError as error:
+        return text(f"{error.args[0]}\n", 404)
+    return text(format_json(answer), content_type=JSON)
+
+
+def _source(given: str) -> SocketAddress:
+    """An address, with or without a port."""
+    try:
+        return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
+    except ValueError:
+        return SocketAddress.parse(given)

@@ -1,0 +1,65 @@
+"""What the process knows about itself: memory, version, certificates about to expire; and ``server.*`` gauges."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from OpenSSL import SSL
+
+from ztunnel import __version__
+
+if TYPE_CHECKING:
+    from ztunnel.envoy.app import Proxy
+
+DISTRIBUTION = "ztunnel-py"
+_STATUS = Path("/proc/self/status")
+
+
+def version() -> str:
+    """Like Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``; there is no commit in a distribution."""
+    library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
+    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{library.replace(' ', '-')}"
+
+
+def memory() -> dict[str, int]:
+    """Bytes by the field names of ``/memory``; what CPython has no notion of is 0.
+
+    ``allocated`` is anonymous resident memory, ``heap_size`` the data segment, ``total_physical_bytes`` all
+    resident memory.
+    """
+    found: dict[str, int] = {}
+    for line in _STATUS.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if rest.endswith(" kB"):
+            found[name] = int(rest.split()[0]) * 1024
+    return {
+        "allocated": found.get("RssAnon", 0),
+        "heap_size": found.get("VmData", 0),
+        "pageheap_unmapped": 0,
+        "pageheap_free": 0,
+        "total_thread_cache": 0,
+        "total_physical_bytes": found.get("VmRSS", 0),
+    }
+
+
+def days_until_first_expiry(proxy: Proxy) -> int:
+    """Whole days until the first certificate in use expires, 0 when one has; the largest value without any."""
+    from ztunnel.envoy.admin.certs import certificates_in_use
+
+    now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
+    days = [(certificate.not_valid_after_utc - now).days for certificate in certificates_in_use(proxy)]
+    return max(0, min(days, default=2**32 - 1))
+
+
+def register(proxy: Proxy) -> None:
+    """Enter the gauges of ``server.`` that need the operating system or the whole proxy."""
+    scope = proxy.stats.scope("server")
+    scope.gauge("memory_allocated", lambda: float(memory()["allocated"]))
+    scope.gauge("memory_heap_size", lambda: float(memory()["heap_size"]))
+    scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
+    scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
+    # Envoy's is the begin of its commit; ours is the version, two digits each.
+    parts = [int(part) if part.isdigit() else 0 for part in __version__.split(".")[:3]]
+    scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

@@ -1,0 +1,44 @@
+"""``/healthz/ready``: whether the node's traffic can be carried, in the words of Rust ztunnel's server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ztunnel.http.page import PLAIN, Page, PageRequest, printable, text
+
+if TYPE_CHECKING:
+    from ztunnel.envoy.app import Proxy
+    from ztunnel.envoy.upstream.cluster import LiveCluster
+
+#: A kubelet shows the answer in an event; a list of every cluster would not help there.
+_MOST_NAMES = 10
+
+
+def page(proxy: Proxy, request: PageRequest) -> Page:
+    """Answer of the readiness server."""
+    if request.path != "/healthz/ready":
+        return text("", 404, PLAIN)
+    if request.method not in ("GET", "HEAD"):
+        return text("", 405, PLAIN)
+    state = proxy.state
+    if state == "LIVE":
+        return text("ready\n", content_type=PLAIN)
+    if state == "DRAINING":
+        return text("not ready, draining\n", 500, PLAIN)
+    return text(f"not ready, pending: {', '.join(pending(proxy))}\n", 500, PLAIN)
+
+
+def pending(proxy: Proxy) -> list[str]:
+    """What the start still waits for, sorted; never empty before the proxy is live."""
+    waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
+    waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
+    if not waiting:
+        return ["clusters" if proxy.state == "PRE_INITIALIZING" else "listeners"]
+    waiting.sort()
+    more = len(waiting) - _MOST_NAMES
+    return [*waiting[:_MOST_NAMES], f"{more} more"] if more > 0 else waiting
+
+
+def unready_clusters(proxy: Proxy) -> list[LiveCluster]:
+    """Clusters that wait for endpoints or secrets; a static one is in use while it does."""
+    return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

@@ -1,0 +1,353 @@
+"""The proxy as a whole: builds and owns every object, starts them in Envoy's order, takes them down again."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+from hbone.aio.connection import ConnectionSettings
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
+from hbone.settings import server_settings
+from xds.aio.client import AdsClient, PerTypeClient
+from xds.aio.file import FileSource as FileWatcher
+from xds.dialects.envoy import Surroundings
+from xds.model.tls import FileSource, GrpcSource
+from xds.proto import registry
+from xds.protocol.resource import ResourceSource, Update
+from ztunnel.dataplane.resolver import Resolver
+from ztunnel.envoy.admin.server import AdminServer
+from ztunnel.envoy.bootstrap import BootstrapConfig, Discovery
+from ztunnel.envoy.connections import Connections
+from ztunnel.envoy.datapath import Datapath, Timeouts
+from ztunnel.envoy.internal import InternalListeners
+from ztunnel.envoy.listeners import manager as listener_manager
+from ztunnel.envoy.listeners.manager import ListenerManager
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.settings import Settings, TunnelSource
+from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.envoy.terminate import Terminator
+from ztunnel.envoy.upstream import manager as cluster_manager
+from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.envoy.upstream.connect import Connector
+from ztunnel.envoy.upstream.grpc import GrpcClusters, tls_of
+from ztunnel.envoy.upstream.manager import ClusterManager
+from ztunnel.runtime import heap
+from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+#: Envoy's defaults, which cut tunnels; off unless the switch asks for them.
+_ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
+#: Ports of tunnels that come back to this proxy: to itself, and by the node's NAT rule for node-local ones.
+_SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
+
+
+class State(StrEnum):
+    """How far the start has come; ``/ready`` says it."""
+
+    PRE_INITIALIZING = "PRE_INITIALIZING"
+    INITIALIZING = "INITIALIZING"
+    LIVE = "LIVE"
+    DRAINING = "DRAINING"
+
+
+class Proxy:
+    """One proxy process.
+
+    Everything public is for the admin server and for tests.
+    """
+
+    def __init__(self, settings: Settings, bootstrap: BootstrapConfig, *, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self.bootstrap = bootstrap
+        self.clock: Clock = clock or SystemClock()
+        self.started = self.clock.monotonic()
+        self.started_at = self.clock.wall()
+        self.stats = Stats()
+        self.connections = Connections()
+        self.failing_health_checks = False
+        self._state = State.PRE_INITIALIZING
+        self._stop = asyncio.Event()
+        self._tasks = Tasks("proxy")
+        self._discovered: dict[str, asyncio.Event] = {"lds": asyncio.Event(), "cds": asyncio.Event()}
+        self._build()
+
+    def _build(self) -> None:
+        settings, switches = self.settings, self.settings.switches
+        node = self.bootstrap.message.node
+        cluster_id = (
+            node.metadata.fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in node.metadata.fields else ""
+        )
+        self._surroundings = surroundings = Surroundings(
+            read_file=lambda path: Path(path).read_bytes(),
+            environment=os.environ,
+            cluster_id=cluster_id or "Kubernetes",
+        )
+        rng = random.Random()
+        self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
+        self._housekeeper = heap.Housekeeper(self.poller)
+        self.logs = AccessLogs(self.stats, settings.log_flush_s)
+        self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
+        self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
+        # One stream per subscription; nothing connects before something subscribes.
+        targets = self.bootstrap.targets
+        self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
+        self._streams = {
+            GrpcSource(name, delta): PerTypeClient(
+                target.address, node, delta=delta, connect=self._grpc.connect(name)
+            )
+            for name, target in targets.items()
+            for delta in (False, True)
+        }
+        self.ads = self._ads_client()
+        self.sources = Sources(self.ads, self._open_file, self._open_stream)
+        self.secrets = SecretStore(self.sources, surroundings, self.stats, self.clock)
+        surround = Surround(
+            sources=self.sources,
+            secrets=self.secrets,
+            stats=self.stats,
+            clock=self.clock,
+            rng=rng,
+            resolver=Resolver(),
+            strict_tls=switches.strict_tls,
+        )
+        self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
+        self.datapath = Datapath(
+            connections=self.connections,
+            poller=self.poller,
+            clock=self.clock,
+            timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
+            tunnel_settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
+        )
+        self.listeners = ListenerManager(
+            surroundings=surroundings,
+            sources=self.sources,
+            secrets=self.secrets,
+            stats=self.stats,
+            logs=self.logs,
+            clock=self.clock,
+            poller=self.poller,
+            connections=self.connections,
+            accepted=self.datapath.accepted,
+            drain_s=settings.drain_s,
+        )
+        internal = InternalListeners(
+            self.listeners,
+            self.connections,
+            self.clock,
+            _SHORTCUT_PORTS if switches.node_local_shortcut else {},
+        )
+        self.connector = Connector(
+            self.clusters,
+            internal,
+            self.poller,
+            rng,
+            keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
+            early_data=switches.early_data,
+        )
+        internal.terminator = self.datapath.terminator = Terminator(
+            self.clusters,
+            self.connector,
+            check_authority=switches.check_authority,
+            own_ports=lambda: self.listeners.own_ports,
+            judge_ports=switches.judge_ports,
+        )
+        self.datapath.connector = self.connector
+        self.datapath.listeners = self.listeners
+        self._server_stats()
+
+    def _server_stats(self) -> None:
+        scope = self.stats.scope("server")
+        states = {State.LIVE: 0, State.DRAINING: 1, State.PRE_INITIALIZING: 2, State.INITIALIZING: 3}
+        scope.gauge("live", lambda: float(self.state is State.LIVE))
+        scope.gauge("state", lambda: float(states[self.state]))
+        scope.gauge("uptime", lambda: float(int(self.clock.monotonic() - self.started)))
+        scope.gauge("concurrency", lambda: 1.0)
+        scope.gauge("total_connections", lambda: float(len(self.connections)))
+        scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
+        if self.ads is not None:
+            plane, stats = self.ads.stats, self.stats.scope("control_plane")
+            stats.gauge("connected_state", lambda: float(plane.connected_state))
+            stats.gauge("pending_requests", lambda: float(plane.pending_requests))
+            stats.gauge("rate_limit_enforced", lambda: float(plane.rate_limit_enforced))
+            stats.text("identifier", lambda: plane.identifier)
+
+    # Sources
+
+    def _ads_client(self) -> AdsClient | None:
+        ads = self.bootstrap.ads
+        if ads is None:
+            return None
+        target = self.bootstrap.targets[ads.cluster]
+        tls_of(target, self._surroundings)  # what is wrong with it is so now, not at the first attempt
+        return AdsClient(
+            target.address,
+            self.bootstrap.message.node,
+            delta=ads.delta,
+            node_on_first_only=self.bootstrap.node_on_first_only,
+            connect=self._grpc.connect(ads.cluster),
+        )
+
+    def _open_file(self, source: FileSource) -> ResourceSource:
+        return self._files.at(source.path, source.watched_directory or None)
+
+    def _open_stream(self, source: GrpcSource) -> ResourceSource:
+        stream = self._streams.get(source)
+        if stream is None:
+            raise LookupError(f"no static cluster '{source.cluster}' with one endpoint for its stream")
+        return stream
+
+    def _count_unknown_fields(self, path: str, fields: tuple[str, ...]) -> None:
+        self.unknown_fields.value += len(fields)
+        log.warning("%s: %d fields no message has, first %s; ignored", path, len(fields), fields[0])
+
+    def _retire_cluster(self, cluster: LiveCluster) -> None:
+        """A cluster was replaced or removed: no new work, what runs ends by itself."""
+        self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
+
+    async def _close_cluster(self, cluster: LiveCluster) -> None:
+        pool = self.connector.retire(cluster)
+        if pool is not None:
+            pool.drain()
+        await cluster.close()
+
+    # State
+
+    @property
+    def state(self) -> State:
+        """What ``/ready`` says."""
+        return State.DRAINING if self.failing_health_checks or self._stop.is_set() else self._state
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
+        self._stop.set()
+
+    # Running
+
+    async def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            ConfigError, TproxyError: something static cannot be had.
+        """
+        heap.expect_growth()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.shut_down)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.logs.close)
+            stack.callback(self.poller.close)
+            stack.callback(self._housekeeper.close)
+            stack.push_async_callback(self._close_pools)
+            stack.push_async_callback(self.datapath.close)
+            stack.push_async_callback(self.clusters.close)
+            stack.push_async_callback(self.listeners.close)
+            stack.push_async_callback(self._tasks.close)
+            await stack.enter_async_context(AdminServer(self))
+            await stack.enter_async_context(self._files)
+            self._tasks.start(self._flush_logs(), "access log flush")
+            stack.callback(self._grpc.close)
+            for stream in self._streams.values():
+                await stack.enter_async_context(stream)
+            if self.ads is not None:
+                await stack.enter_async_context(self.ads)
+            self._add_static()
+            start = self._tasks.start(self._start(), "start")
+            await self._stop.wait()
+            start.cancel()
+            await self._drain()
+
+    def _add_static(self) -> None:
+        static = self.bootstrap.message.static_resources
+        for secret in static.secrets:
+            self.secrets.add_static(registry.pack(secret))
+        for cluster in static.clusters:
+            self.clusters.add_static(registry.pack(cluster))
+        for listener in static.listeners:
+            self.listeners.add_static(registry.pack(listener))
+
+    async def _start(self) -> None:
+        """Clusters, then listeners; nothing listens before everything is warm."""
+        self._discover(
+            "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
+        )
+        await self._discovered["cds"].wait()
+        await self.clusters.initialised()
+        self._state = State.INITIALIZING
+        log.info("clusters are initialised; asking for listeners")
+        self._discover(
+            "lds", self.bootstrap.lds, listener_manager.TYPE_URL, self.listeners.receive, "listener_manager"
+        )
+        await self._discovered["lds"].wait()
+        await self.listeners.warmed()
+        self.listeners.start()
+        heap.settle()
+        self._state = State.LIVE
+        startup_ms = int((self.clock.monotonic() - self.started) * 1000)
+        log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
+
+    def _discover(
+        self,
+        kind: str,
+        discovery: Discovery | None,
+        type_url: str,
+        receive: Callable[[Update], Awaitable[None]],
+        scope: str,
+    ) -> None:
+        done = self._discovered[kind]
+        if discovery is None:
+            done.set()
+            return
+
+        async def received(update: Update) -> None:
+            try:
+                await receive(update)
+            finally:
+                done.set()
+                self._housekeeper.changed()
+
+        subscription = self.sources.of(discovery.source).subscribe(
+            type_url,
+            None,
+            received,
+            initial_fetch_timeout_s=discovery.timeout_s,
+            on_initial_timeout=done.set,
+        )
+        self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
+
+    async def _flush_logs(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.log_flush_s)
+            self.logs.flush()
+
+    async def _drain(self) -> None:
+        """Leave what is new to a successor, stop accepting, say GOAWAY, give what runs until the deadline."""
+        deadline_s = self.clock.monotonic() + self.settings.shutdown_s
+        log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
+        await self.listeners.hand_over()
+        self.listeners.stop()
+        await asyncio.sleep(0)  # what was accepted just now enters the table
+        for connection in self.connections:
+            connection.leave()
+        await self.connections.drained(max(deadline_s - self.clock.monotonic(), 0.0))
+        left = len(self.connections)
+        if left:
+            log.warning("drain duration expired with %d connections, closing them", left)
+            for connection in self.connections:
+                if connection.abort is not None:
+                    connection.abort("connection closed due to connection drain")
+            await asyncio.sleep(0)
+
+    async def _close_pools(self) -> None:
+        for pool in list(self.connector.pools.values()):
+            await pool.close()

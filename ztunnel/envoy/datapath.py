@@ -1,0 +1,550 @@
+"""START HERE: the life of one connection, from accept to its last log line.
+
+:meth:`Datapath.accepted` is called for each socket; what follows reads top to bottom: listener filters, filter
+chain, then either :meth:`_proxy` (bytes go to a cluster, plainly or in a tunnel) or :meth:`_terminate` (bytes are
+tunnels that end here). Policies are judged before anything is opened on behalf of the client. Leaving
+``_serve`` is the only place where an error becomes flags, counters and log lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, RelayEnd, relay
+from hbone.aio.server import Request, serve_connection
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
+from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken, TunnelClosed
+from hbone.tls import PeerFacts
+from tproxy.aio.sockets import is_transparent
+from xds.model import listener as model
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from ztunnel.envoy.connections import Connections, LiveConnection
+from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
+from ztunnel.envoy.listeners.filters import (
+    FilterClosed,
+    annotate,
+    inspect_http,
+    inspect_tls,
+    plain_address,
+    restore,
+    take_proxy_header,
+)
+from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.listeners.manager import ListenerManager
+from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused
+from ztunnel.envoy.secrets.verify import subject_alt_names
+from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
+from ztunnel.envoy.terminate import Answer, RequestRefused, Terminator
+from ztunnel.envoy.upstream.connect import Connector, Upstream
+from ztunnel.runtime.clock import Clock, utc
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Limits that are Envoy's and bite tunnels; ``None`` leaves them off unless the configuration sets them."""
+
+    route_s: float | None = None
+    stream_idle_s: float | None = None
+
+
+class Datapath:
+    """Carries connections.
+
+    Args:
+        listeners: for hand-off between listeners; set after construction, since it needs :meth:`accepted`.
+        connector: opens upstreams.
+        terminator: ends tunnels.
+        timeouts: see there.
+        tunnel_settings: HTTP/2 settings of connections that bring tunnels.
+    """
+
+    listeners: ListenerManager
+    connector: Connector
+    terminator: Terminator
+
+    def __init__(
+        self,
+        *,
+        connections: Connections,
+        poller: Poller,
+        clock: Clock,
+        timeouts: Timeouts,
+        tunnel_settings: ConnectionSettings,
+    ) -> None:
+        self._connections = connections
+        self._poller = poller
+        self._clock = clock
+        self._timeouts = timeouts
+        self._tunnel_settings = tunnel_settings
+        self._tasks = Tasks("connections")
+
+    # Accepting
+
+    def accepted(self, listener: LiveListener, sock: socket.socket, peer: tuple[str, int]) -> None:
+        """Take an accepted socket; returns at once."""
+        try:
+            source, local = plain_address(peer), plain_address(sock.getsockname())
+        except (OSError, ValueError):
+            sock.close()  # the client was gone before we looked
+            return
+        info = StreamInfo(
+            connection_id=self._connections.next_id(),
+            facts=ConnectionFacts(source=source, direct_source=source, destination=local),
+            started=self._clock.monotonic(),
+            started_at=self._clock.wall(),
+            listener=listener.name,
+        )
+        self._tasks.run(self._poller, self._serve(listener, sock, info), f"{info.connection_id}")
+
+    async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo) -> None:
+        end = PlainSocket(sock, self._poller)
+        connection = self._connections.add(info, listener)
+        connection.abort = self._cancel_current(info)
+        owner = listener
+        owner.opened()
+        hop = Hop(info, self._clock, listener_sinks=listener.sinks)
+        try:
+            listener = await self._filter(listener, end, info)
+            if listener is not owner:
+                owner.closed()
+                owner = connection.owner = listener
+                owner.opened()
+                hop.listener_sinks = listener.sinks
+                info.listener = listener.name
+            chain = self._choose_chain(listener, info)
+            connection.chain = chain
+            hop.filter_sinks = chain.sinks
+            if chain.manager is not None:
+                await self._terminate(hop, connection, listener, chain, end)
+            else:
+                await self._proxy(hop, connection, listener, chain, end)
+        except Refused as error:
+            hop.refused(error)
+            if isinstance(error, NoFilterChain):
+                listener.no_filter_chain_match.value += 1
+        except FilterClosed as error:
+            info.termination_details = str(error)
+        except OSError as error:
+            info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            log.debug("connection %d: %s", info.connection_id, error)
+        finally:
+            end.close()
+            self._connections.remove(connection)
+            connection.abort = connection.drain = None
+            owner.closed()
+            hop.finish()
+
+    @staticmethod
+    def _cancel_current(info: StreamInfo) -> Callable[[str], None]:
+        """How to end the connection while nothing flows yet: cancel what it waits for."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def abort(reason: str) -> None:
+            info.termination_details = reason
+            task.cancel(reason)
+
+        return abort
+
+    async def _filter(self, listener: LiveListener, end: PlainSocket, info: StreamInfo) -> LiveListener:
+        """Run the listener filters, and hand the connection to another listener if they say so."""
+        transparent = listener.model.transparent or is_transparent(end.sock)
+        if listener.model.use_original_dst:
+            restore(end, info, transparent=transparent)
+            listener = self.listeners.hand_off(info.destination, listener)
+        try:
+            if listener.reads_bytes and listener.model.listener_filters_timeout_s:
+                async with asyncio.timeout(listener.model.listener_filters_timeout_s):
+                    await self._run_filters(listener, end, info, transparent=transparent)
+            else:
+                await self._run_filters(listener, end, info, transparent=transparent)
+        except TimeoutError:
+            listener.pre_cx_timeout.value += 1
+            if not listener.model.continue_on_filter_timeout:
+                raise FilterClosed("listener filters timed out") from None
+        return listener
+
+    @staticmethod
+    async def _run_filters(
+        listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
+    ) -> None:
+        for entry, found in listener.filters:
+            if entry.disabled is not None and entry.disabled.holds(info.destination.port):
+                continue
+            match found:
+                case None:
+                    listener.extension_config_missing.value += 1
+                    raise FilterClosed(f"the configuration of filter {entry.name} has not arrived")
+                case model.OriginalDst():
+                    if not info.restored:
+                        restore(end, info, transparent=transparent)
+                case model.TlsInspector():
+                    await inspect_tls(end, info)
+                case model.HttpInspector():
+                    await inspect_http(end, info)
+                case model.ProxyProtocol():
+                    await take_proxy_header(found, end, info)
+                case _:
+                    annotate(found, info)
+
+    @staticmethod
+    def _choose_chain(listener: LiveListener, info: StreamInfo) -> LiveChain:
+        chain = listener.chain_for(info.facts)
+        if chain is None:
+            raise NoFilterChain()
+        info.chain = chain.name
+        return chain
+
+    # Outbound, passthrough and plaintext inbound: bytes to a cluster
+
+    async def _proxy(
+        self, hop: Hop, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
+    ) -> None:
+        proxy = chain.proxy
+        assert proxy is not None
+        downstream: End = end
+        if chain.tls is not None:
+            downstream = await self._accept_tls(hop.info, listener, chain, end)
+        try:
+            chain.judge(hop.info)
+            chain.set_filter_state(hop.info)
+            proxy.cx_total.value += 1
+            upstream = await self.connector.open(hop, proxy, downstream)
+            try:
+                await self._carry(hop, connection, proxy, downstream, upstream)
+            finally:
+                upstream.close()
+                for inner in upstream.hops:
+                    inner.finish()
+        finally:
+            downstream.close()
+
+    async def _carry(
+        self,
+        hop: Hop,
+        connection: LiveConnection,
+        proxy: LiveTcpProxy,
+        downstream: End,
+        upstream: Upstream,
+    ) -> None:
+        """Relay until both sides are done; then everything is counted, for each hop."""
+        counts = ByteCounts()
+        settings = proxy.model
+        running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
+        connection.abort = running.abort
+        connection.counts = counts
+        connection.inner = [inner.info for inner in upstream.hops]
+        limit = None
+        if settings.max_duration_s:
+            limit = self._poller.loop.call_later(settings.max_duration_s, running.abort, "max duration")
+        try:
+            ended = await running
+        finally:
+            connection.abort = None
+            if limit is not None:
+                limit.cancel()
+            received, sent = counts.sent, counts.received
+            for each in (hop, *upstream.hops):
+                each.info.bytes_received = received
+                each.info.bytes_sent = sent
+            proxy.rx_bytes.value += received
+            proxy.tx_bytes.value += sent
+            cluster = self.connector.cluster(hop.info.cluster)
+            if cluster is not None:
+                cluster.stats.cx_tx_bytes.value += received
+                cluster.stats.cx_rx_bytes.value += sent
+        self._note_end(hop, proxy, ended, upstream)
+
+    @staticmethod
+    def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: Upstream) -> None:
+        """Flags and details of a relay that is over."""
+        infos = [hop.info, *(inner.info for inner in upstream.hops)]
+        flag: Flag | None = None
+        details = ""
+        if ended.timed_out:
+            proxy.idle_timeout.value += 1
+            details = "tcp_session_idle_timeout"
+        elif isinstance(ended.error, TunnelClosed):
+            details = str(ended.error)
+            if details == "max duration":
+                proxy.max_duration.value += 1
+                flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
+        elif ended.error is not None:
+            from_upstream = ended.first is upstream.end
+            flag = Flag.UPSTREAM_RESET if from_upstream else Flag.DOWNSTREAM_TERMINATED
+            if isinstance(ended.error, TunnelBroken) and ended.error.code is None and from_upstream:
+                flag = Flag.UPSTREAM_TERMINATED
+        for info in infos:
+            if flag is not None:
+                info.flags.add(flag)
+            if details:
+                info.termination_details = details
+
+    async def _accept_tls(
+        self, info: StreamInfo, listener: LiveListener, chain: LiveChain, end: PlainSocket
+    ) -> TlsSocket:
+        """The server's side of TLS, for chains that carry something else than tunnels inside."""
+        assert chain.tls is not None
+        context = chain.tls.current
+        if context is None:
+            listener.ssl.not_ready.value += 1
+            raise Refused("downstream_context_secrets_not_ready")
+        secured = TlsSocket(end.detach(), context, self._poller)
+        try:
+            facts = await secured.establish(chain.model.transport_connect_timeout_s or 10.0)
+        except BaseException as error:
+            secured.close()
+            if isinstance(error, HboneError):
+                raise _handshake_failed(info, listener, error) from error
+            raise
+        _note_peer(info, facts, chain)
+        listener.ssl.negotiated(facts.version, facts.cipher, facts.group)
+        return secured
+
+    # Inbound: tunnels that end here
+
+    async def _terminate(
+        self, hop: Hop, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
+    ) -> None:
+        manager = chain.manager
+        assert manager is not None
+        info = hop.info
+        context = None
+        if chain.tls is not None:
+            context = chain.tls.current
+            if context is None:
+                listener.ssl.not_ready.value += 1
+                raise Refused("downstream_context_secrets_not_ready")
+        denied: list[Refused] = []
+
+        def established(tunnels: Connection) -> None:
+            """Before any HTTP/2 frame is answered: who is it, and may they come in?"""
+            if tunnels.facts is not None:
+                _note_peer(info, tunnels.facts, chain)
+                listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
+            try:
+                chain.judge(info, port_known=not self.terminator.judges_ports)
+            except Refused as error:
+                denied.append(error)
+                raise
+            chain.set_filter_state(info)
+            manager.cx_total.value += 1
+            manager.cx_http2.value += 1
+            manager.cx_active.stored += 1
+            connection.abort = tunnels.abort
+            connection.drain = tunnels.drain
+            if connection.leaving:
+                connection.leave()
+
+        try:
+            await serve_connection(
+                end.detach(),
+                context,
+                self._settings_for(chain, manager),
+                self._poller,
+                lambda request: self._request(hop, chain, request),
+                on_established=established,
+            )
+        except HboneError as error:
+            if not denied:
+                raise _handshake_failed(info, listener, error) from error
+        finally:
+            if connection.drain is not None:
+                manager.cx_active.stored -= 1
+                manager.cx_destroy.value += 1
+        if denied:
+            raise denied[0]
+
+    def _settings_for(self, chain: LiveChain, manager: LiveConnectionManager) -> ConnectionSettings:
+        wanted = manager.model.http2
+        settings = self._tunnel_settings
+        if chain.model.transport_connect_timeout_s:
+            settings = replace(settings, handshake_timeout_s=chain.model.transport_connect_timeout_s)
+        http2 = settings.http2
+        if wanted.max_concurrent_streams is not None:
+            http2 = replace(http2, max_concurrent_streams=wanted.max_concurrent_streams)
+        if wanted.initial_stream_window is not None:
+            http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
+        if wanted.initial_connection_window is not None:
+            http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
+        if manager.model.max_request_headers_kb is not None:
+            http2 = replace(http2, max_header_list_bytes=manager.model.max_request_headers_kb * 1024)
+        return settings if http2 is settings.http2 else replace(settings, http2=http2)
+
+    async def _request(self, outer: Hop, chain: LiveChain, request: Request) -> None:
+        """One request of a tunnel connection: usually a CONNECT, carried to the application."""
+        head, base, manager = request.head, outer.info, chain.manager
+        assert manager is not None
+        info = StreamInfo(
+            connection_id=base.connection_id,
+            facts=base.facts,
+            started=self._clock.monotonic(),
+            started_at=self._clock.wall(),
+            listener=base.listener,
+            restored=base.restored,
+            options=base.options,
+            chain=base.chain,
+            tls=base.tls,
+            protocol="HTTP/2",
+            method=head.method.decode("latin-1"),
+            authority=(head.authority or b"").decode("latin-1"),
+            path=(head.path or b"").decode("latin-1"),
+            request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
+        )
+        hop = Hop(info, self._clock, filter_sinks=manager.sinks)
+        manager.rq_total.value += 1
+        manager.rq_active.stored += 1
+        try:
+            if head.protocol is not None:
+                raise RequestRefused(Answer(404, "route_not_found"))
+            route, upstream = await self.terminator.open(hop, chain)
+            try:
+                tunnel = request.accept(self._response_headers(manager))
+                info.response_code, info.response_details = 200, "via_upstream"
+                await self._carry_tunnel(hop, manager, route.timeout_s, route.idle_timeout_s, tunnel, upstream)
+            finally:
+                upstream.close()
+        except RequestRefused as refusal:
+            answer = refusal.answer
+            info.response_code, info.response_details = answer.status, answer.details
+            headers = [(b"content-length", str(len(answer.body)).encode()), (b"content-type", b"text/plain")]
+            request.refuse(
+                answer.status,
+                [*(headers if answer.body else ()), *self._response_headers(manager)],
+                answer.body,
+                answer.reset_code,
+            )
+        except TunnelBroken as error:
+            info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            info.response_details = f"downstream_remote_disconnect: {error}"
+        except asyncio.CancelledError:
+            info.flags.add(Flag.DOWNSTREAM_TERMINATED)
+            raise
+        finally:
+            if info.response_code:
+                manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
+            manager.rq_active.stored -= 1
+            hop.finish()
+
+    async def _carry_tunnel(
+        self,
+        hop: Hop,
+        manager: LiveConnectionManager,
+        route_timeout_s: float | None,
+        route_idle_s: float | None,
+        tunnel: End,
+        upstream: Upstream,
+    ) -> None:
+        info = hop.info
+        idle = route_idle_s if route_idle_s is not None else manager.model.stream_idle_timeout_s
+        if idle is None:
+            idle = self._timeouts.stream_idle_s
+        limit = route_timeout_s if route_timeout_s is not None else self._timeouts.route_s
+        counts = ByteCounts()
+        manager.cx_upgrades_total.value += 1
+        manager.cx_upgrades_active.stored += 1
+        running = relay(tunnel, upstream.end, counts, idle_timeout_s=idle or None)
+        timers: list[asyncio.TimerHandle] = []
+        if limit:
+
+            def half_closed(end: End, limit_s: float = limit) -> None:
+                """Envoy's route timeout runs from the end of the request."""
+                if end is tunnel:
+                    timers.append(self._poller.loop.call_later(limit_s, running.abort, "response_timeout"))
+
+            running.on_half_close = half_closed
+        try:
+            ended = await running
+        finally:
+            for timer in timers:
+                timer.cancel()
+            manager.cx_upgrades_active.stored -= 1
+            info.bytes_received, info.bytes_sent = received, sent = counts.sent, counts.received
+            manager.cx_rx_bytes.value += received
+            manager.cx_tx_bytes.value += sent
+            cluster = self.connector.cluster(info.cluster)
+            if cluster is not None:
+                cluster.stats.cx_tx_bytes.value += received
+                cluster.stats.cx_rx_bytes.value += sent
+        if ended.timed_out:
+            manager.rq_idle_timeout.value += 1
+            info.flags.add(Flag.STREAM_IDLE)
+            info.response_details = "stream_idle_timeout"
+        elif isinstance(ended.error, TunnelClosed):
+            info.response_details = str(ended.error)
+            if info.response_details == "response_timeout":
+                manager.rq_timeout.value += 1
+                info.flags.add(Flag.UPSTREAM_TIMEOUT)
+        elif ended.error is not None:
+            info.flags.add(Flag.UPSTREAM_RESET if ended.first is upstream.end else Flag.DOWNSTREAM_RESET)
+
+    def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:
+        return [_date_header(int(self._clock.wall())), manager.server_header]
+
+    # Life
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        """End every connection."""
+        await self._tasks.close()
+
+
+@lru_cache(maxsize=1)
+def _date_header(second: int) -> tuple[bytes, bytes]:
+    """The ``date`` of answers; a server writes the same one for a whole second."""
+    return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()
+
+
+def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:
+    """Enter what a handshake proved."""
+    dns: tuple[str, ...] = ()
+    subject = ""
+    if facts.certificate is not None:
+        with suppress(ValueError):
+            dns = tuple(text for kind, text in subject_alt_names(facts.certificate) if kind == "dns")
+        subject = facts.certificate.subject.rfc4514_string()
+        if facts.chain:
+            info.facts.peer = PeerCertificate(uri_sans=facts.uri_sans, dns_sans=dns, subject=subject)
+    info.tls = TlsFacts(
+        version=facts.version,
+        cipher=facts.cipher,
+        peer_subject=subject,
+        peer_uri_sans=facts.uri_sans,
+        peer_dns_sans=dns,
+        local_uri_sans=chain.tls.local_uri_sans if chain.tls is not None else (),
+    )
+    info.facts.transport_protocol = "tls"
+
+
+def _handshake_failed(info: StreamInfo, listener: LiveListener, error: HboneError) -> Refused:
+    """Count a failed handshake by its reason."""
+    ssl = listener.ssl
+    info.downstream_failure = f"TLS_error: {error}"
+    if isinstance(error, TlsError) and not error.by_peer:
+        if error.reason is TlsReason.NO_CERT:
+            ssl.fail_verify_no_cert.value += 1
+        elif error.reason is TlsReason.SAN:
+            ssl.fail_verify_san.value += 1
+            log.info("verify cert failed: %s", error.detail)
+        elif error.reason in (TlsReason.CHAIN, TlsReason.EXPIRED, TlsReason.REVOKED):
+            ssl.fail_verify_error.value += 1
+        else:
+            ssl.connection_error.value += 1
+    elif info.tls is None:
+        ssl.connection_error.value += 1
+    return Refused()

@@ -1,0 +1,398 @@
+"""Why a connection would go where it goes: the decisions of the data path, taken again and written down. Pure.
+
+Reads the same objects by the same functions as the data path, but counts nothing, opens nothing and consults no
+balancer: every endpoint that may be chosen is followed. What the kernel decides (which listener a packet is
+diverted to) is not known here; the question may say which listener is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.cluster import Discovery, Endpoint, InternalUpstream
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.http import RouteTable
+from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
+from xds.model.matcher import IpTree, Matcher, MatcherList, hits
+from xds.model.secret import Validation
+from xds.model.tls import TlsContext
+from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
+from ztunnel.envoy.listeners.filters import annotate
+from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.outcome import UpstreamFailed
+from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.terminate import route_for
+from ztunnel.envoy.upstream.cluster import LiveCluster
+from ztunnel.envoy.upstream.connect import tunnel_request
+from ztunnel.envoy.upstream.host import Host
+from ztunnel.policy.engine import judge
+
+Answer = dict[str, Any]
+
+#: Internal listeners may lead to internal listeners; a loop of them is cut here.
+_MOST_HOPS = 4
+_BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A connection that might be.
+
+    Attributes:
+        identity: of the client, where the connection arrives in a tunnel.
+        listener: name of the listener that takes it; empty lets :func:`first_listener` find one.
+    """
+
+    source: SocketAddress
+    destination: SocketAddress
+    identity: str = ""
+    listener: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What is in force.
+
+    Attributes:
+        listeners: active ones, in order.
+        cluster: by name.
+        keep_client_address: tunnels behind an internal listener keep the client's address too.
+    """
+
+    listeners: Sequence[LiveListener]
+    cluster: Callable[[str], LiveCluster | None]
+    keep_client_address: bool = True
+
+
+def explain(question: Question, configuration: Configuration) -> Answer:
+    """The answer as plain values, ready for JSON.
+
+    Raises:
+        LookupError: the question names a listener that is not there, or there is none that could take it.
+    """
+    found, why = first_listener(question, configuration.listeners)
+    destination = question.destination
+    terminates = any(chain.manager is not None for chain in found.live_chains)
+    if terminates and found.model.addresses:
+        # The tunnel goes to the listener's port; the destination is what its request names.
+        destination = SocketAddress(destination.host, found.model.addresses[0].port)
+    facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
+    if question.identity:
+        facts.peer = PeerCertificate(uri_sans=(question.identity,))
+    info = StreamInfo(
+        connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=found.name, restored=True
+    )
+    info.authority = str(question.destination)
+    answer: Answer = {"source": str(question.source), "destination": str(question.destination)}
+    if question.identity:
+        answer["identity"] = question.identity
+    answer["listener_because"] = why
+    answer["hop"] = _Explainer(configuration).hop(found, info, depth=0)
+    return answer
+
+
+def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tuple[LiveListener, str]:
+    """The socket listener that takes the connection, and why.
+
+    Raises:
+        LookupError: none.
+    """
+    outside = [listener for listener in listeners if not listener.model.internal]
+    if question.listener:
+        for listener in listeners:
+            if listener.name == question.listener:
+                return listener, "the question names it"
+        raise LookupError(f"no listener {question.listener}")
+    if question.identity:
+        for listener in outside:
+            if any(chain.manager is not None for chain in listener.live_chains):
+                return listener, "the question has an identity, and this listener ends tunnels"
+    for listener in outside:
+        if question.destination in listener.model.addresses:
+            return listener, "it is bound to the destination"
+    for listener in outside:
+        if listener.model.use_original_dst and listener.model.matcher is not None:
+            return listener, "it restores original destinations and matches by source: what pods send"
+    for listener in outside:
+        if listener.model.use_original_dst:
+            return listener, "it restores original destinations"
+    raise LookupError("no listener takes intercepted connections")
+
+
+class _Explainer:
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+
+    def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
+        """One listener: its filters, its chain, its policies, its cluster."""
+        answer: Answer = {"listener": listener.name, "address": listener.address_text}
+        notes = list(_run_filters(listener, info))
+        if notes:
+            answer["listener_filters"] = notes
+        chain = listener.chain_for(info.facts)
+        answer["chain"] = chain.name if chain is not None else None
+        answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
+        if chain is None:
+            return answer | {"verdict": "closed: no filter chain takes it"}
+        policies, denied = _policies(chain, info)
+        if policies:
+            answer["policies"] = policies
+        if chain.tls is not None:
+            answer["tls"] = _server_tls(chain)
+        if denied is not None:
+            return answer | {"verdict": denied}
+        if chain.manager is not None:
+            return answer | self._terminated(chain, info)
+        assert chain.proxy is not None
+        chain.set_filter_state(info)
+        return answer | self._proxied(chain.proxy, info, depth)
+
+    def _proxied(self, proxy: LiveTcpProxy, info: StreamInfo, depth: int) -> Answer:
+        override = info.facts.filter_state.get("envoy.tcp_proxy.cluster")
+        if override:
+            return {
+                "cluster_because": "filter state envoy.tcp_proxy.cluster names it",
+                "clusters": [self._cluster(override, info, proxy, depth)],
+            }
+        choices = proxy.model.clusters
+        answer: Answer = {"clusters": []}
+        for choice in choices:
+            entry = self._cluster(choice.name, info, proxy, depth)
+            if len(choices) > 1:
+                entry["weight"] = choice.weight
+            answer["clusters"].append(entry)
+        return answer
+
+    def _terminated(self, chain: LiveChain, info: StreamInfo) -> Answer:
+        """A tunnel that ends here: its route, and the application behind it."""
+        manager = chain.manager
+        assert manager is not None
+        info.method = "CONNECT"
+        if not isinstance(manager.routes, RouteTable):
+            return {"verdict": "404: the route table has not arrived"}
+        route = route_for(manager.routes, info)
+        if route is None:
+            return {"verdict": "404: no route matches CONNECT"}
+        if not (route.tunnel and manager.model.allows_connect):
+            return {"verdict": "403: the route does not end tunnels"}
+        info.request_headers = (("x-envoy-original-dst-host", info.authority),)
+        clusters = [self._cluster(choice.name, info, None, depth=0) for choice in route.clusters]
+        return {"authority": info.authority, "route": route.name, "clusters": clusters}
+
+    # Upstream
+
+    def _cluster(self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int) -> Answer:
+        cluster = self._configuration.cluster(name)
+        answer: Answer = {"cluster": name}
+        if cluster is None:
+            return answer | {"verdict": "closed: there is no such cluster (NC)"}
+        model = cluster.model
+        answer |= {"type": str(model.discovery), "lb_policy": str(model.balancing.policy)}
+        hosts, because = _candidates(cluster, info)
+        answer["endpoints_because"] = because
+        answer["endpoints"] = [
+            self._endpoint(cluster, host, priority, info, proxy, depth) for host, priority in hosts
+        ]
+        if not hosts:
+            answer["verdict"] = "closed: no endpoint (UH)"
+        return answer
+
+    def _endpoint(
+        self,
+        cluster: LiveCluster,
+        host: Host,
+        priority: int,
+        info: StreamInfo,
+        proxy: LiveTcpProxy | None,
+        depth: int,
+    ) -> Answer:
+        endpoint = host.endpoint
+        answer: Answer = {
+            "address": str(endpoint.address),
+            "health": host.flags,
+            "weight": endpoint.weight,
+            "priority": priority,
+        }
+        match, transport = cluster.model.transport_socket_for(endpoint.metadata)
+        if match:
+            answer["transport_socket_match"] = match
+        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
+        if isinstance(endpoint.address, InternalAddress):
+            return answer | self._inner(cluster, host, transport, info, depth)
+        if proxy is not None and proxy.hostname is not None:
+            answer |= _tunnel(proxy, info, str(endpoint.address))
+        if isinstance(inner, TlsContext):
+            answer["tls"] = _client_tls(cluster, inner)
+        else:
+            answer["tls"] = None
+        if info.options.source is not None:
+            answer["leaves_from"] = info.options.source
+        if info.options.mark:
+            answer["mark"] = info.options.mark
+        return answer
+
+    def _inner(self, cluster: LiveCluster, host: Host, transport: object, outer: StreamInfo, depth: int) -> Answer:
+        """On through an internal listener, as :meth:`ztunnel.envoy.internal.InternalListeners.enter` does."""
+        address = host.endpoint.address
+        assert isinstance(address, InternalAddress)
+        listener = next(
+            (
+                each
+                for each in self._configuration.listeners
+                if each.model.internal and each.name == address.listener
+            ),
+            None,
+        )
+        if listener is None:
+            return {"verdict": f"closed: there is no internal listener {address.listener}"}
+        if depth >= _MOST_HOPS:
+            return {"verdict": "more internal listeners than are followed here"}
+        metadata = {}
+        if isinstance(transport, InternalUpstream):
+            of_host, of_cluster = host.endpoint.metadata, cluster.model.metadata
+            metadata = {name: of_host[name] for name in transport.host if name in of_host}
+            metadata |= {name: of_cluster[name] for name in transport.cluster if name in of_cluster}
+        facts = ConnectionFacts(
+            source=outer.facts.source,
+            direct_source=outer.facts.direct_source,
+            destination=outer.facts.destination,
+            metadata=dict(metadata),
+        )
+        info = StreamInfo(connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name)
+        if self._configuration.keep_client_address:
+            info.options = outer.options
+        return {"hop": self.hop(listener, info, depth + 1)}
+
+
+# Pieces
+
+
+def _run_filters(listener: LiveListener, info: StreamInfo) -> Iterator[str]:
+    for entry in listener.model.listener_filters:
+        found = listener.filter_of(entry)
+        if found is None:
+            yield f"{entry.name}: its configuration has not arrived; connections are closed"
+        elif isinstance(found, _BYTELESS):
+            annotate(found, info)
+            if isinstance(found, OriginalSrc):
+                yield f"{entry.name}: upstream sockets leave from {info.options.source} with mark {found.mark}"
+            elif not isinstance(found, OriginalDst) or listener.model.internal:
+                yield f"{entry.name}: destination is {info.facts.destination}"
+        else:
+            yield f"{entry.name}: reads bytes, which a question has none of"
+
+
+def chain_reasons(listener: LiveListener, facts: ConnectionFacts, chain: LiveChain | None) -> Iterator[str]:
+    """The steps that lead to a chain, one line each."""
+    if listener.model.matcher is not None:
+        yield from _matcher_steps(listener.model.matcher, facts)
+    elif chain is not None and chain.model is not listener.model.default_chain:
+        yield f"its filter_chain_match is the most specific of {len(listener.model.chains)}"
+    if chain is not None and chain.model is listener.model.default_chain:
+        yield "no other chain matches; this is the default chain"
+
+
+def _matcher_steps(matcher: Matcher, facts: ConnectionFacts) -> Iterator[str]:
+    lookup = matcher.lookup
+    found = hits(lookup, facts)
+    if isinstance(lookup, MatcherList):
+        shown = f"list of {len(lookup.matchers)} predicates"
+    else:
+        entries = len(lookup.ranges) if isinstance(lookup, IpTree) else len(lookup.entries)
+        shown = f"{lookup.input.kind.value} {lookup.input.read(facts)} among {entries}"
+    for hit in found:
+        if isinstance(hit.target, str):
+            yield f"{shown}: {hit.target}"
+            if not hit.keep_matching:
+                return
+        else:
+            yield f"{shown}: found"
+            yield from _matcher_steps(hit.target, facts)
+            if hit.target.evaluate(facts) is not None and not hit.keep_matching:
+                return
+    if not found:
+        yield f"{shown}: not found"
+    fallback = matcher.on_no_match
+    if fallback is None:
+        return
+    if isinstance(fallback.target, str):
+        yield f"on no match: {fallback.target}"
+    else:
+        yield "on no match: go on"
+        yield from _matcher_steps(fallback.target, facts)
+
+
+def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | None]:
+    """What each RBAC filter says, and the verdict when one denies."""
+    shown: list[Answer] = []
+    for rbac in chain.rbac:
+        rules = rbac.model.rules
+        if rules is None:
+            continue
+        decision = judge(rules, info.facts)
+        shown.append({"allowed": decision.allowed, "policy": decision.policy or None})
+        if not decision.allowed and not rbac.model.log_only:
+            return shown, f"closed: rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
+    return shown, None
+
+
+def _candidates(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
+    """Hosts that may be chosen with their priority, and why these."""
+    if cluster.model.discovery is Discovery.ORIGINAL_DST:
+        return _original(cluster, info)
+    hosts = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
+    usable = sum(host.healthy for host, _ in hosts)
+    return hosts, f"{len(hosts)} endpoints, {usable} healthy, one is chosen per connection"
+
+
+def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
+    before = cluster.stats.original_dst_host_invalid.value
+    address = cluster.original_address(info)
+    cluster.stats.original_dst_host_invalid.value = before  # a question is no connection
+    if address is None:
+        return [], "ORIGINAL_DST: the connection has no original destination"
+    known = next((host for host in cluster.all_hosts if host.endpoint.key == str(address)), None)
+    host = known or Host(Endpoint(address=address))
+    override = cluster.model.original_dst
+    port = f", port overridden to {override.port_override}" if override and override.port_override else ""
+    return [(host, 0)], f"ORIGINAL_DST: the connection's own destination{port}"
+
+
+def _tunnel(proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
+    try:
+        authority, headers = tunnel_request(proxy, info)
+    except UpstreamFailed as error:
+        return {"verdict": f"closed: {error}"}
+    shown = [f"{name}: {value}" for name, value in headers]
+    return {"tunnel": {"address": address, "authority": authority, "headers": shown}}
+
+
+def _client_tls(cluster: LiveCluster, model: TlsContext) -> Answer:
+    context = cluster.context(model)
+    if context.current is None:
+        return {"verdict": "closed: secrets are missing", "awaits": [ref.name for ref in model.secret_refs]}
+    return {"identity": list(context.local_uri_sans), "verifies": _verification(context.validation)}
+
+
+def _server_tls(chain: LiveChain) -> Answer:
+    context = chain.tls
+    assert context is not None
+    if context.current is None:
+        awaited = [ref.name for ref in chain.model.secret_refs]
+        return {"verdict": "closed: secrets are missing", "awaits": awaited}
+    return {
+        "identity": list(context.local_uri_sans),
+        "requires_client_certificate": context.model.require_peer_certificate,
+        "verifies": _verification(context.validation),
+    }
+
+
+def _verification(validation: Validation | None) -> list[str] | None:
+    """What is demanded of the peer's certificate; ``None`` demands nothing."""
+    if validation is None or validation.trusted_ca_pem is None:
+        return None
+    names = [f"{san.san_type} {san.match.kind} {san.match.value}" for san in validation.san_matches]
+    return ["a trusted root", *names]

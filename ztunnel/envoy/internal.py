@@ -1,0 +1,263 @@
+"""Connections that never leave the process: internal listeners, and tunnels between two pods of this node."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.http import HttpConnectionManager
+from ztunnel.envoy.connections import Connections
+from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
+from ztunnel.envoy.listeners.filters import annotate
+from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.outcome import Hop, Refused, UpstreamFailed
+from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.secrets.verify import san_matches
+from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
+from ztunnel.envoy.terminate import RequestRefused, Terminator
+from ztunnel.envoy.upstream.connect import Upstream
+from ztunnel.runtime.clock import Clock
+
+_CLIENT_ADDRESS = "envoy://internal_client_address/"
+
+
+class Listeners(Protocol):
+    """What is needed of the listener manager."""
+
+    def internal(self, name: str) -> LiveListener | None:
+        """The internal listener of that name, while it takes connections."""
+
+    def listening_on(self, port: int) -> LiveListener | None:
+        """The socket listener on a port."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A connection that entered an internal listener."""
+
+    hop: Hop
+    proxy: LiveTcpProxy
+    close: Callable[[], None]
+
+
+@dataclass(slots=True)
+class InternalListeners:
+    """Hops inside the process.
+
+    Args:
+        listeners: by name and by port.
+        connections: gives connection ids.
+        clock: for start times.
+        shortcut_ports: destination ports of tunnels that come back to this very proxy, and the listener port
+            they come back to (15008, and 15088 by the NAT rule of the node). Empty switches the short cut off.
+    """
+
+    listeners: Listeners
+    connections: Connections
+    clock: Clock
+    shortcut_ports: Mapping[int, int] = field(default_factory=dict)
+    terminator: Terminator | None = None
+    _agreements: "weakref.WeakKeyDictionary[LiveContext, dict[LiveContext, tuple[object, bool]]]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def enter(
+        self,
+        address: InternalAddress,
+        outer: StreamInfo,
+        metadata: Mapping[str, Mapping[str, Any]],
+        shared: tuple[tuple[str, bool], ...],
+        *,
+        keep_options: bool,
+    ) -> Entry | None:
+        """Open a connection to an internal listener; ``None`` when there is none, or no chain takes it.
+
+        Args:
+            address: the endpoint.
+            outer: the hop that connects.
+            metadata: what its transport socket passes on.
+            shared: and of its filter state, as ``ConnectionFacts.shared_state`` has it.
+            keep_options: carry the client's address on, which Envoy's internal connections lose.
+        """
+        listener = self.listeners.internal(address.listener)
+        if listener is None:
+            return None
+        facts = ConnectionFacts(
+            source=outer.facts.source,
+            direct_source=outer.facts.direct_source,
+            destination=outer.facts.destination,
+            metadata=dict(metadata),
+            filter_state={key: outer.facts.filter_state[key] for key, _ in shared},
+            shared_state=tuple([entry for entry in shared if entry[1]]),
+        )
+        info = StreamInfo(
+            connection_id=self.connections.next_id(),
+            facts=facts,
+            started=self.clock.monotonic(),
+            started_at=self.clock.wall(),
+            listener=listener.name,
+            remote_text=_CLIENT_ADDRESS,
+            options=outer.options if keep_options else UpstreamOptions(),
+        )
+        hop = Hop(info, self.clock, listener_sinks=listener.sinks)
+        listener.opened()
+        for _, filter_ in listener.filters:
+            if filter_ is not None:
+                annotate(filter_, info)
+        chain = listener.chain_for(facts)
+        if chain is None or chain.proxy is None or chain.tls is not None:
+            listener.no_filter_chain_match.value += chain is None
+            listener.closed()
+            hop.finish()
+            return None
+        info.chain = chain.name
+        hop.filter_sinks = chain.sinks
+        try:
+            chain.judge(info)
+        except Refused as error:
+            hop.refused(error)
+            listener.closed()
+            hop.finish()
+            return None
+        chain.set_filter_state(info)
+        return Entry(hop, chain.proxy, listener.closed)
+
+    async def shortcut(
+        self,
+        hop: Hop,
+        client: LiveContext | None,
+        address: SocketAddress,
+        authority: str,
+        headers: list[tuple[str, str]],
+    ) -> Upstream | None:
+        """Join a tunnel to a pod of this node in-process, if its far end is one.
+
+        Both handshakes are judged as TLS would: the client's certificate by the inbound chain's names, the
+        server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
+
+        Returns:
+            The connection to the application, or ``None`` when the tunnel must go over the wire.
+
+        Raises:
+            UpstreamFailed: the inbound side refuses.
+        """
+        port = self.shortcut_ports.get(address.port)
+        if port is None or client is None or self.terminator is None:
+            return None
+        listener = self.listeners.listening_on(port)
+        if listener is None or not listener.model.serves(address.host):
+            return None
+        outer = hop.info
+        source = SocketAddress(outer.options.source or outer.source.host, outer.source.port)
+        facts = ConnectionFacts(
+            source=source,
+            direct_source=source,
+            destination=SocketAddress(address.host, port),
+            transport_protocol="tls",
+            application_protocols=("h2",),
+        )
+        chain = listener.chain_for(facts)
+        if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
+            return None
+        if not self._would_shake_hands(client, chain.tls):
+            return None  # the wire refuses it with the right alert and counters
+        facts.peer = PeerCertificate(uri_sans=client.local_uri_sans)
+        inbound = self._inbound_hop(listener, chain, facts, authority, headers)
+        inbound.info.options = listener.options_for(inbound.info)
+        return await self._join(inbound, listener, chain, client)
+
+    def _would_shake_hands(self, client: LiveContext, server: LiveContext) -> bool:
+        """The answer for two contexts, asked again when either changed or half a minute has passed."""
+        agreements = self._agreements.setdefault(client, {})
+        state = (client.generation, server.generation, int(self.clock.monotonic() // 30))
+        known = agreements.get(server)
+        if known is None or known[0] != state:
+            now = datetime.fromtimestamp(self.clock.wall(), UTC)
+            known = agreements[server] = (state, _would_shake_hands(client, server, now))
+        return known[1]
+
+    def _inbound_hop(
+        self,
+        listener: LiveListener,
+        chain: LiveChain,
+        facts: ConnectionFacts,
+        authority: str,
+        headers: list[tuple[str, str]],
+    ) -> Hop:
+        info = StreamInfo(
+            connection_id=self.connections.next_id(),
+            facts=facts,
+            started=self.clock.monotonic(),
+            started_at=self.clock.wall(),
+            listener=listener.name,
+            restored=True,
+            chain=chain.name,
+            protocol="HTTP/2",
+            method="CONNECT",
+            authority=authority,
+            request_headers=tuple(headers),
+        )
+        return Hop(info, self.clock, listener_sinks=(), filter_sinks=chain.sinks)
+
+    async def _join(self, hop: Hop, listener: LiveListener, chain: LiveChain, client: LiveContext) -> Upstream:
+        manager, info = chain.manager, hop.info
+        assert manager is not None
+        assert chain.tls is not None
+        assert self.terminator is not None
+        info.tls = TlsFacts(
+            version="in-process",
+            peer_uri_sans=client.local_uri_sans,
+            local_uri_sans=chain.tls.local_uri_sans,
+        )
+        listener.node_local.value += 1
+        try:
+            chain.judge(info, port_known=not self.terminator.judges_ports)
+        except Refused as error:
+            hop.refused(error)
+            hop.finish()
+            raise UpstreamFailed("connection_termination") from error
+        manager.rq_total.value += 1
+        manager.rq_active.stored += 1
+        try:
+            _, upstream = await self.terminator.open(hop, chain)
+        except RequestRefused as refusal:
+            manager.rq_active.stored -= 1
+            info.response_code = refusal.answer.status
+            info.response_details = refusal.answer.details
+            hop.finish()
+            status = refusal.answer.status
+            raise UpstreamFailed(f"tunnel_response:{status}", status=status) from refusal
+        except BaseException:
+            manager.rq_active.stored -= 1
+            hop.finish()
+            raise
+        info.response_code = 200
+        info.response_details = "via_upstream"
+        manager.rq_by_class[2].value += 1
+
+        def closed() -> None:
+            manager.rq_active.stored -= 1
+
+        upstream.hops.append(hop)
+        upstream.on_close.append(closed)
+        return upstream
+
+
+def _would_shake_hands(client: LiveContext, server: LiveContext, now: datetime) -> bool:
+    """Whether two contexts of this process would accept each other's certificates."""
+    if client.current is None or server.current is None or server.validation is None:
+        return False  # an inbound chain that verifies nobody knows no peer to authorise
+    for judge, shown in ((server, client), (client, server)):
+        validation = judge.validation
+        if validation is None:
+            continue  # a client that verifies nothing accepts every server
+        if validation.certificate_hashes or validation.spki_hashes or not shown.trusted_by(validation, now):
+            return False
+        matches = validation.san_matches
+        names = shown.local_uri_sans
+        if matches and not any(san_matches(match, "uri", name) for match in matches for name in names):
+            return False
+    return True

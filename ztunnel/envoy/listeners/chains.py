@@ -1,0 +1,254 @@
+"""Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters looked up."""
+
+from dataclasses import dataclass, replace
+
+from hbone.settings import Role
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
+from xds.model.listener import FilterChain, Rbac, SharedWithUpstream, TcpProxy
+from ztunnel.envoy.outcome import Denied
+from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.telemetry.access_log import AccessLogs, LogSink
+from ztunnel.envoy.telemetry.format import Renderer, renderer
+from ztunnel.envoy.telemetry.stats import Scope, Stats, http_scope, tcp_scope
+from ztunnel.policy.engine import judge, reads_port
+
+
+class LiveRbac:
+    """One RBAC filter."""
+
+    def __init__(self, model: Rbac, stats: Stats) -> None:
+        self.model = model
+        name = f"{model.stat_prefix.removesuffix('.')}.rbac"
+        scope = stats.scope(name)
+        shadow = stats.scope(f"{name}.{model.shadow_prefix}".rstrip("."))
+        self._allowed = scope.counter("allowed")
+        self._denied = scope.counter("denied")
+        self._shadow_allowed = shadow.counter("shadow_allowed")
+        self._shadow_denied = shadow.counter("shadow_denied")
+        lists = (rules for rules in (model.rules, model.shadow) if rules is not None)
+        self.reads_port = any(reads_port(rules) for rules in lists)
+
+    def check(self, facts: ConnectionFacts) -> None:
+        """Judge a connection.
+
+        Raises:
+            Denied: with the words of Envoy's termination details.
+        """
+        model = self.model
+        if model.shadow is not None:
+            shadow = judge(model.shadow, facts)
+            (self._shadow_allowed if shadow.allowed else self._shadow_denied).value += 1
+            facts.metadata["envoy.filters.network.rbac"] = {
+                f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
+                f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
+            }
+        if model.rules is None:
+            return
+        decision = judge(model.rules, facts)
+        if model.log_only:
+            facts.metadata["envoy.common"] = {"access_log_hint": bool(decision.policy)}
+            return
+        if decision.allowed:
+            self._allowed.value += 1
+            return
+        self._denied.value += 1
+        raise Denied(f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHeader:
+    """A header of a tunnel request, ready to be printed."""
+
+    name: str
+    render: Renderer
+    action: str
+    keep_empty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """An object of ``set_filter_state``, ready to be evaluated."""
+
+    key: str
+    render: Renderer
+    skip_if_empty: bool
+    shared: SharedWithUpstream
+
+
+class LiveTcpProxy:
+    """A TCP proxy filter with its counters (``tcp.<stat prefix>.``)."""
+
+    def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
+        self.model = model
+        self.sinks: tuple[LogSink, ...] = logs.sinks(model.access_log)
+        scope = tcp_scope(stats, model.stat_prefix)
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_no_route = scope.counter("downstream_cx_no_route")
+        self.rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
+        self.tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
+        self.idle_timeout = scope.counter("idle_timeout")
+        self.max_duration = scope.counter("max_downstream_connection_duration")
+        scope.gauge("downstream_cx_rx_bytes_buffered")
+        scope.gauge("downstream_cx_tx_bytes_buffered")
+        #: Endpoint metadata to restrict each cluster to.
+        self.subsets = {c.name: c.metadata_match or model.metadata_match for c in reversed(model.clusters)}
+        self.hostname: Renderer | None = None
+        self.headers: tuple[LiveHeader, ...] = ()
+        if model.tunneling is not None:
+            # A hostname that evaluates to nothing must stay empty, not become "-".
+            self.hostname = renderer(model.tunneling.hostname, missing="")
+            self.headers = tuple(
+                LiveHeader(header.name, renderer(header.value), header.action, header.keep_empty)
+                for header in model.tunneling.headers
+            )
+
+
+class LiveConnectionManager:
+    """An HTTP connection manager with its counters (``http.<stat prefix>.``)."""
+
+    def __init__(self, model: HttpConnectionManager, stats: Stats, logs: AccessLogs) -> None:
+        self.model = model
+        self.sinks: tuple[LogSink, ...] = logs.sinks(model.access_log)
+        self.routes: RouteTable | None = model.routes if isinstance(model.routes, RouteTable) else None
+        scope = http_scope(stats, model.stat_prefix)
+        self.server_header = b"server", model.server_name.encode()
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_active = scope.gauge("downstream_cx_active")
+        self.cx_http2 = scope.counter("downstream_cx_http2_total")
+        self.cx_destroy = scope.counter("downstream_cx_destroy")
+        self.cx_rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
+        self.cx_tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
+        self.cx_protocol_error = scope.counter("downstream_cx_protocol_error")
+        self.cx_upgrades_total = scope.counter("downstream_cx_upgrades_total")
+        self.cx_upgrades_active = scope.gauge("downstream_cx_upgrades_active")
+        self.rq_total = scope.counter("downstream_rq_total")
+        self.rq_active = scope.gauge("downstream_rq_active")
+        self.rq_idle_timeout = scope.counter("downstream_rq_idle_timeout")
+        self.rq_timeout = scope.counter("downstream_rq_timeout")
+        self.rq_by_class = {n: scope.counter(f"downstream_rq_{n}xx") for n in (2, 3, 4, 5)}
+        self.no_route = scope.counter("no_route")
+        self.no_cluster = scope.counter("no_cluster")
+
+    @property
+    def wanted_routes(self) -> RouteTableRef | None:
+        """The route table to ask for by RDS, if any."""
+        return self.model.routes if isinstance(self.model.routes, RouteTableRef) else None
+
+
+class LiveSsl:
+    """Handshake counters of a listener (``listener.<address>.ssl.``)."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope.scope("ssl")
+        self.handshake = self._scope.counter("handshake")
+        self.connection_error = self._scope.counter("connection_error")
+        self.fail_verify_error = self._scope.counter("fail_verify_error")
+        self.fail_verify_san = self._scope.counter("fail_verify_san")
+        self.fail_verify_no_cert = self._scope.counter("fail_verify_no_cert")
+        self.not_ready = scope.counter("server_ssl_socket_factory.downstream_context_secrets_not_ready")
+        self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
+
+    def negotiated(self, version: str, cipher: str, group: str | None) -> None:
+        """Count what a handshake agreed on."""
+        self.handshake.value += 1
+        for kind, name in (("versions", version), ("ciphers", cipher), ("curves", group)):
+            if name:
+                self._scope.counter(f"{kind}.{name}").value += 1
+
+
+class LiveChain:
+    """One filter chain."""
+
+    def __init__(
+        self,
+        model: FilterChain,
+        *,
+        stats: Stats,
+        logs: AccessLogs,
+        secrets: SecretStore,
+        ssl: LiveSsl,
+    ) -> None:
+        self.model = model
+        self.name = model.name
+        self.rbac = tuple(LiveRbac(rbac, stats) for rbac in model.rbac)
+        self.filter_state = [
+            LiveState(value.key, renderer(value.value, missing=""), value.skip_if_empty, value.shared)
+            for each in model.filter_state
+            for value in each.values
+        ]
+        self.proxy: LiveTcpProxy | None = None
+        self.manager: LiveConnectionManager | None = None
+        if isinstance(model.terminal, TcpProxy):
+            self.proxy = LiveTcpProxy(model.terminal, stats, logs)
+        else:
+            self.manager = LiveConnectionManager(model.terminal, stats, logs)
+        self.tls: LiveContext | None = None
+        if model.tls is not None:
+            self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.sds_updates)
+
+    @property
+    def sinks(self) -> tuple[LogSink, ...]:
+        """Loggers of the terminal filter."""
+        if self.proxy is not None:
+            return self.proxy.sinks
+        return self.manager.sinks if self.manager is not None else ()
+
+    def judge(self, info: StreamInfo, *, port_known: bool = True) -> None:
+        """Run the RBAC filters in order.
+
+        Envoy waits for the first byte; nothing that is judged here depends on one, and waiting would let a
+        server that speaks first be heard by a client that is not allowed, so it is done at once.
+
+        Args:
+            info: the connection.
+            port_known: its destination port is the application's. It is not while a tunnel has not asked yet:
+                filters that read the port are left to :meth:`judge_port` then.
+
+        Raises:
+            Denied: by the first that does not allow.
+        """
+        for rbac in self.rbac:
+            if port_known or not rbac.reads_port:
+                rbac.check(info.facts)
+
+    def judge_port(self, info: StreamInfo, application: SocketAddress) -> None:
+        """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
+
+        Raises:
+            Denied: by the first that does not allow.
+        """
+        for rbac in self.rbac:
+            if rbac.reads_port:
+                rbac.check(replace(info.facts, destination=application))
+
+    def set_filter_state(self, info: StreamInfo) -> None:
+        """Run the ``set_filter_state`` filters."""
+        facts = info.facts
+        for state in self.filter_state:
+            value = state.render(info)
+            if value or not state.skip_if_empty:
+                facts.filter_state[state.key] = value
+                if facts.shared_state or state.shared is not SharedWithUpstream.NONE:
+                    facts.shared_state = _shared(facts.shared_state, state)
+
+    async def settled(self) -> None:
+        """Wait for the chain's secrets."""
+        if self.tls is not None:
+            await self.tls.settled()
+
+    def close(self) -> None:
+        """Let go of secrets."""
+        if self.tls is not None:
+            self.tls.close()
+
+
+def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:
+    """What goes on through internal connections, now that ``state`` has been set; see ``ConnectionFacts``."""
+    others = tuple([entry for entry in before if entry[0] != state.key])
+    if state.shared is SharedWithUpstream.NONE:
+        return others
+    return (*others, (state.key, state.shared is SharedWithUpstream.TRANSITIVE))

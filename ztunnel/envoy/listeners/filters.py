@@ -1,0 +1,182 @@
+"""What listener filters do to a connection before its filter chain is chosen."""
+
+from collections.abc import Mapping
+
+from hbone.aio.socket import PlainSocket
+from tproxy.aio import sockets
+from xds.model import listener as model
+from xds.model.address import SocketAddress, canonical
+from ztunnel.dataplane import proxy_protocol
+from ztunnel.envoy.listeners import client_hello
+from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
+
+_LOCAL_METADATA = "envoy.filters.listener.original_dst"
+_BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH")
+
+
+class FilterClosed(Exception):
+    """A listener filter closes the connection; the text says why."""
+
+
+def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
+    """Run a filter that reads no bytes, on a socket's or an internal connection alike.
+
+    ``OriginalDst`` on a socket is :func:`restore`'s; on an internal connection it reads the metadata and filter
+    state that an ``internal_upstream`` transport socket passed on. What is missing or does not parse is
+    passed over, as in Envoy.
+    """
+    facts = info.facts
+    match entry:
+        case model.OriginalDst():
+            local = _text(facts.metadata, _LOCAL_METADATA, "local")
+            address = _address(local or facts.filter_state.get(f"{_LOCAL_METADATA}.local_ip"))
+            if address is not None:
+                facts.destination = address
+                info.restored = True
+            remote = _address(facts.filter_state.get(f"{_LOCAL_METADATA}.remote_ip"))
+            if remote is not None:
+                facts.source = remote
+                info.remote_text = ""
+        case model.SetDstAddress():
+            destination = _address(_text(facts.metadata, "tunnel", "destination"))
+            if destination is not None:
+                facts.destination = destination
+                info.restored = True
+            via = _text(facts.metadata, "tunnel", "address")
+            if via is not None:
+                facts.filter_state[ORIGINAL_DST_OVERRIDE] = via
+        case model.OriginalSrc():
+            info.options = UpstreamOptions(source=facts.source.host, mark=entry.mark)
+        case model.WorkloadMetadata():
+            value = entry.baggage.get(facts.source.host)
+            if value is not None:
+                facts.metadata[_BAGGAGE_METADATA] = {"baggage": value}
+        case _:
+            raise AssertionError(f"{entry} reads bytes")
+
+
+def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
+    """``original_dst`` on a socket: the address the client dialled, before any interception rewrote it.
+
+    Args:
+        end: the accepted socket.
+        info: its destination is still the socket's own name.
+        transparent: the socket's own name is what the client dialled, unless that was translated.
+    """
+    own = info.destination
+    asked = sockets.conntrack_destination(end.sock, 6 if ":" in own.host else 4)
+    if asked is not None:
+        dialled = SocketAddress(canonical(asked.ip), asked.port)
+        if dialled != own:
+            info.facts.destination = dialled
+            info.restored = True
+            return
+    info.restored = transparent
+
+
+async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
+    """``tls_inspector``: server name and ALPN of a ClientHello, without consuming it."""
+    seen = b""
+    while True:
+        more = await end.peek(client_hello.MAX_BYTES, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        try:
+            hello = client_hello.parse_client_hello(seen)
+        except client_hello.NeedMore:
+            if ended:
+                info.facts.transport_protocol = "raw_buffer"
+                return
+            continue
+        except client_hello.NotTls:
+            info.facts.transport_protocol = "raw_buffer"
+            return
+        info.facts.transport_protocol = "tls"
+        info.facts.server_name = hello.server_name
+        info.facts.application_protocols = hello.alpn
+        return
+
+
+async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:
+    """``http_inspector``: tells cleartext HTTP/2, HTTP/1.1 and HTTP/1.0 by their first line."""
+    if info.facts.transport_protocol == "tls":
+        return
+    seen = b""
+    while True:
+        more = await end.peek(8192, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        if seen[: len(_HTTP2_PREFACE)] == _HTTP2_PREFACE[: len(seen)]:
+            if len(seen) >= len(_HTTP2_PREFACE):
+                info.facts.application_protocols = ("h2c",)
+                return
+        else:
+            line, found, _ = seen.partition(b"\r\n")
+            method, _, rest = line.partition(b" ")
+            if method not in _METHODS and not any(m.startswith(method) for m in _METHODS if not found):
+                return
+            if found:
+                version = rest.rpartition(b" ")[2]
+                if version in (b"HTTP/1.1", b"HTTP/1.0"):
+                    info.facts.application_protocols = (version.decode().lower(),)
+                return
+        if ended or len(seen) >= 8192:
+            return
+
+
+async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: StreamInfo) -> None:
+    """``proxy_protocol``: believe a PROXY header and remove it from the bytes.
+
+    Raises:
+        FilterClosed: a malformed or disallowed header, or none where one is demanded.
+    """
+    seen = b""
+    while True:
+        more = await end.peek(proxy_protocol.LONGEST, seen=len(seen))
+        ended = len(more) <= len(seen)
+        seen = more
+        try:
+            header = proxy_protocol.parse_header(seen)
+        except proxy_protocol.NeedMore:
+            if ended:
+                raise FilterClosed("PROXY header is cut off") from None
+            continue
+        except proxy_protocol.NoHeader:
+            if entry.allow_without:
+                return
+            raise FilterClosed("no PROXY header") from None
+        except proxy_protocol.BadHeader as error:
+            raise FilterClosed(f"malformed PROXY header: {error}") from None
+        break
+    if header.version in entry.disallowed_versions:
+        raise FilterClosed(f"PROXY version {header.version} is not allowed")
+    await end.read(header.size)
+    if header.source is not None and header.destination is not None:
+        info.facts.source = header.source
+        info.facts.destination = header.destination
+        info.restored = True
+        if info.options.source is not None:
+            info.options = info.options._replace(source=header.source.host)
+
+
+def _address(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | None:
+    found = metadata.get(namespace)
+    value = found.get(key) if isinstance(found, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+def plain_address(name: tuple[str, int]) -> SocketAddress:
+    """What ``getpeername`` and ``getsockname`` return, canonical."""
+    return SocketAddress(canonical(name[0]), name[1])

@@ -1,0 +1,197 @@
+"""Listeners at run time: sockets, chains, and what counts as theirs.
+
+Updates follow Envoy: a change of chains or matcher only is made in place (unchanged chains keep their
+connections, the others drain), any other change makes a new listener that takes over the sockets while the old
+one drains as a whole.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Iterable
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from hbone.aio.poller import Poller
+from tproxy.aio import sockets
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.listener import (
+    DiscoveredFilter,
+    FilterChain,
+    HttpInspector,
+    Listener,
+    ListenerFilter,
+    ListenerFilterEntry,
+    OriginalSrc,
+    ProxyProtocol,
+    TlsInspector,
+)
+from ztunnel.envoy.listeners.chains import LiveChain, LiveSsl
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.stats import Stats, listener_scope
+from ztunnel.runtime.accepting import ListeningSocket
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
+
+
+def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSocket:
+    """The listening socket of one address of a listener.
+
+    Raises:
+        tproxy.errors.TproxyError: port taken, capability missing.
+    """
+    early = [
+        (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
+    ]
+    sock = sockets.listen(
+        address.host,
+        address.port,
+        transparent=model.transparent,
+        reuse_port=model.reuse_port,
+        freebind=model.freebind,
+        socket_options=early,
+        backlog=0,  # bound now, so that a taken port refuses the listener; it listens when everything is warm
+    )
+    for option in model.socket_options:
+        if option.state != "prebind":
+            if isinstance(option.value, int):
+                sock.setsockopt(option.level, option.name, option.value)
+            else:
+                sock.setsockopt(option.level, option.name, option.value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what it accepts inherits it
+    bound = sock.getsockname()
+    return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
+
+
+class LiveListener:
+    """One version of one listener.
+
+    Attributes:
+        body: message as sent, for dumps.
+        sockets: what it accepts on; moves to the successor on an update.
+        draining: it was replaced or removed; its connections run out.
+        filters: listener filters in their order; ``None`` where ECDS has not brought one.
+        reads_bytes: one of them waits for bytes of the client.
+    """
+
+    def __init__(
+        self,
+        model: Listener,
+        body: AnyMessage,
+        *,
+        version: str,
+        stats: Stats,
+        logs: AccessLogs,
+        secrets: SecretStore,
+        clock: Clock,
+        keep: Iterable[LiveChain] = (),
+    ) -> None:
+        self.model = model
+        self.name = model.name
+        self.body = body
+        self.version = version
+        self.last_updated = clock.wall()
+        self.sockets: list[ListeningSocket] = []
+        self.draining = False
+        self._discovered: dict[str, ListenerFilter] = {}
+        self._prepare_filters()
+        self.sinks = logs.sinks(model.access_log)
+        scope = self.scope = listener_scope(stats, _stat_address(model))
+        self.cx_total = scope.counter("downstream_cx_total")
+        self.cx_active = scope.gauge("downstream_cx_active")
+        self.cx_destroy = scope.counter("downstream_cx_destroy")
+        self.no_filter_chain_match = scope.counter("no_filter_chain_match")
+        self.pre_cx_timeout = scope.counter("downstream_pre_cx_timeout")
+        self.extension_config_missing = scope.counter("extension_config_missing")
+        self.node_local = scope.counter("node_local_shortcut")
+        self.ssl = LiveSsl(scope)
+        kept = {chain.model.content: chain for chain in keep}
+
+        def live(chain: FilterChain) -> LiveChain:
+            found = kept.get(chain.content)
+            if found is not None:
+                return found
+            return LiveChain(chain, stats=stats, logs=logs, secrets=secrets, ssl=self.ssl)
+
+        self.chains = {id(chain): live(chain) for chain in model.all_chains}
+
+    @property
+    def live_chains(self) -> list[LiveChain]:
+        """Every chain, the default one last."""
+        return list(self.chains.values())
+
+    def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
+        """The chain that takes a connection."""
+        chain = self.model.chain_for(facts)
+        return self.chains[id(chain)] if chain is not None else None
+
+    def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
+        """The filter in a place; of one that ECDS configures, what has arrived or its default, else ``None``."""
+        if isinstance(entry.filter, DiscoveredFilter):
+            return self._discovered.get(entry.name, entry.filter.default)
+        return entry.filter
+
+    def discover(self, place: str, found: ListenerFilter | None) -> None:
+        """ECDS brought the configuration of a filter, or removed it."""
+        if found is None:
+            self._discovered.pop(place, None)
+        else:
+            self._discovered[place] = found
+        self._prepare_filters()
+
+    def _prepare_filters(self) -> None:
+        self.filters = [(entry, self.filter_of(entry)) for entry in self.model.listener_filters]
+        self.reads_bytes = any(
+            isinstance(found, TlsInspector | HttpInspector | ProxyProtocol) for _, found in self.filters
+        )
+
+    def options_for(self, info: StreamInfo) -> UpstreamOptions:
+        """What the listener's ``original_src`` filter would give a connection."""
+        for entry in self.model.listener_filters:
+            if isinstance(entry.filter, OriginalSrc):
+                return UpstreamOptions(source=info.source.host, mark=entry.filter.mark)
+        return UpstreamOptions()
+
+    def opened(self) -> None:
+        """Count a new connection."""
+        self.cx_total.value += 1
+        self.cx_active.stored += 1
+
+    def closed(self) -> None:
+        """Count the end of one."""
+        self.cx_active.stored -= 1
+        self.cx_destroy.value += 1
+
+    async def settled(self) -> None:
+        """Wait for the secrets of every chain."""
+        for chain in self.live_chains:
+            await chain.settled()
+
+    @property
+    def address_text(self) -> str:
+        """The address as ``/listeners`` prints it."""
+        if self.model.internal:
+            return f"envoy://{self.name}/"
+        addresses = [sock.address for sock in self.sockets] or list(self.model.addresses)
+        return ",".join(map(str, addresses))
+
+    def stop(self) -> None:
+        """Accept what is there, and no more; connections live on."""
+        for sock in self.sockets:
+            sock.take_waiting()
+            sock.close()
+        self.sockets = []
+
+
+def _stat_address(model: Listener) -> str:
+    if model.stat_prefix:
+        return model.stat_prefix
+    if model.internal:
+        return f"envoy_internal_{model.name}"
+    host, port = model.addresses[0]
+    return f"[{host}]_{port}" if ":" in host else f"{host}_{port}"

@@ -1,0 +1,555 @@
+"""All listeners: static ones, those LDS brings, and the change from one version of a listener to the next."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from hbone.aio.poller import Poller
+from tproxy.errors import TproxyError
+from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_filter, compile_route_table
+from xds.dialects.envoy.parts import Parts
+from xds.dialects.envoy.reading import unpack
+from xds.errors import ConfigError
+from xds.model.address import SocketAddress
+from xds.model.listener import DiscoveredFilter, Listener, WorkloadMetadata
+from xds.proto import registry
+from xds.proto.envoy.config.core.v3 import core_pb2
+from xds.proto.envoy.config.listener.v3 import listener_pb2
+from xds.proto.envoy.config.route.v3 import route_pb2
+from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
+from ztunnel.envoy.connections import Connections, LiveConnection
+from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
+from ztunnel.envoy.listeners.listener import Accepted, LiveListener, bind
+from ztunnel.envoy.outcome import Refused
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.envoy.upstream.manager import Failure
+from ztunnel.runtime.accepting import hand_over
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+#: Listeners beyond these take 20 ms to compile, or more; a thread does it, so that the loop does not stand still.
+_BIG_BYTES = 1 << 20
+_MANY_CHAINS = 300
+TYPE_URL = registry.type_url(listener_pb2.Listener)
+ECDS_URL = registry.type_url(core_pb2.TypedExtensionConfig)
+RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What ECDS or RDS brought under one name, for dumps.
+
+    ``good`` is what is in force since ``at``; ``failure`` a later version that was refused.
+    """
+
+    good: Resource | None = None
+    at: float = 0.0
+    failure: Failure | None = None
+
+
+class ListenerManager:
+    """Listeners by name.
+
+    Args:
+        accepted: takes each accepted socket.
+        drain_s: how long a drained connection may live.
+    """
+
+    def __init__(
+        self,
+        *,
+        surroundings: Surroundings,
+        sources: Sources,
+        secrets: SecretStore,
+        stats: Stats,
+        logs: AccessLogs,
+        clock: Clock,
+        poller: Poller,
+        connections: Connections,
+        accepted: Accepted,
+        drain_s: float,
+    ) -> None:
+        self._surroundings = surroundings
+        self._sources = sources
+        self._secrets = secrets
+        self._stats = stats
+        self._logs = logs
+        self._clock = clock
+        self._poller = poller
+        self._connections = connections
+        self._accepted = accepted
+        self._drain_s = drain_s
+        self._tasks = Tasks("listeners")
+        self._active: dict[str, LiveListener] = {}
+        self._warming: dict[str, LiveListener] = {}
+        self._by_address: dict[SocketAddress, LiveListener] = {}
+        self._by_port: dict[int, LiveListener] = {}
+        self._draining: list[LiveListener] = []
+        self._draining_chains = 0
+        self._static: set[str] = set()
+        self._parts: dict[str, Parts] = {}
+        self._subscriptions: dict[LiveListener, list[Subscription]] = {}
+        self._warmed_one = asyncio.Event()
+        self._listening = False
+        self._may_listen: Callable[[LiveListener], bool] = lambda _: True
+        self.failures: dict[str, Failure] = {}
+        self.version = ""
+        self.extensions: dict[str, Delivered] = {}
+        self.route_tables: dict[str, Delivered] = {}
+        scope = stats.scope("listener_manager")
+        self._added = scope.counter("listener_added")
+        self._modified = scope.counter("listener_modified")
+        self._removed = scope.counter("listener_removed")
+        self._in_place = scope.counter("listener_in_place_updated")
+        self._create_success = scope.counter("listener_create_success")
+        self._create_failure = scope.counter("listener_create_failure")
+        self._stops = scope.counter("listener_stopped")
+        scope.gauge("total_listeners_active", lambda: float(len(self._active)))
+        scope.gauge("total_listeners_warming", lambda: float(len(self._warming)))
+        scope.gauge("total_listeners_draining", lambda: float(len(self._draining)))
+        scope.gauge("total_filter_chains_draining", lambda: float(self._draining_chains))
+        scope.gauge("workers_started", lambda: float(self._listening))
+
+    # Looking up
+
+    @property
+    def active(self) -> list[LiveListener]:
+        """Listeners that serve, in the order of arrival."""
+        return list(self._active.values())
+
+    @property
+    def warming(self) -> list[LiveListener]:
+        """Listeners that wait for secrets, routes or extension configurations."""
+        return list(self._warming.values())
+
+    @property
+    def draining(self) -> list[LiveListener]:
+        """Listeners that were replaced or removed and still have connections."""
+        return list(self._draining)
+
+    def is_static(self, name: str) -> bool:
+        """Whether a listener comes from the bootstrap."""
+        return name in self._static
+
+    def internal(self, name: str) -> LiveListener | None:
+        """The internal listener of that name."""
+        listener = self._active.get(name)
+        return listener if listener is not None and listener.model.internal else None
+
+    def listening_on(self, port: int) -> LiveListener | None:
+        """The socket listener on a port."""
+        return self._by_port.get(port)
+
+    def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
+        """Who gets a connection that ``own`` accepted, by its original destination (``use_original_dst``).
+
+        A listener bound to that very address, else one bound to the wildcard address of that port, else ``own``.
+        """
+        found = self._by_address.get(destination)
+        if found is None and destination.port in self._by_port:
+            found = self._by_address.get(SocketAddress("0.0.0.0", destination.port)) or self._by_address.get(
+                SocketAddress("::", destination.port)
+            )
+        return found or own
+
+    @property
+    def own_ports(self) -> Collection[int]:
+        """Ports this proxy listens on."""
+        return self._by_port.keys()
+
+    def _index(self) -> None:
+        """Look listeners up by address from now on; after every change of the active ones."""
+        self._by_address = {a: each for each in self._active.values() for a in each.model.addresses}
+        self._by_port = {address.port: listener for address, listener in self._by_address.items()}
+
+    # Applying
+
+    def add_static(self, body: AnyMessage) -> None:
+        """A listener of ``static_resources``.
+
+        Raises:
+            ConfigError: it cannot be obeyed.
+        """
+        model = self._compile(body)
+        self._static.add(model.name)
+        self._warm(self._make(model, body, ""))
+
+    async def receive(self, update: Update) -> None:
+        """Apply an LDS update.
+
+        Raises:
+            UpdateRejected: names each listener that was refused; the others are applied.
+        """
+        self.version = update.version
+        errors: list[str] = []
+        seen: set[str] = set()
+        for resource in update.resources:
+            seen.add(resource.name)
+            try:
+                await self._apply(resource)
+                self.failures.pop(resource.name, None)
+            except (ConfigError, TproxyError, LookupError, OSError) as error:
+                reason = str(error)
+                log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
+                self._create_failure.value += 1
+                errors.append(f"{resource.name}: {reason}")
+                self.failures[resource.name] = Failure(
+                    resource.name, resource.body, reason, self._clock.wall(), resource.version
+                )
+        gone = set(update.removed)
+        if update.complete:
+            gone |= {name for name in (*self._active, *self._warming) if name not in seen}
+        for name in gone - self._static:
+            self._remove(name)
+        if errors:
+            raise UpdateRejected("Error adding/updating listener(s) " + "\n".join(errors))
+
+    def _compile(self, body: AnyMessage) -> Listener:
+        try:
+            message = registry.unpack(body)
+        except (registry.UnknownType, registry.MalformedMessage) as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(message, listener_pb2.Listener):
+            raise ConfigError(f"not a Listener: {body.type_url}")
+        parts = Parts(self._parts.get(message.name))
+        model = compile_listener(message, self._surroundings, parts)
+        self._parts[model.name] = parts
+        return model
+
+    async def _apply(self, resource: Resource) -> None:
+        if resource.name in self._static:
+            return
+        current = self._warming.get(resource.name) or self._active.get(resource.name)
+        if current is not None and current.body == resource.body:  # not of .value, which copies
+            current.body, current.version = resource.body, resource.version  # the old one keeps its response alive
+            return
+        big = current is not None and len(current.chains) > _MANY_CHAINS
+        if big or len(resource.body.value) > _BIG_BYTES:
+            # The outbound listener of a big mesh takes a second; connections go on meanwhile.
+            model = await asyncio.to_thread(self._compile, resource.body)
+        else:
+            model = self._compile(resource.body)
+        if model.name in self._static:
+            return
+        self._refuse_duplicate_address(model)
+        self._warm(self._make(model, resource.body, resource.version))
+
+    def _refuse_duplicate_address(self, model: Listener) -> None:
+        wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
+        for other in (*self._active.values(), *self._warming.values()):
+            if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
+                shared = next(iter(both))
+                raise ConfigError(
+                    f"error adding listener: '{model.name}' has duplicate address '{shared}' as existing listener"
+                )
+
+    def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
+        """A version of a listener, its sockets bound; nothing accepts yet.
+
+        An update that leaves the frame alone keeps the chains that did not change.
+        """
+        old = self._active.get(model.name)
+        in_place = old is not None and old.model.content == model.content
+        listener = LiveListener(
+            model,
+            body,
+            version=version,
+            stats=self._stats,
+            logs=self._logs,
+            secrets=self._secrets,
+            clock=self._clock,
+            keep=old.live_chains if old is not None and in_place else (),
+        )
+        kept = old.sockets if old is not None and self._may_take_over(old.model, model) else []
+        if kept:
+            listener.sockets = list(kept)
+        elif model.bind_to_port:
+            try:
+                for address in model.addresses:
+                    listener.sockets.append(bind(model, address, self._poller))
+            except BaseException:
+                listener.stop()
+                raise
+        return listener
+
+    @staticmethod
+    def _may_take_over(old: Listener, new: Listener) -> bool:
+        frame = ("addresses", "transparent", "freebind", "reuse_port", "socket_options", "bind_to_port")
+        return all(getattr(old, field) == getattr(new, field) for field in frame)
+
+    # Warming
+
+    def _warm(self, listener: LiveListener) -> None:
+        name = listener.name
+        superseded = self._warming.pop(name, None)
+        if superseded is not None:
+            self._discard(superseded)
+        self._warming[name] = listener
+        self._tasks.start(self._warm_up(listener), f"warming {name}")
+
+    async def _warm_up(self, listener: LiveListener) -> None:
+        waits = self._subscribe(listener)
+        await listener.settled()
+        for event in waits:
+            await event.wait()
+        if self._warming.get(listener.name) is listener:
+            del self._warming[listener.name]
+            self._promote(listener)
+        done, self._warmed_one = self._warmed_one, asyncio.Event()
+        done.set()
+
+    def _subscribe(self, listener: LiveListener) -> list[asyncio.Event]:
+        """Ask for what the listener needs by ECDS and RDS; events tell when it is here or its time is up."""
+        events: list[asyncio.Event] = []
+        subscriptions = self._subscriptions.setdefault(listener, [])
+        for entry in listener.model.listener_filters:
+            if isinstance(entry.filter, DiscoveredFilter):
+                found = asyncio.Event()
+                subscriptions.append(
+                    self._sources.of(entry.filter.source).subscribe(
+                        ECDS_URL,
+                        [entry.filter.name],
+                        partial(self._receive_extension, listener, entry.name, entry.filter, found),
+                        initial_fetch_timeout_s=entry.filter.initial_fetch_timeout_s,
+                        on_initial_timeout=found.set,
+                    )
+                )
+                if not entry.filter.without_warming:
+                    events.append(found)
+        for chain in listener.live_chains:
+            manager = chain.manager
+            wanted = manager.wanted_routes if manager is not None else None
+            if manager is not None and wanted is not None and manager.routes is None:
+                found = asyncio.Event()
+                subscriptions.append(
+                    self._sources.of(wanted.source).subscribe(
+                        RDS_URL,
+                        [wanted.name],
+                        partial(self._receive_routes, manager, wanted.name, found),
+                        initial_fetch_timeout_s=wanted.initial_fetch_timeout_s,
+                        on_initial_timeout=found.set,
+                    )
+                )
+                events.append(found)
+        return events
+
+    async def _receive_extension(
+        self, listener: LiveListener, place: str, wanted: DiscoveredFilter, found: asyncio.Event, update: Update
+    ) -> None:
+        for resource in update.resources:
+            if resource.name != wanted.name:
+                continue
+            try:
+                extension = registry.unpack(resource.body)
+                if not isinstance(extension, core_pb2.TypedExtensionConfig):
+                    raise ConfigError(f"not a TypedExtensionConfig: {resource.body.type_url}")
+                message = unpack(extension.typed_config, extension.name)
+                if wanted.type_urls and message.DESCRIPTOR.full_name not in wanted.type_urls:
+                    raise ConfigError(f"type {message.DESCRIPTOR.full_name} is not among the listener's type_urls")
+                compiled = compile_listener_filter(message, self._surroundings)
+            except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                self._note_failure(self.extensions, resource, error)
+                raise UpdateRejected(f"{wanted.name}: {error}") from error
+            listener.discover(place, compiled)
+            self.extensions[resource.name] = Delivered(good=resource, at=self._clock.wall())
+            if isinstance(compiled, WorkloadMetadata):
+                log.info("workload metadata: %d addresses", len(compiled.baggage))
+        if wanted.name in update.removed:
+            listener.discover(place, None)
+            self.extensions.pop(wanted.name, None)
+        found.set()
+
+    async def _receive_routes(
+        self, manager: LiveConnectionManager, name: str, found: asyncio.Event, update: Update
+    ) -> None:
+        for resource in update.resources:
+            if resource.name != name:
+                continue
+            try:
+                message = registry.unpack(resource.body)
+                if not isinstance(message, route_pb2.RouteConfiguration):
+                    raise ConfigError(f"not a RouteConfiguration: {resource.body.type_url}")
+                manager.routes = compile_route_table(message, self._surroundings)
+            except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                self._note_failure(self.route_tables, resource, error)
+                raise UpdateRejected(f"{name}: {error}") from error
+            self.route_tables[name] = Delivered(good=resource, at=self._clock.wall())
+        found.set()
+
+    def _note_failure(self, table: dict[str, Delivered], resource: Resource, error: Exception) -> None:
+        failure = Failure(resource.name, resource.body, str(error), self._clock.wall(), resource.version)
+        table[resource.name] = replace(table.get(resource.name, Delivered()), failure=failure)
+
+    # Serving
+
+    def _promote(self, listener: LiveListener) -> None:
+        old = self._active.get(listener.name)
+        self._active[listener.name] = listener
+        self._index()
+        self._create_success.value += 1
+        if old is None:
+            self._added.value += 1
+            log.info("listener %s: %s, %d chains", listener.name, listener.address_text, len(listener.chains))
+        else:
+            self._replace(old, listener)
+        if self._listening:
+            self._start(listener)
+
+    def _replace(self, old: LiveListener, new: LiveListener) -> None:
+        taken = set(map(id, new.sockets))
+        for sock in old.sockets:
+            if id(sock) not in taken:
+                sock.take_waiting()
+                sock.close()
+        old.sockets = []
+        if old.model.content == new.model.content:
+            self._in_place.value += 1
+            kept = set(map(id, new.live_chains))
+            changed = [chain for chain in old.live_chains if id(chain) not in kept]
+            self._drain_chains(new, changed)
+            self._unsubscribe(old)
+            log.info("listener %s updated in place, %d chains drain", new.name, len(changed))
+        else:
+            self._modified.value += 1
+            self._drain_listener(old)
+            log.info("listener %s replaced, the old one drains", new.name)
+
+    def start(self) -> None:
+        """Begin to listen, with every listener that is warm; later ones join as they warm."""
+        self._listening = True
+        for listener in self._active.values():
+            self._start(listener)
+
+    async def warmed(self) -> None:
+        """Wait until every listener known so far is warm, or was superseded or refused."""
+        while self._warming:
+            await self._warmed_one.wait()
+
+    def _start(self, listener: LiveListener) -> None:
+        if not self._may_listen(listener):
+            return
+        for sock in listener.sockets:
+            sock.accepted = partial(self._accepted, listener)
+            sock.start()
+
+    def _remove(self, name: str) -> None:
+        warming = self._warming.pop(name, None)
+        if warming is not None:
+            self._discard(warming)
+        listener = self._active.pop(name, None)
+        self._index()
+        self._parts.pop(name, None)
+        self.failures.pop(name, None)
+        if listener is not None:
+            self._removed.value += 1
+            log.info("listener %s removed, its connections drain", name)
+            listener.stop()
+            self._drain_listener(listener)
+
+    def _discard(self, listener: LiveListener) -> None:
+        """Drop a version that never served; what it shares with the active one stays."""
+        active = self._active.get(listener.name)
+        shared = set(map(id, active.sockets)) if active is not None else set()
+        for sock in listener.sockets:
+            if id(sock) not in shared:
+                sock.close()
+        chains = set(map(id, active.live_chains)) if active is not None else set()
+        for chain in listener.live_chains:
+            if id(chain) not in chains:
+                chain.close()
+        self._unsubscribe(listener)
+
+    def _unsubscribe(self, listener: LiveListener) -> None:
+        for subscription in self._subscriptions.pop(listener, ()):
+            subscription.close()
+
+    # Draining
+
+    def _drain_listener(self, listener: LiveListener) -> None:
+        listener.draining = True
+        self._draining.append(listener)
+        self._tasks.start(self._drain(listener, listener.live_chains), f"draining {listener.name}")
+
+    def _drain_chains(self, successor: LiveListener, chains: list[LiveChain]) -> None:
+        """Connections of changed chains run out, except those the new chains would not let in any more."""
+        if not chains:
+            return
+        leaving = set(map(id, chains))
+        for connection in self._connections:
+            if id(connection.chain) in leaving:
+                self._judge_again(successor, connection)
+        self._draining_chains += len(chains)
+        self._tasks.start(self._drain(None, chains), f"draining chains of {successor.name}")
+
+    @staticmethod
+    def _judge_again(successor: LiveListener, connection: LiveConnection) -> None:
+        chain = successor.chain_for(connection.info.facts)
+        try:
+            if chain is not None:
+                # What a tunnel connection's requests ask for is judged per request; its tunnels drain.
+                chain.judge(connection.info, port_known=chain.manager is None)
+                return
+            reason = "connection closed: its destination is no longer served"
+        except Refused as error:
+            reason = f"connection closed due to policy change: {error.details}"
+        if connection.abort is not None:
+            connection.abort(reason)
+
+    async def _drain(self, listener: LiveListener | None, chains: Iterable[LiveChain]) -> None:
+        chains = list(chains)
+        leaving = set(map(id, chains))
+        mine = [c for c in self._connections if id(c.chain) in leaving or (listener and c.owner is listener)]
+        for connection in mine:
+            connection.leave()
+        deadline = self._clock.monotonic() + self._drain_s
+        while (left := deadline - self._clock.monotonic()) > 0:
+            if not any(id(c.chain) in leaving or (listener and c.owner is listener) for c in self._connections):
+                break
+            await asyncio.sleep(min(left, 1.0))
+        for connection in self._connections:
+            if (
+                id(connection.chain) in leaving or (listener and connection.owner is listener)
+            ) and connection.abort:
+                connection.abort("connection closed due to connection drain")
+        for chain in chains:
+            chain.close()
+        if listener is None:
+            self._draining_chains -= len(chains)
+        else:
+            self._draining.remove(listener)
+            self._unsubscribe(listener)
+
+    async def hand_over(self) -> None:
+        """Before :meth:`stop`: see :func:`ztunnel.runtime.accepting.hand_over`."""
+        await hand_over([sock for listener in self._active.values() for sock in listener.sockets])
+
+    def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
+        """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown).
+
+        What ``keep`` does not spare does not accept again, later versions of it included.
+        """
+        earlier = self._may_listen
+        self._may_listen = lambda listener: earlier(listener) and keep(listener)
+        for listener in self._active.values():
+            if listener.sockets and not keep(listener):
+                listener.stop()
+                self._stops.value += 1
+
+    async def close(self) -> None:
+        """Stop everything."""
+        self.stop()
+        await self._tasks.close()
+        for listener in [*self._active.values(), *self._warming.values(), *self._draining]:
+            listener.stop()
+            self._unsubscribe(listener)
+            for chain in listener.live_chains:
+                chain.close()

@@ -1,0 +1,116 @@
+"""How a hop ends: errors become response flags and details, and each hop is counted and logged exactly once.
+
+::
+
+    Refused                 the connection ends before bytes flow; carries flag and details
+    ├── NoFilterChain       nothing in the listener takes it
+    ├── Denied              authorization says no
+    ├── NoCluster           the chain names a cluster that does not exist (NC)
+    ├── NoHealthyHost       the cluster has no host for it (UH)
+    ├── Overflow            a circuit breaker is full (UO)
+    └── UpstreamFailed      every attempt to reach a host failed (UF, and URX when no attempt is left)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ztunnel.envoy.stream_info import Flag, StreamInfo
+from ztunnel.envoy.telemetry.access_log import LogSink, write_all
+from ztunnel.runtime.clock import Clock
+
+
+class Refused(Exception):
+    """The connection ends before bytes flow.
+
+    Attributes:
+        flag: response flag, ``None`` when the reference prints none.
+        details: ``CONNECTION_TERMINATION_DETAILS``.
+    """
+
+    flag: Flag | None = None
+
+    def __init__(self, details: str = "") -> None:
+        super().__init__(details)
+        self.details = details
+
+
+class NoFilterChain(Refused):
+    """No filter chain takes the connection."""
+
+
+class Denied(Refused):
+    """A policy does not allow the connection."""
+
+
+class NoCluster(Refused):
+    """The cluster does not exist."""
+
+    flag = Flag.NO_CLUSTER
+
+
+class NoHealthyHost(Refused):
+    """The cluster has no usable host."""
+
+    flag = Flag.NO_HEALTHY_UPSTREAM
+
+
+class Overflow(Refused):
+    """A circuit breaker is full."""
+
+    flag = Flag.UPSTREAM_OVERFLOW
+
+
+class UpstreamFailed(Refused):
+    """A host could not be reached, or it refused the tunnel.
+
+    Attributes:
+        reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
+        status: of a refused tunnel, else 0.
+        timed_out: the connect timeout passed.
+        final: not to be tried elsewhere, whatever the filter says.
+    """
+
+    flag = Flag.UPSTREAM_CONNECT_FAILURE
+
+    def __init__(self, reason: str, *, status: int = 0, timed_out: bool = False, final: bool = False) -> None:
+        super().__init__()
+        self.reason = reason
+        self.status = status
+        self.timed_out = timed_out
+        self.final = final
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(slots=True, eq=False)
+class Hop:
+    """One hop on its way to its log line.
+
+    Attributes:
+        info: what is known.
+        filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
+    """
+
+    info: StreamInfo
+    clock: Clock
+    listener_sinks: Sequence[LogSink] = ()
+    filter_sinks: Sequence[LogSink] = ()
+    finished: bool = field(default=False)
+
+    def refused(self, error: Refused) -> None:
+        """Note why the connection ends before bytes flow."""
+        if error.flag is not None:
+            self.info.flags.add(error.flag)
+        if error.details:
+            self.info.termination_details = error.details
+        if isinstance(error, UpstreamFailed):
+            self.info.upstream_failure = error.reason
+
+    def finish(self) -> None:
+        """Write the log lines; a second call does nothing."""
+        if self.finished:
+            return
+        self.finished = True
+        self.info.duration_s = self.clock.monotonic() - self.info.started
+        write_all((*self.filter_sinks, *self.listener_sinks), self.info)

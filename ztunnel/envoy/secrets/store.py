@@ -1,0 +1,171 @@
+"""Secrets by name, from wherever the configuration says, shared by everything that uses them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from xds.dialects.envoy import Surroundings, compile_secret
+from xds.errors import ConfigError
+from xds.model.secret import Certificate, Secret
+from xds.model.tls import SecretRef
+from xds.proto import registry
+from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
+from xds.protocol.resource import Subscription, Update, UpdateRejected
+from ztunnel.envoy.secrets.verify import check_secret
+from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.telemetry.stats import Scope, Stats
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+TYPE_URL = registry.type_url(tls_pb2.Secret)
+
+
+class SecretHandle:
+    """One secret, its versions over time and who wants to know about them.
+
+    Attributes:
+        secret: the accepted value, ``None`` until the first.
+        body: the message as sent, for dumps (which redact it).
+        settled: set once the secret is here, or waiting for it is over.
+        error: text of the last rejected version and when it came.
+    """
+
+    def __init__(self, ref: SecretRef, clock: Clock) -> None:
+        self.ref = ref
+        self.secret: Secret | None = None
+        self.body: AnyMessage | None = None
+        self.version = ""
+        self.last_updated = clock.wall()
+        self.settled = asyncio.Event()
+        self.error: tuple[str, float] | None = None
+        self.users = 0
+        self.watchers: list[Callable[[], None]] = []
+        self.subscription: Subscription | None = None
+        self.scope: Scope | None = None
+
+
+class SecretStore:
+    """Every secret in use. A secret is subscribed to while somebody uses it."""
+
+    def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
+        self._sources = sources
+        self._surroundings = surroundings
+        self._stats = stats
+        self._clock = clock
+        self._handles: dict[tuple[str, object], SecretHandle] = {}
+        self._static: dict[str, SecretHandle] = {}
+
+    @property
+    def dynamic(self) -> list[SecretHandle]:
+        """Secrets from SDS, by name."""
+        return sorted(self._handles.values(), key=lambda handle: handle.ref.name)
+
+    @property
+    def static(self) -> list[SecretHandle]:
+        """Secrets of the bootstrap, by name."""
+        return [self._static[name] for name in sorted(self._static)]
+
+    def add_static(self, body: AnyMessage) -> None:
+        """A secret of ``static_resources``.
+
+        Raises:
+            ConfigError: unusable.
+        """
+        message = registry.unpack(body)
+        assert isinstance(message, tls_pb2.Secret)
+        handle = SecretHandle(SecretRef(message.name, None), self._clock)  # type: ignore[arg-type]  # no source
+        self._accept(handle, message, body, "")
+        self._static[message.name] = handle
+
+    def acquire(self, ref: SecretRef, changed: Callable[[], None]) -> SecretHandle:
+        """Use a secret; ``changed`` is called after each new version."""
+        handle = self._static.get(ref.name)
+        if handle is None:
+            key = (ref.name, ref.source)
+            handle = self._handles.get(key)
+            if handle is None:
+                handle = self._handles[key] = SecretHandle(ref, self._clock)
+                handle.subscription = self._sources.of(ref.source).subscribe(
+                    TYPE_URL,
+                    [ref.name],
+                    partial(self._receive, handle),
+                    initial_fetch_timeout_s=ref.initial_fetch_timeout_s,
+                    on_initial_timeout=handle.settled.set,
+                )
+                handle.scope = self._stats.scope(f"sds.{ref.name}")
+                self._sources.count(handle.scope, handle.subscription)
+        handle.users += 1
+        handle.watchers.append(changed)
+        return handle
+
+    def release(self, handle: SecretHandle, changed: Callable[[], None]) -> None:
+        """Stop using a secret; ``changed`` is what :meth:`acquire` was given."""
+        handle.watchers.remove(changed)
+        handle.users -= 1
+        key = (handle.ref.name, handle.ref.source)
+        if handle.users == 0 and self._handles.get(key) is handle:
+            del self._handles[key]
+            if handle.scope is not None:
+                handle.scope.close()
+            if handle.subscription is not None:
+                handle.subscription.close()
+
+    async def _receive(self, handle: SecretHandle, update: Update) -> None:
+        found = [resource for resource in update.resources if resource.name == handle.ref.name]
+        if len(found) > 1:
+            raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
+        if not found:
+            if handle.ref.name in update.removed:
+                # As Envoy: what was delivered stays in force; what never was ends the wait.
+                handle.settled.set()
+            return
+        resource = found[0]
+        if handle.body is not None and handle.body.value == resource.body.value:
+            # A state-of-the-world response repeats every secret when one changes; contexts stay as they are.
+            handle.version = resource.version
+            handle.error = None
+            return
+        try:
+            message = registry.unpack(resource.body)
+            if not isinstance(message, tls_pb2.Secret):
+                raise ConfigError(f"not a Secret: {resource.body.type_url}")
+            self._accept(handle, message, resource.body, resource.version)
+        except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+            handle.error = (str(error), self._clock.wall())
+            raise UpdateRejected(f"{handle.ref.name}: {error}") from error
+        for changed in list(handle.watchers):
+            changed()
+
+    def _accept(self, handle: SecretHandle, message: tls_pb2.Secret, body: AnyMessage, version: str) -> None:
+        secret = compile_secret(message, self._surroundings)
+        check_secret(secret)
+        handle.secret = _without_password(secret)
+        handle.body = body
+        handle.version = version
+        handle.error = None
+        handle.last_updated = self._clock.wall()
+        handle.settled.set()
+
+
+def _without_password(secret: Secret) -> Secret:
+    if not isinstance(secret, Certificate) or secret.password is None:
+        return secret
+    key = load_pem_private_key(secret.key_pem, secret.password)
+    plain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return Certificate(chain_pem=secret.chain_pem, key_pem=plain)
+
+
+async def settled(handles: Iterable[SecretHandle]) -> None:
+    """Wait until each secret is here or its time is up."""
+    for handle in handles:
+        await handle.settled.wait()

@@ -1,0 +1,65 @@
+"""Where resources come from, as the configuration says: the aggregated stream, a file, a stream of its own."""
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
+from xds.protocol.resource import ResourceSource, Subscription
+from ztunnel.envoy.telemetry.stats import Declared, Gauge, Scope, TextReadout
+
+#: What Envoy counts of a subscription; ``version`` is a hash of the text.
+_COUNTED = (
+    *(
+        Declared(name, Gauge, attrgetter(f"stats.{name}"))
+        for name in (
+            "update_attempt",
+            "update_success",
+            "update_failure",
+            "update_rejected",
+            "init_fetch_timeout",
+            "version",
+        )
+    ),
+    Declared("version_text", TextReadout, attrgetter("stats.version_text")),
+)
+
+
+class Sources:
+    """Sources of the process, made when first asked for.
+
+    Args:
+        ads: the aggregated stream, if the bootstrap has one.
+        open_file: a source over one watched file.
+        open_stream: a per-type stream to a cluster of the bootstrap.
+
+    Raises:
+        LookupError: from :meth:`of`, for an aggregated stream that the bootstrap does not configure.
+    """
+
+    def __init__(
+        self,
+        ads: ResourceSource | None,
+        open_file: Callable[[FileSource], ResourceSource],
+        open_stream: Callable[[GrpcSource], ResourceSource],
+    ) -> None:
+        self._ads = ads
+        self._open_file = open_file
+        self._open_stream = open_stream
+        self._made: dict[ConfigSource, ResourceSource] = {}
+
+    def of(self, source: ConfigSource) -> ResourceSource:
+        """The source a configuration names."""
+        if isinstance(source, AdsSource):
+            if self._ads is None:
+                raise LookupError("the configuration asks for ADS, but the bootstrap has no ads_config")
+            return self._ads
+        made = self._made.get(source)
+        if made is None:
+            made = self._open_file(source) if isinstance(source, FileSource) else self._open_stream(source)
+            self._made[source] = made
+        return made
+
+    @staticmethod
+    def count(scope: Scope, subscription: Subscription) -> None:
+        """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
+        scope.declare(_COUNTED, subscription)

@@ -1,0 +1,1 @@
+"""Statistics, access logs and Prometheus pages under Envoy's names."""

@@ -1,0 +1,510 @@
+"""One cluster at run time: its hosts and who chooses among them, its limits, its TLS contexts, its statistics."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from hbone.settings import Role
+from xds.dialects.envoy import compile_assignment
+from xds.errors import ConfigError
+from xds.model.address import NamedAddress, SocketAddress
+from xds.model.cluster import (
+    Cluster,
+    Discovery,
+    Endpoint,
+    InternalUpstream,
+    LoadAssignment,
+    Locality,
+    LocalityGroup,
+    TransportSocket,
+)
+from xds.model.tls import TlsContext as ContextModel
+from xds.proto import registry
+from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
+from xds.protocol.client import Backoff
+from xds.protocol.resource import Subscription, Update, UpdateRejected
+from ztunnel.dataplane.resolver import ResolveFailed, Resolver
+from ztunnel.envoy.secrets.contexts import LiveContext, hardened
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.telemetry.stats import Counter, Declared, Gauge, OnTouch, Stats, cluster_scope, declared_in
+from ztunnel.envoy.upstream.balancer import Balancer, in_subset, source_hash
+from ztunnel.envoy.upstream.host import Host, HostSet
+from ztunnel.envoy.upstream.outlier import OutlierDetector, Result
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.latch import Latch
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
+ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
+
+
+@dataclass(frozen=True, slots=True)
+class Surround:
+    """What every cluster needs from the process."""
+
+    sources: Sources
+    secrets: SecretStore
+    stats: Stats
+    clock: Clock
+    rng: random.Random
+    resolver: Resolver
+    strict_tls: bool
+
+
+class ClusterStats:
+    """Counters of one cluster, each made when first touched: most clusters of a big mesh never carry anything."""
+
+    __slots__ = ("__dict__", "scope")
+
+    cx_total = OnTouch(Counter, "upstream_cx_total")
+    cx_active = OnTouch(Gauge, "upstream_cx_active")
+    cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
+    cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
+    cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
+    cx_none_healthy = OnTouch(Counter, "upstream_cx_none_healthy")
+    cx_rx_bytes = OnTouch(Counter, "upstream_cx_rx_bytes_total")
+    cx_tx_bytes = OnTouch(Counter, "upstream_cx_tx_bytes_total")
+    rq_total = OnTouch(Counter, "upstream_rq_total")
+    rq_active = OnTouch(Gauge, "upstream_rq_active")
+    rq_pending_overflow = OnTouch(Counter, "upstream_rq_pending_overflow")
+    rq_timeout = OnTouch(Counter, "upstream_rq_timeout")
+    retry_overflow = OnTouch(Counter, "upstream_rq_retry_overflow")
+    original_dst_host_invalid = OnTouch(Counter, "original_dst_host_invalid")
+    secrets_not_ready = OnTouch(Counter, "client_ssl_socket_factory.upstream_context_secrets_not_ready")
+    sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
+    handshakes = OnTouch(Counter, "ssl.handshake")
+    ssl_errors = OnTouch(Counter, "ssl.connection_error")
+    drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
+
+    def __init__(self, stats: Stats, model: Cluster) -> None:
+        self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
+        self.scope.declare(_COUNTED, self)
+
+
+_COUNTED = declared_in(ClusterStats)
+
+
+class Breaker:
+    """Counts what is in use against the limits of priority DEFAULT."""
+
+    __slots__ = ("connections", "limits", "pending", "requests")
+
+    def __init__(self, model: Cluster) -> None:
+        self.limits = model.breakers[0]
+        self.connections = 0
+        self.pending = 0
+        self.requests = 0
+
+
+class LiveCluster:
+    """A cluster of the configuration, alive.
+
+    Attributes:
+        warm: set when it may serve: secrets and endpoints are here, or their time is up.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_assigned",
+        "_balancer",
+        "_contexts",
+        "_dropping",
+        "_have_endpoints",
+        "_host_gone",
+        "_original",
+        "_subscription",
+        "_subsets",
+        "_surround",
+        "_tasks",
+        "added_via_api",
+        "body",
+        "breaker",
+        "hosts",
+        "last_updated",
+        "model",
+        "outlier",
+        "stats",
+        "version",
+        "warm",
+    )
+
+    def __init__(
+        self,
+        model: Cluster,
+        body: AnyMessage,
+        surround: Surround,
+        *,
+        version: str = "",
+        added_via_api: bool = True,
+    ) -> None:
+        self.model = model
+        self.body = body
+        self.version = version
+        self.added_via_api = added_via_api
+        self.last_updated = surround.clock.wall()
+        self.stats = ClusterStats(surround.stats, model)
+        self.breaker = Breaker(model)
+        self.hosts = HostSet()
+        self.warm = Latch()
+        self._surround = surround
+        self._tasks: Tasks | None = None
+        self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
+        self._subsets: dict[tuple[tuple[str, object], ...], Balancer] = {}
+        self._original: dict[str, tuple[Host, float]] = {}
+        self._have_endpoints = Latch()
+        self._assigned: AnyMessage | None = None
+        self._dropping: tuple[tuple[str, float], ...] = ()
+        self._subscription: Subscription | None = None
+        self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
+        self._host_gone: list[Callable[[Host], None]] = []
+        self.outlier: OutlierDetector | None = None
+        if model.outlier is not None:
+            self.outlier = OutlierDetector(
+                model.outlier, self._health_changed, lambda: surround.rng.random() * 100
+            )
+        for socket in model.sockets:
+            context = socket.inner if isinstance(socket, InternalUpstream) else socket
+            if isinstance(context, ContextModel):
+                chosen = hardened(context) if surround.strict_tls else context
+                self._contexts[id(context)] = LiveContext(
+                    Role.CLIENT,
+                    chosen,
+                    surround.secrets,
+                    self.stats.sds_updates,
+                    warn_unverified=f"cluster {model.name}",
+                )
+        self.stats.scope.declare(_STATE, self)
+
+    # Life
+
+    def start(self) -> None:
+        """Begin to find endpoints and wait for secrets; :attr:`warm` tells when it is done."""
+        model = self.model
+        match model.discovery:
+            case Discovery.STATIC:
+                assert model.assignment is not None
+                self._assign(model.assignment)
+            case Discovery.EDS:
+                assert model.eds_source is not None
+                self._subscription = self._surround.sources.of(model.eds_source).subscribe(
+                    EDS_URL,
+                    [model.eds_name],
+                    self._receive_endpoints,
+                    initial_fetch_timeout_s=model.eds_initial_fetch_timeout_s,
+                    on_initial_timeout=self._have_endpoints.set,
+                )
+                self._surround.sources.count(self.stats.scope, self._subscription)
+            case Discovery.STRICT_DNS | Discovery.LOGICAL_DNS:
+                self._run(self._resolve_for_ever(), "dns")
+            case Discovery.ORIGINAL_DST:
+                self._have_endpoints.set()
+                self._run(self._clean_up_for_ever(), "cleanup")
+        if self.outlier is not None:
+            self._run(self._watch_outliers(), "outlier detection")
+        if self._contexts:
+            self._run(self._warm_up(), "warming")
+        else:
+            self._have_endpoints.then(self.warm.set)
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        if self._tasks is None:
+            self._tasks = Tasks(f"cluster {self.model.name}")
+        self._tasks.start(work, name)
+
+    async def _warm_up(self) -> None:
+        for context in self._contexts.values():
+            await context.settled()
+        await self._have_endpoints.wait()
+        self.warm.set()
+
+    async def close(self) -> None:
+        """Stop finding endpoints and let go of secrets; connections are the owner's to drain."""
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
+        if self._tasks is not None:
+            await self._tasks.close()
+        for context in self._contexts.values():
+            context.close()
+
+    def on_host_gone(self, gone: Callable[[Host], None]) -> None:
+        """Call ``gone`` for each host that leaves: its pooled connections take no new work."""
+        self._host_gone.append(gone)
+
+    # Endpoints
+
+    async def _receive_endpoints(self, update: Update) -> None:
+        for resource in update.resources:
+            if resource.name != self.model.eds_name:
+                continue
+            if self._assigned is not None and self._assigned == resource.body:
+                # A state-of-the-world response repeats every assignment when one changes. Of equal bodies the new
+                # one is kept: a body keeps the whole response in memory which it came in.
+                self._assigned = resource.body
+                continue
+            try:
+                message = registry.unpack(resource.body)
+                if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
+                    raise ConfigError(f"not a ClusterLoadAssignment: {resource.body.type_url}")
+                assignment = compile_assignment(message)
+            except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+                raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
+            self._assigned = resource.body
+            self._assign(assignment)
+        if self.model.eds_name in update.removed:
+            self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
+
+    def _assign(self, assignment: LoadAssignment) -> None:
+        self._dropping = assignment.drop
+        for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
+            if self.outlier is not None:
+                self.outlier.forget(host)
+            for gone in self._host_gone:
+                gone(host)
+        self._health_changed()
+        self._have_endpoints.set()
+
+    def _health_changed(self) -> None:
+        self.hosts.refresh()
+        self._balancer.update()
+        self._subsets.clear()
+
+    async def _resolve_for_ever(self) -> None:
+        model = self.model
+        assert model.assignment is not None
+        known: dict[str, tuple[str, ...]] = {}
+        backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
+        while True:
+            wait_s = model.dns_refresh_s
+            ttls: list[float] = []
+            failed = False
+            for endpoint in model.assignment.endpoints:
+                if not isinstance(endpoint.address, NamedAddress):
+                    continue
+                name = endpoint.address.name
+                try:
+                    answer = await self._surround.resolver.resolve(name, model.dns_family)
+                except ResolveFailed as error:
+                    log.debug("cluster %s: %s", model.name, error)
+                    failed = True
+                    continue
+                addresses = answer.addresses
+                if model.discovery is Discovery.LOGICAL_DNS:
+                    kept = known.get(name, ())
+                    addresses = kept if kept and kept[0] in addresses else addresses[:1]
+                known[name] = addresses
+                ttls.append(answer.ttl_s)
+            self._assign(_resolved(model.assignment, known))
+            if model.respect_dns_ttl and ttls:
+                wait_s = max(1.0, min(ttls))
+            if backoff is not None:
+                if failed:
+                    wait_s = backoff.next(self._surround.rng.random())
+                else:
+                    backoff.reset()
+            await asyncio.sleep(wait_s)
+
+    async def _watch_outliers(self) -> None:
+        assert self.outlier is not None
+        assert self.model.outlier is not None
+        while True:
+            await asyncio.sleep(self.model.outlier.interval_s)
+            self.outlier.tick(self.hosts.hosts, self._surround.clock.monotonic())
+
+    async def _clean_up_for_ever(self) -> None:
+        """Drop hosts unused for one to two intervals, unless a connection to them is open."""
+        interval = self.model.cleanup_interval_s
+        while True:
+            await asyncio.sleep(interval)
+            now = self._surround.clock.monotonic()
+            for key, (host, used) in list(self._original.items()):
+                if now - used >= interval and not host.active:
+                    del self._original[key]
+
+    @property
+    def healthy_count(self) -> int:
+        """``membership_healthy``; hosts of ORIGINAL_DST count as healthy."""
+        return self.hosts.healthy_count or len(self._original)
+
+    # Choice
+
+    @property
+    def all_hosts(self) -> list[Host]:
+        """Every host, those of ORIGINAL_DST included."""
+        return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
+
+    def context(self, model: ContextModel) -> LiveContext:
+        """The live context of one of this cluster's transport sockets."""
+        return self._contexts[id(model)]
+
+    @property
+    def contexts(self) -> list[LiveContext]:
+        """Every TLS context of the cluster."""
+        return list(self._contexts.values())
+
+    def choose(
+        self,
+        info: StreamInfo,
+        *,
+        subset: Mapping[str, object] | None = None,
+        hash_source: bool = False,
+        avoid: frozenset[Host] = frozenset(),
+    ) -> Host | None:
+        """The host for one connection; ``None`` when there is none.
+
+        Args:
+            info: the hop that asks; ORIGINAL_DST reads its address from there.
+            subset: endpoint metadata to restrict to, where the cluster is divided into subsets.
+            hash_source: hash the client's address, for RING_HASH and MAGLEV.
+            avoid: hosts that failed this connection already.
+        """
+        now = self._surround.clock.monotonic()
+        if self.model.discovery is Discovery.ORIGINAL_DST:
+            return self._original_host(info, now)
+        for _category, share in self._dropping:
+            if self._surround.rng.random() < share:
+                self.stats.drop_overload.value += 1
+                return None
+        balancer = self._balancer_for(subset)
+        if balancer is None:
+            return None
+        key = source_hash(info.source.host) if hash_source else None
+        return balancer.choose(now, hash_key=key, avoid=avoid)
+
+    def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
+        """The balancer of a subset, as ``lb_subset_config`` divides the cluster; all hosts without one."""
+        division = self.model.subsets
+        if division is None:
+            return self._balancer
+        wanted: Mapping[str, object] | None = subset or None
+        if wanted is None or frozenset(wanted) not in division.selectors or not self._any_in(wanted):
+            if division.fallback == "ANY_ENDPOINT":
+                return self._balancer
+            wanted = division.default if division.fallback == "DEFAULT_SUBSET" else None
+            if wanted is None:
+                return None
+        key = tuple(sorted(wanted.items(), key=lambda item: item[0]))
+        balancer = self._subsets.get(key)
+        if balancer is None:
+            chosen = wanted
+            hosts = self.hosts.filtered(lambda host: in_subset(host, chosen))
+            balancer = self._subsets[key] = Balancer(self.model.balancing, hosts, self._surround.rng)
+            balancer.update()
+        return balancer
+
+    def _any_in(self, subset: Mapping[str, object]) -> bool:
+        return any(in_subset(host, subset) for host in self.hosts.hosts)
+
+    def _original_host(self, info: StreamInfo, now: float) -> Host | None:
+        address = self.original_address(info)
+        if address is None:
+            return None
+        key = str(address)
+        found = self._original.get(key)
+        if found is None:
+            endpoint = Endpoint(address=address, hostname=f"{self.model.name}{key}")
+            found = (Host(endpoint, added_at=now), now)
+        self._original[key] = (found[0], now)
+        return found[0]
+
+    def original_address(self, info: StreamInfo) -> SocketAddress | None:
+        """Where an ORIGINAL_DST cluster sends a connection: the first of these that says so.
+
+        Filter state, metadata, request header, restored destination; the port may be overridden. A header that
+        is not ``ip:port`` is counted and passed over, as in Envoy.
+        """
+        config = self.model.original_dst
+        assert config is not None
+        address = _parsed(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
+        if address is None and config.metadata_key is not None:
+            address = _parsed(_metadata_text(info, *config.metadata_key))
+        if address is None and config.use_http_header:
+            values = [value for name, value in info.request_headers if name == config.http_header_name]
+            address = _parsed(values[0]) if values else None
+            if values and address is None:
+                self.stats.original_dst_host_invalid.value += 1
+        if address is None and info.restored:
+            address = info.destination
+        if address is not None and config.port_override:
+            address = SocketAddress(address.host, config.port_override)
+        return address
+
+    def transport_socket(self, host: Host) -> TransportSocket:
+        """How to talk to a host; counts which match chose it."""
+        name, socket = self.model.transport_socket_for(host.endpoint.metadata)
+        if name:
+            self.stats.scope.counter(f"{name}.total_match_count").value += 1
+        return socket
+
+    def report(self, host: Host, result: Result) -> None:
+        """Tell outlier detection how an attempt on a host ended."""
+        if self.outlier is not None:
+            self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
+
+
+_STATE = (
+    Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
+    Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
+    Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
+    Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+)
+
+
+def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
+    """``assignment`` with each name replaced by its addresses."""
+    groups = []
+    for group in assignment.groups:
+        endpoints: list[Endpoint] = []
+        for endpoint in group.endpoints:
+            address = endpoint.address
+            if not isinstance(address, NamedAddress):
+                endpoints.append(endpoint)
+                continue
+            hostname = endpoint.hostname or address.name
+            found = (SocketAddress(host, address.port) for host in known.get(address.name, ()))
+            endpoints.extend(replace(endpoint, address=each, hostname=hostname) for each in found)
+        groups.append(replace(group, endpoints=tuple(endpoints)))
+    return replace(assignment, groups=tuple(groups))
+
+
+def _parsed(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        return None
+
+
+def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> str | None:
+    value: object = info.facts.metadata.get(namespace)
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else None
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else None
+
+
+def live_assignment(cluster: LiveCluster) -> LoadAssignment:
+    """The hosts in use, as one locality group per address (ORIGINAL_DST) or as assigned; for dumps."""
+    groups = []
+    for priority, level in enumerate(cluster.hosts.levels):
+        for group in level.groups:
+            endpoints = tuple(host.endpoint for host in group.hosts)
+            groups.append(
+                LocalityGroup(locality=group.locality, priority=priority, weight=group.weight, endpoints=endpoints)
+            )
+    original = [host for host in cluster.all_hosts if cluster.hosts.get(host.endpoint.address) is None]
+    groups.extend(
+        LocalityGroup(locality=Locality(), priority=0, weight=0, endpoints=(host.endpoint,)) for host in original
+    )
+    return LoadAssignment(cluster_name=cluster.model.name, groups=tuple(groups))

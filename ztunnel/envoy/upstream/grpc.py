@@ -1,0 +1,99 @@
+"""How gRPC reaches the static clusters of a bootstrap, in plain text or with the TLS that they say."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+
+from hbone.settings import Role
+from rpc.aio.client import Channel
+from xds.dialects.envoy import Surroundings, compile_cluster
+from xds.errors import ConfigError, XdsError
+from xds.model.cluster import RawBuffer
+from xds.model.tls import AdsSource
+from xds.model.tls import TlsContext as ContextModel
+from ztunnel.envoy.bootstrap import GrpcTarget
+from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.telemetry.stats import Stats, cluster_scope
+
+
+def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | None:
+    """The TLS of a cluster, None for plain text.
+
+    Raises:
+        ConfigError: it cannot be obeyed, or would believe any server; with the place in the bootstrap.
+    """
+    try:
+        cluster = compile_cluster(target.cluster, surroundings)
+        if cluster.socket_matches:
+            raise ConfigError("a cluster of one endpoint has one transport_socket", "transport_socket_matches")
+        transport = cluster.transport_socket
+        if isinstance(transport, RawBuffer):
+            return None
+        if not isinstance(transport, ContextModel):
+            raise ConfigError("gRPC goes in plain text or over TLS", "transport_socket")
+        if any(isinstance(ref.source, AdsSource) for ref in transport.secret_refs):
+            raise ConfigError("secrets of a stream to the control plane cannot come by ADS", "transport_socket")
+        validation = transport.validation
+        if transport.validation_ref is None and (validation is None or validation.trusted_ca_pem is None):
+            raise ConfigError("without trusted_ca any server would be believed", "transport_socket")
+    except ConfigError as error:
+        raise error.under(f"static_resources.clusters[{target.index}]") from error
+    return replace(transport, alpn=("h2",))
+
+
+class GrpcClusters:
+    """Channels to clusters by name.
+
+    Args:
+        targets: see :class:`~ztunnel.envoy.bootstrap.BootstrapConfig`.
+        surroundings: to read files with.
+        stats: counts renewed TLS contexts, per cluster.
+        secrets: where certificates and roots come from that are not written down; asked for when the first channel
+            is, since it may be fed by another of these clusters.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, GrpcTarget],
+        surroundings: Surroundings,
+        stats: Stats,
+        secrets: Callable[[], SecretStore],
+    ) -> None:
+        self._targets = targets
+        self._surroundings = surroundings
+        self._stats = stats
+        self._secrets = secrets
+        self._contexts: dict[str, LiveContext] = {}
+
+    def connect(self, name: str) -> Callable[[], AbstractAsyncContextManager[Channel]]:
+        """How to reach a cluster; see :data:`xds.aio.client.Connect`."""
+
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[Channel]:
+            live = self._live(name)
+            if live is not None:
+                await live.settled()
+                if live.current is None:
+                    raise XdsError(f"no TLS with cluster {name}: its secrets have not come, or are of no use")
+            async with Channel(self._targets[name].address, tls=None if live is None else live.current) as channel:
+                yield channel
+
+        return connect
+
+    def _live(self, name: str) -> LiveContext | None:
+        live = self._contexts.get(name)
+        if live is None:
+            model = tls_of(self._targets[name], self._surroundings)
+            if model is None:
+                return None
+            scope = cluster_scope(self._stats, name)
+            updates = scope.counter("client_ssl_socket_factory.ssl_context_update_by_sds")
+            live = self._contexts[name] = LiveContext(Role.CLIENT, model, self._secrets(), updates)
+        return live
+
+    def close(self) -> None:
+        """Let go of secrets."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()

@@ -1,0 +1,201 @@
+"""All clusters: static ones, those CDS brings, and the change from one version of a cluster to the next.
+
+A changed cluster warms beside the old one and takes its place when it may serve; what the old one carries runs
+on. A cluster that cannot be obeyed leaves the old version in force and is reported, and its neighbours in the
+same update are applied.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+
+from xds.dialects.envoy import Surroundings, compile_cluster
+from xds.errors import ConfigError
+from xds.model.cluster import Cluster
+from xds.proto import registry
+from xds.proto.envoy.config.cluster.v3 import cluster_pb2
+from xds.protocol.resource import Resource, Update, UpdateRejected
+from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
+
+log = logging.getLogger(__name__)
+
+#: Clusters made in one turn of the loop, 5 ms or so.
+_AT_ONCE = 50
+TYPE_URL = registry.type_url(cluster_pb2.Cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A version of a resource that was refused, for ``error_state`` in dumps."""
+
+    name: str
+    body: AnyMessage
+    details: str
+    at: float
+    version: str
+
+
+class ClusterManager:
+    """Clusters by name.
+
+    Args:
+        surround: what clusters need from the process.
+        surroundings: what configuration may refer to.
+        retired: takes a cluster that was replaced or removed; it drains its pools and closes it.
+    """
+
+    def __init__(
+        self, surround: Surround, surroundings: Surroundings, retired: Callable[[LiveCluster], None]
+    ) -> None:
+        self._surround = surround
+        self._surroundings = surroundings
+        self._retired = retired
+        self._active: dict[str, LiveCluster] = {}
+        self._warming: dict[str, LiveCluster] = {}
+        self._static: set[str] = set()
+        self.failures: dict[str, Failure] = {}
+        self.version = ""
+        scope = surround.stats.scope("cluster_manager")
+        scope.gauge("active_clusters", lambda: float(len(self._active)))
+        scope.gauge("warming_clusters", lambda: float(len(self._warming)))
+        self._added = scope.counter("cluster_added")
+        self._modified = scope.counter("cluster_modified")
+        self._removed = scope.counter("cluster_removed")
+
+    def get(self, name: str) -> LiveCluster | None:
+        """The cluster that serves under a name."""
+        return self._active.get(name)
+
+    @property
+    def active(self) -> list[LiveCluster]:
+        """Clusters that serve, by name."""
+        return [self._active[name] for name in sorted(self._active)]
+
+    @property
+    def warming(self) -> list[LiveCluster]:
+        """Clusters that wait for secrets or endpoints, by name."""
+        return [self._warming[name] for name in sorted(self._warming)]
+
+    def add_static(self, body: AnyMessage) -> None:
+        """A cluster of ``static_resources``.
+
+        Raises:
+            ConfigError: it cannot be obeyed.
+        """
+        model = self._compile(body)
+        cluster = LiveCluster(model, body, self._surround, added_via_api=False)
+        self._static.add(model.name)
+        self._active[model.name] = cluster
+        self._added.value += 1
+        cluster.start()
+
+    async def initialised(self) -> None:
+        """Wait until every cluster known so far may serve."""
+        for cluster in [*self._active.values(), *self._warming.values()]:
+            await cluster.warm.wait()
+
+    async def receive(self, update: Update) -> None:
+        """Apply a CDS update; returns when what it changed is warm (Envoy holds the ACK back as long).
+
+        Raises:
+            UpdateRejected: names each cluster that was refused; the others are applied.
+        """
+        self.version = update.version
+        errors: list[str] = []
+        changed: list[LiveCluster] = []
+        seen: set[str] = set()
+        for resource in update.resources:
+            seen.add(resource.name)
+            try:
+                cluster = self._apply(resource)
+            except ConfigError as error:
+                reason = str(error)
+                log.warning("cluster %s refused, its last good version stays: %s", resource.name, reason)
+                errors.append(f"{resource.name}: {reason}")
+                self.failures[resource.name] = Failure(
+                    resource.name, resource.body, reason, self._surround.clock.wall(), resource.version
+                )
+                continue
+            self.failures.pop(resource.name, None)
+            if cluster is not None:
+                changed.append(cluster)
+                if len(changed) % _AT_ONCE == 0:
+                    await asyncio.sleep(0)  # connections go on while a mesh arrives
+        gone = set(update.removed)
+        if update.complete:
+            gone |= {name for name in (*self._active, *self._warming) if name not in seen}
+        for cluster in changed:
+            await cluster.warm.wait()
+            self._promote(cluster)
+        # Removals last: a listener may still send to the cluster until its own update is applied.
+        for name in gone - self._static:
+            self._remove(name)
+        if changed or gone:
+            log.info(
+                "clusters: %d active, %d changed, version %s", len(self._active), len(changed), update.version
+            )
+        if errors:
+            raise UpdateRejected("Error adding/updating cluster(s) " + ", ".join(errors))
+
+    def _compile(self, body: AnyMessage) -> Cluster:
+        try:
+            message = registry.unpack(body)
+        except (registry.UnknownType, registry.MalformedMessage) as error:
+            raise ConfigError(str(error)) from None
+        if not isinstance(message, cluster_pb2.Cluster):
+            raise ConfigError(f"not a Cluster: {body.type_url}")
+        return compile_cluster(message, self._surroundings)
+
+    def _apply(self, resource: Resource) -> LiveCluster | None:
+        body, version = resource.body, resource.version
+        current = self._warming.get(resource.name) or self._active.get(resource.name)
+        if current is not None and current.added_via_api and current.body == body:
+            # A state-of-the-world response repeats every cluster when one changes. Of equal bodies the new one is
+            # kept: a body keeps the whole response in memory which it came in.
+            current.body, current.version = body, version
+            return None
+        model = self._compile(body)
+        if model.name in self._static:
+            return None
+        current = self._warming.get(model.name) or self._active.get(model.name)
+        if current is not None and current.model.content == model.content:
+            current.body, current.version = body, version
+            return None
+        try:
+            cluster = LiveCluster(model, body, self._surround, version=version)
+            cluster.start()
+        except (LookupError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        superseded = self._warming.pop(model.name, None)
+        if superseded is not None:
+            self._retired(superseded)
+        self._warming[model.name] = cluster
+        (self._modified if model.name in self._active else self._added).value += 1
+        return cluster
+
+    def _promote(self, cluster: LiveCluster) -> None:
+        name = cluster.model.name
+        if self._warming.get(name) is not cluster:
+            return
+        del self._warming[name]
+        old = self._active.get(name)
+        self._active[name] = cluster
+        if old is not None:
+            self._retired(old)
+
+    def _remove(self, name: str) -> None:
+        for clusters in (self._active, self._warming):
+            cluster = clusters.pop(name, None)
+            if cluster is not None:
+                cluster.stats.scope.close()
+                self._removed.value += 1
+                self._retired(cluster)
+        self.failures.pop(name, None)
+
+    async def close(self) -> None:
+        """Close every cluster."""
+        everything = [*self._active.values(), *self._warming.values()]
+        await asyncio.gather(*(cluster.close() for cluster in everything))

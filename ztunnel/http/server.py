@@ -1,0 +1,328 @@
+"""A small HTTP/1.1 server for pages: h11 reads and writes, asyncio's streams carry.
+
+It serves beside the data path and must never be in its way: connections are bounded, heads are bounded in size and
+time, long pages are sent piece by piece, and a reader who does not read is left after a while.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from email.utils import formatdate
+from typing import Any
+
+import h11
+
+from tproxy.aio import sockets
+from tproxy.errors import PortTaken
+from xds.model.address import SocketAddress
+from ztunnel.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, text
+from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+Pages = Callable[[PageRequest], Page | Awaitable[Page]]
+
+_MAX_HEAD = 16 * 1024
+_MAX_BODY = 64 * 1024
+#: A head that has begun must be complete within this time (as Rust ztunnel's servers).
+_HEAD_TIMEOUT_S = 2.0
+#: Longer than scrape intervals are, so that scrapers keep their connection.
+_IDLE_TIMEOUT_S = 75.0
+_WRITE_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 1.0
+_READ_BYTES = 8 * 1024
+#: Pieces are joined up to this size before they are written.
+_WRITE_BYTES = 32 * 1024
+#: How long pieces may be made in one go; about what one wakeup of the data path takes when it is busy.
+_SLICE_S = 0.002
+
+
+class PageServer:
+    """Serves pages on one address, from ``async with`` on.
+
+    Args:
+        name: for logs: ``admin``, ``readiness``, ``metrics``.
+        address: where; port 0 lets the kernel choose.
+        pages: answers a request, at once or when it has asked others. Called in the event loop; must not hold it,
+            but for the pieces of the body.
+        max_connections: more than this, and the one idle for longest is closed, else the new one.
+        product: value of the ``server`` header.
+        reuse_port: another generation of this program may listen beside this one; the last to come is asked.
+        alone: with ``reuse_port``: refuse to be that one, and to take the port from somebody who did not mean it.
+
+    Attributes:
+        address: with the real port, once entered.
+
+    Raises:
+        PortTaken: from ``async with``: somebody else listens there.
+        tproxy.errors.TproxyError: any other refusal of the kernel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: SocketAddress,
+        pages: Pages,
+        clock: Clock,
+        *,
+        max_connections: int = 64,
+        product: str = "envoy",
+        reuse_port: bool = False,
+        alone: bool = False,
+    ) -> None:
+        self.name = name
+        self.product = product
+        self._reuse_port = reuse_port
+        self._alone = alone
+        self.address = address
+        self._pages = pages
+        self._clock = clock
+        self._max_connections = max_connections
+        self._tasks = Tasks(name)
+        self._connections: dict[_Connection, None] = {}  # in order of their last activity
+        self._server: asyncio.Server | None = None
+        self.connections_total = 0
+
+    async def __aenter__(self) -> "PageServer":
+        if self._alone:
+            # Without SO_REUSEPORT, which whoever listens there may have, too.
+            sockets.listen(self.address.host, self.address.port, backlog=0).close()
+        sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
+        self.address = SocketAddress(self.address.host, sock.getsockname()[1])
+        try:
+            self._server = await asyncio.start_server(self._accepted, sock=sock, limit=_MAX_HEAD)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortTaken(self.address.host, self.address.port) from None
+            raise
+        if self._reuse_port:
+            sockets.leave_to_newer(sock)
+        log.info("%s on %s", self.name, self.address)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for connection in list(self._connections):
+            connection.finish()
+        # The answer to /quitquitquit may still be on its way out.
+        answering = [connection.task for connection in self._connections if connection.task is not None]
+        if answering:
+            await asyncio.wait(answering, timeout=_CLOSE_TIMEOUT_S)
+        await self._tasks.close()
+
+    @property
+    def connections(self) -> int:
+        """Connections open now."""
+        return len(self._connections)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections_total += 1
+        if len(self._connections) >= self._max_connections:
+            longest_idle = next((c for c in self._connections if c.idle), None)
+            if longest_idle is None:
+                log.warning("%s: %d connections are open, refusing another", self.name, len(self._connections))
+                writer.transport.abort()
+                return
+            longest_idle.finish()
+            self._connections.pop(longest_idle, None)
+        connection = _Connection(self, reader, writer)
+        self._connections[connection] = None
+        connection.task = self._tasks.start(self._serve(connection), "connection")
+
+    async def _serve(self, connection: "_Connection") -> None:
+        try:
+            await connection.serve(self._pages)
+        finally:
+            self._connections.pop(connection, None)
+
+    def active(self, connection: "_Connection") -> None:
+        """Note that a connection was used."""
+        if connection in self._connections:
+            del self._connections[connection]
+            self._connections[connection] = None
+
+    def date(self) -> str:
+        """Value of the ``date`` header."""
+        return formatdate(self._clock.wall(), usegmt=True)
+
+
+class _Connection:
+    """One client."""
+
+    def __init__(self, server: PageServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._server = server
+        self._reader = reader
+        self._writer = writer
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+        self._unsent: list[bytes] = []
+        self._finishing = False
+        self.idle = True
+        self.task: asyncio.Task[Any] | None = None
+
+    def finish(self) -> None:
+        """Close when the answer in progress is out; at once when there is none."""
+        self._finishing = True
+        if self.idle and self.task is not None:
+            self.task.cancel()
+
+    async def serve(self, pages: Pages) -> None:
+        """Answer requests until one side has enough."""
+        try:
+            while not self._finishing:
+                request = await self._request()
+                if request is None:
+                    return
+                self._server.active(self)
+                await self._answer(request, await self._page(pages, request))
+                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                    return
+                self._http.start_next_cycle()
+        except h11.RemoteProtocolError as error:
+            await self._refuse(error)
+        except TimeoutError:
+            self._writer.transport.abort()  # what it did not read in time, it will not read now
+        except OSError as error:
+            log.debug("%s: %s", self._server.name, error)
+        finally:
+            self._writer.close()
+
+    async def _page(self, pages: Pages, request: PageRequest) -> Page:
+        try:
+            page = pages(request)
+            return page if isinstance(page, Page) else await page
+        except Exception:
+            # A page that fails must not end the proxy, nor the next page.
+            log.exception("%s: %s %r failed", self._server.name, request.method, request.path)
+            return text("internal error\n", 500)
+
+    # Reading
+
+    async def _event(self) -> Any:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(_READ_BYTES))
+        return event
+
+    async def _request(self) -> PageRequest | None:
+        """The next request; ``None`` when the client is done."""
+        self.idle = not self._http.trailing_data[0]
+        if self.idle:
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                data = await self._reader.read(_READ_BYTES)
+            self.idle = False
+            self._http.receive_data(data)
+        async with asyncio.timeout(_HEAD_TIMEOUT_S):
+            head = await self._event()
+            if not isinstance(head, h11.Request):
+                return None
+            if self._http.they_are_waiting_for_100_continue:
+                self._send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+                await self._drain()
+            body = b""
+            while isinstance(event := await self._event(), h11.Data):
+                body += event.data
+                if len(body) > _MAX_BODY:
+                    raise h11.RemoteProtocolError("body too long", error_status_hint=413)
+        return _page_request(head, body)
+
+    # Writing
+
+    async def _answer(self, request: PageRequest, page: Page) -> None:
+        headers = [
+            ("content-type", page.content_type),
+            ("cache-control", "no-cache, max-age=0"),
+            ("x-content-type-options", "nosniff"),
+            *page.headers,
+            ("date", self._server.date()),
+            ("server", self._server.product),
+        ]
+        if self._finishing:
+            headers.append(("connection", "close"))
+        self._send(h11.Response(status_code=page.status, headers=headers, reason=_REASONS.get(page.status, b"")))
+        if request.method != "HEAD":
+            await self._send_body(page.body)
+        self._send(h11.EndOfMessage())
+        await self._drain()
+
+    async def _send_body(self, pieces: Iterable[Piece]) -> None:
+        loop = asyncio.get_running_loop()
+        slice_ends = loop.time() + _SLICE_S
+        waiting: list[bytes] = []
+        size = 0
+        for piece in pieces:
+            made = await asyncio.to_thread(piece.make) if isinstance(piece, Deferred) else piece
+            # A lone surrogate must not end the page.
+            data = made.encode(errors="backslashreplace") if isinstance(made, str) else made
+            waiting.append(data)
+            size += len(data)
+            if size >= _WRITE_BYTES or loop.time() >= slice_ends:
+                self._send_data(waiting)
+                await self._drain()
+                await asyncio.sleep(0)
+                slice_ends = loop.time() + _SLICE_S
+                waiting, size = [], 0
+        self._send_data(waiting)
+
+    def _send_data(self, waiting: list[bytes]) -> None:
+        data = b"".join(waiting)
+        if data:
+            self._send(h11.Data(data=data))
+
+    def _send(self, event: Any) -> None:
+        data = self._http.send(event)
+        if data:
+            self._unsent.append(data)
+
+    async def _drain(self) -> None:
+        # A short page, head and body, is one write and one segment.
+        self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await self._writer.drain()
+
+    async def _refuse(self, error: h11.RemoteProtocolError) -> None:
+        """Say what was wrong with a request that is not HTTP, if saying is still possible."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]
+        status = error.error_status_hint
+        with contextlib.suppress(h11.LocalProtocolError, OSError, TimeoutError):
+            self._send(h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b"")))
+            self._send(h11.Data(data=f"{error}\n".encode(errors="backslashreplace")))
+            self._send(h11.EndOfMessage())
+            await self._drain()
+
+
+_REASONS = {
+    200: b"OK",
+    400: b"Bad Request",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    413: b"Payload Too Large",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    503: b"Service Unavailable",
+}
+
+
+def _page_request(head: h11.Request, body: bytes) -> PageRequest:
+    target = head.target.decode("latin-1")
+    if "://" in target.partition("?")[0]:  # absolute form (RFC 9112, 3.2.2)
+        target = "/" + target.partition("://")[2].partition("/")[2]
+    path, _, query = target.partition("#")[0].partition("?")
+    fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+    parameters = Query.parse(query)
+    if head.method == b"POST" and fields.get("content-type", "").startswith("application/x-www-form-urlencoded"):
+        # As Envoy: the forms of the home page send parameters in the body.
+        parameters = Query(parameters.pairs + Query.parse(body.decode(errors="replace")).pairs)
+    return PageRequest(
+        method=head.method.decode("latin-1"),
+        path=path,
+        query=parameters,
+        accept=fields.get("accept", ""),
+        accept_encoding=fields.get("accept-encoding", ""),
+    )

@@ -1,1 +1,0 @@
-"""Pods of this node, as istio-cni (or ``ztunnel agent``) announces them over ZDS."""

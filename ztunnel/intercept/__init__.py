@@ -1,0 +1,5 @@
+"""``ztunnel intercept``: the kernel's part of a node in Envoy's dialect, from a description of the node."""
+
+from ztunnel.intercept.command import add_arguments
+
+__all__ = ["add_arguments"]

@@ -1,0 +1,233 @@
+"""``/config_dump`` as ``istioctl ztunnel-config`` reads it: keys sorted at every level, upstream's names, shapes.
+
+The page is made entry by entry: a mesh of 200,000 workloads must not hold the data path.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+import hbone
+from xds.model.address import SocketAddress
+from ztunnel import __version__
+from ztunnel.istio.admin import mesh_dump
+from ztunnel.istio.certificates.credentials import Roots
+from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.config import AmbientConfig, OriginalSource, PodName, ProxyMode
+from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.zds.pods import RunningPod
+
+if TYPE_CHECKING:
+    from ztunnel.istio.app import AmbientProxy
+
+
+def pieces(proxy: AmbientProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
+    """The page.
+
+    Args:
+        connections: of pods that workers carry.
+    """
+    mesh = proxy.mesh
+    yield "{\n"
+    yield from _list("certificates", _certificates(proxy))
+    yield from _value("config", config_entry(proxy.config))
+    yield from _list("policies", mesh_dump.policies(mesh))
+    yield from _list("services", mesh_dump.services(mesh))
+    yield from _value("stagedServices", mesh_dump.staged_services(mesh))
+    yield from _value("staticConfig", proxy.control.static_config())
+    shared = proxy.config.proxy_mode is ProxyMode.SHARED
+    yield from _value("version", version_entry(proxy.config.version_tag))
+    if shared:
+        yield from _value("workloadState", _pods(proxy, connections or {}))
+    yield from _list("workloads", mesh_dump.workloads(mesh), last=True)
+    yield "}\n"
+
+
+def _dumped(value: object, indent: int) -> str:
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+    return text.replace("\n", "\n" + " " * indent)
+
+
+def _value(key: str, value: object) -> Iterator[str]:
+    yield f'  "{key}": {_dumped(value, 2)},\n'
+
+
+def _list(key: str, entries: Iterable[object], *, last: bool = False) -> Iterator[str]:
+    yield f'  "{key}": ['
+    separator = "\n    "
+    for entry in entries:
+        yield separator + _dumped(entry, 4)
+        separator = ",\n    "
+    yield ("]" if separator == "\n    " else "\n  ]") + ("\n" if last else ",\n")
+
+
+def _certificates(proxy: AmbientProxy) -> Iterator[Mapping[str, Any]]:
+    states = proxy.certificates.states()
+    for identity in sorted(states, key=str):
+        state = states[identity]
+        issued = state.issued if isinstance(state, WorkloadCertificate) else None
+        yield {
+            "identity": str(identity),
+            "state": "Available" if issued is not None else state,
+            "certChain": [_certificate(each) for each in issued.chain] if issued is not None else [],
+            "rootCerts": [_certificate(each) for each in issued.roots] if issued is not None else [],
+        }
+
+
+def _certificate(certificate: x509.Certificate) -> Mapping[str, str]:
+    return {
+        "pem": base64.b64encode(certificate.public_bytes(Encoding.PEM)).decode(),
+        "serialNumber": str(certificate.serial_number),
+        "validFrom": f"{certificate.not_valid_before_utc:%Y-%m-%dT%H:%M:%SZ}",
+        "expirationTime": f"{certificate.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}",
+    }
+
+
+def _pods(proxy: AmbientProxy, connections: Mapping[RunningPod, object]) -> Mapping[str, Any]:
+    entries: dict[str, Any] = {}
+    for uid, status in proxy.pods.states().items():
+        entry: dict[str, Any] = {
+            "info": {
+                "name": status.info.name,
+                "namespace": status.info.namespace,
+                "serviceAccount": status.info.service_account,
+            },
+            "state": status.state.value,
+        }
+        if isinstance(status.running, PodProxy):
+            entry["connections"] = status.running.dump()
+        elif status.running is not None and status.running in connections:
+            entry["connections"] = connections[status.running]
+        entries[uid] = entry
+    return entries
+
+
+def version_entry(istio_version: str) -> Mapping[str, str]:
+    """What ``version`` prints too."""
+    return {
+        "version": __version__,
+        "gitRevision": "unknown",
+        "rustVersion": f"Python {platform.python_version()}",
+        "buildProfile": hbone.build(),
+        "buildStatus": "Clean",
+        "istioVersion": istio_version,
+        "cryptoProvider": "openssl",
+    }
+
+
+def build_info(istio_version: str) -> str:
+    """The line of ``ztunnel version``."""
+    shown = (f'{key[0].upper()}{key[1:]}:"{value}"' for key, value in version_entry(istio_version).items())
+    return f"version.BuildInfo{{{', '.join(shown)}}}"
+
+
+def logged_config(config: AmbientConfig) -> Mapping[str, Any]:
+    """The settings in force, for the log: of headers the names only, since values may be credentials."""
+    headers = {
+        key: [name for name, _ in values]
+        for key, values in (("xdsHeaders", config.xds_headers), ("caHeaders", config.ca_headers))
+    }
+    return {**config_entry(config), **headers}
+
+
+def _duration(seconds: float) -> Mapping[str, int]:
+    nanos = round(seconds * 1e9)
+    return {"secs": nanos // 1_000_000_000, "nanos": nanos % 1_000_000_000}
+
+
+def _pod_name(name: PodName | None) -> Mapping[str, str] | None:
+    if name is None:
+        return None
+    return {"name": name.name, "namespace": name.namespace, "serviceAccount": name.service_account}
+
+
+def _roots(value: str) -> object:
+    roots = Roots(value)
+    return {"File": value} if roots.kind == "File" else roots.kind
+
+
+def config_entry(config: AmbientConfig) -> Mapping[str, Any]:
+    """The settings in force; tokens and the local file are not shown."""
+    wildcard = "[::]" if config.ipv6 else "0.0.0.0"
+    sockets = config.socket
+
+    def everywhere(port: int) -> str:
+        return f"{wildcard}:{port}"
+
+    own = config.own_pod
+    identity = None
+    if own is not None:
+        identity = f"spiffe://{config.trust_domain}/ns/{own.namespace}/sa/{own.service_account}"
+    return {
+        "proxy": config.proxy,
+        "dnsProxy": config.dns_proxy,
+        "windowSize": config.stream_window,
+        "connectionWindowSize": config.connection_window,
+        "frameSize": config.frame_size,
+        "poolMaxStreamsPerConn": config.pool_max_streams,
+        "poolUnusedReleaseTimeout": _duration(config.pool_unused_release_s),
+        "socks5Addr": "127.0.0.1:15080" if config.socks5 else None,
+        "adminAddr": {"Localhost": [config.ipv6, config.admin_port]},
+        "statsAddr": {"SocketAddr": everywhere(config.stats_port)},
+        "readinessAddr": {"SocketAddr": everywhere(config.readiness_port)},
+        "inboundAddr": everywhere(15008),
+        "inboundPlaintextAddr": everywhere(15006),
+        "outboundAddr": everywhere(15001),
+        "dnsProxyAddr": {"SocketAddr": str(SocketAddress(config.dns_host, config.dns_port))}
+        if config.dns_host
+        else {"Localhost": [config.ipv6, config.dns_port]},
+        "illegalPorts": sorted(config.illegal_ports),
+        "network": config.network,
+        "localNode": config.node or None,
+        "proxyMode": config.proxy_mode.value,
+        "proxyWorkloadInformation": _pod_name(config.workload),
+        "clusterId": config.cluster_id,
+        "clusterDomain": config.cluster_domain,
+        "caAddress": config.ca_address or None,
+        "caRootCert": _roots(config.ca_root_ca),
+        "altCaHostname": config.alt_ca_hostname or None,
+        "xdsAddress": config.xds_address or None,
+        "xdsRootCert": _roots(config.xds_root_ca),
+        "altXdsHostname": config.alt_xds_hostname or None,
+        "preferedServiceNamespace": config.preferred_service_namespace or None,
+        "secretTtl": _duration(config.secret_ttl_s),
+        "xdsOnDemand": config.xds_on_demand,
+        "fakeCa": config.fake_ca,
+        "fakeSelfInbound": False,
+        "selfTerminationDeadline": _duration(config.drain_s),
+        "proxyMetadata": dict(config.proxy_metadata),
+        "numWorkerThreads": config.worker_threads,
+        "requireOriginalSource": {
+            OriginalSource.AUTO: None,
+            OriginalSource.REQUIRED: True,
+            OriginalSource.OFF: False,
+        }[config.original_source],
+        "proxyArgs": config.arguments,
+        "dnsResolverCfg": {},
+        "dnsResolverOpts": {},
+        "inpodUds": config.inpod_uds,
+        "inpodPortReuse": config.inpod_port_reuse,
+        "packetMark": config.packet_mark,
+        "socketConfig": {
+            "keepaliveEnabled": sockets.keepalive_time_s is not None,
+            "keepaliveTime": _duration(sockets.keepalive_time_s or 0.0),
+            "keepaliveInterval": _duration(sockets.keepalive_interval_s),
+            "keepaliveRetries": sockets.keepalive_retries,
+            "userTimeoutEnabled": sockets.user_timeout,
+        },
+        "xdsHeaders": [list(header) for header in config.xds_headers],
+        "caHeaders": [list(header) for header in config.ca_headers],
+        "localhostAppTunnel": config.localhost_app_tunnel,
+        "ztunnelIdentity": identity,
+        "ztunnelWorkload": _pod_name(own),
+        "ipv6Enabled": config.ipv6,
+        "crlPath": config.crl_path or None,
+        "enableEnhancedBaggage": config.baggage,
+    }

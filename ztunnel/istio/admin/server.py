@@ -1,0 +1,166 @@
+"""The servers of the process: admin on loopback, metrics and readiness for everybody on the node's network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tproxy.errors import TproxyError
+from xds.model.address import SocketAddress
+from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, text
+from ztunnel.http.server import Pages, PageServer
+from ztunnel.istio.admin import config_dump, metrics_page
+from ztunnel.istio.logs import InvalidLevel
+
+if TYPE_CHECKING:
+    from ztunnel.istio.app import AmbientProxy
+    from ztunnel.istio.workers.main import Workers
+
+log = logging.getLogger(__name__)
+
+_PRODUCT = "ztunnel-py"
+_LO_WITHOUT_IPV6 = Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6")
+
+_USAGE = """usage: POST /logging						(To list current level)
+usage: POST /logging?level=<level>				(To change global levels)
+usage: POST /logging?level={mod1}={level1},{mod2}={level2}	(To change specific mods' logging level)
+
+hint: loglevel:	error|warn|info|debug|trace|off
+hint: mod_name:	the module name, i.e. ztunnel::proxy
+"""
+_PAGES = {
+    "/config_dump": "everything this proxy knows",
+    "/logging": "levels of the log (POST)",
+    "/quitquitquit": "end in order (POST)",
+    "/debug/pprof/profile": "not available: use py-spy",
+    "/debug/pprof/heap": "not available",
+}
+
+
+class Servers:
+    """From ``async with`` on.
+
+    Attributes:
+        addresses: where each is really bound, by name.
+
+    Raises:
+        TproxyError: from ``async with``: a port is taken.
+    """
+
+    def __init__(self, proxy: AmbientProxy) -> None:
+        self._proxy = proxy
+        self._stack = AsyncExitStack()
+        self.addresses: dict[str, list[SocketAddress]] = {}
+
+    async def __aenter__(self) -> Servers:
+        local, wildcard = self._hosts()
+        config = self._proxy.config
+        async with AsyncExitStack() as stack:
+            await self._serve(stack, "admin", local, config.admin_port, self._admin)
+            await self._serve(stack, "stats", wildcard, config.stats_port, self._stats)
+            await self._serve(stack, "readiness", wildcard, config.readiness_port, self._ready)
+            self._stack = stack.pop_all()
+        return self
+
+    def _hosts(self) -> tuple[list[str], list[str]]:
+        """Loopback and wildcard addresses, as far as there are IPv6 ones."""
+        config = self._proxy.config
+        ipv6 = config.ipv6 and Path("/proc/sys/net/ipv6").exists()
+        wildcard = ["::" if ipv6 else "0.0.0.0"]
+        local = ["127.0.0.1", "::1"] if ipv6 and _LO_WITHOUT_IPV6.read_text().strip() != "1" else ["127.0.0.1"]
+        return local, wildcard
+
+    async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
+        for host in hosts:
+            address = SocketAddress(host, port)
+            # As in the pods, so that a new generation starts beside the old one.
+            server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
+            try:
+                await stack.enter_async_context(server)
+            except TproxyError as error:
+                raise TproxyError(f"failed to bind to address {address}: {error}") from error
+            log.info("listener established address=%s component=%s", server.address, name)
+            self.addresses.setdefault(name, []).append(server.address)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def stop_listening(self) -> None:
+        """Give the ports to a successor; answers under way are finished."""
+        await self._stack.aclose()
+
+    # Pages
+
+    def _ready(self, request: PageRequest) -> Page:
+        if request.path != "/healthz/ready":
+            return text("", 404, PLAIN)
+        if request.method != "GET":
+            return text("", 405, PLAIN)
+        pending = self._proxy.readiness.pending
+        if not pending:
+            return text("ready\n", content_type=PLAIN)
+        return text(f"not ready, pending: {', '.join(sorted(pending))}\n", 500, PLAIN)
+
+    def _stats(self, request: PageRequest) -> Page | Awaitable[Page]:
+        if request.path not in ("/metrics", "/stats/prometheus"):
+            return text("", 404, PLAIN)
+        if self._proxy.workers is not None:
+            return self._stats_of_all(self._proxy.workers, request)
+        return metrics_page.page(self._proxy.metrics, request.accept, request.accept_encoding)
+
+    @staticmethod
+    async def _stats_of_all(workers: Workers, request: PageRequest) -> Page:
+        return metrics_page.page(await workers.metrics(), request.accept, request.accept_encoding)
+
+    async def _dump_of_all(self, workers: Workers) -> Page:
+        connections = await workers.connections()
+        return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections))
+
+    def _admin(self, request: PageRequest) -> Page | Awaitable[Page]:
+        match request.path:
+            case "/":
+                rows = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _PAGES.items())
+                return Page(content_type=HTML, body=(f"<!doctype html><title>ztunnel</title><ul>{rows}</ul>\n",))
+            case "/config_dump":
+                if self._proxy.workers is not None:
+                    return self._dump_of_all(self._proxy.workers)
+                return Page(content_type=JSON, body=config_dump.pieces(self._proxy))
+            case "/logging":
+                return self._logging(request)
+            case "/quitquitquit":
+                if request.method != "POST":
+                    return text("", 405, PLAIN)
+                self._proxy.shut_down()
+                return text("shutdown now\n", content_type=PLAIN)
+            case "/debug/pprof/profile":
+                return _profile(request)
+            case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
+                return text("jemalloc not enabled\n", 500, PLAIN)
+            case _:
+                return text("", 404, PLAIN)
+
+    def _logging(self, request: PageRequest) -> Page:
+        if request.method != "POST":
+            return text("Invalid HTTP method\n" + _USAGE, 405, PLAIN)
+        logs = self._proxy.logs
+        level, reset = request.query.get("level"), "reset" in request.query
+        if level is None and not reset:
+            return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
+        try:
+            self._proxy.change_log_filter(level or "", reset=reset)
+        except InvalidLevel as error:
+            return text(f"{error}\n{_USAGE}", 400, PLAIN)
+        log.info("new log filter is %s", logs.levels)
+        return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
+
+
+def _profile(request: PageRequest) -> Page:
+    """What upstream says to values it does not take; then that there is no profiler here."""
+    for name, largest in (("seconds", 300), ("frequency", 1000)):
+        value = request.query.get(name)
+        if value is not None and not (value.isascii() and value.isdigit() and 1 <= int(value) <= largest):
+            return text(f"invalid {name} value; expected 1-{largest}\n", 400, PLAIN)
+    return text("profiling is not built in; use py-spy on this process\n", 500, PLAIN)

@@ -1,0 +1,357 @@
+"""The node proxy of an Istio mesh as a whole: builds and owns every object, starts and ends them in order.
+
+The order is upstream's. Admin, readiness and metrics answer from the start. Nothing is captured before the
+control plane has described the mesh; then the node agent is asked for its pods. At the end everything that listens
+stops at once, so that a successor with the same ports takes new connections, and what runs has until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import resource
+import signal
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hbone.aio.poller import Poller
+from hbone.aio.spin import SpinSettings
+from tproxy.aio.netns import Netns
+from xds.model.mesh import Changes, Mesh
+from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.identity.crl import RevocationFile
+from ztunnel.istio import serving
+from ztunnel.istio.admin.config_dump import build_info, logged_config
+from ztunnel.istio.admin.server import Servers
+from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
+from ztunnel.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
+from ztunnel.istio.certificates.fake_ca import FakeCertificateAuthority
+from ztunnel.istio.certificates.manager import CertificateAuthority, CertificateManager
+from ztunnel.istio.config import AmbientConfig, PodName, ProxyMode
+from ztunnel.istio.logs import LogStream
+from ztunnel.istio.metrics import Gauge, Metrics
+from ztunnel.istio.node import Node
+from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.xds.control import ControlPlane
+from ztunnel.istio.zds.manager import PodManager, check_privileges
+from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime import heap
+from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.istio.workers.main import WorkerPod, Workers
+
+log = logging.getLogger(__name__)
+
+STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
+WORKERS = "workers"
+#: Series of vanished workloads are looked for this often.
+_SWEEP_S = 60.0
+
+
+class Readiness:
+    """Tasks that must be done before the node's traffic can be carried."""
+
+    def __init__(self, pending: set[str]) -> None:
+        self.pending = pending
+        self._since_s = asyncio.get_running_loop().time()
+
+    def done(self, task: str) -> None:
+        """A task is complete."""
+        if task in self.pending:
+            self.pending.discard(task)
+            took_s = asyncio.get_running_loop().time() - self._since_s
+            if self.pending:
+                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self.pending))
+            else:
+                log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
+
+    def set(self, task: str, ready: bool) -> None:
+        """A task that may become undone again."""
+        if ready:
+            self.done(task)
+        else:
+            self.pending.add(task)
+
+
+class AmbientProxy:
+    """One proxy process.
+
+    Everything public is for the admin server and for tests.
+
+    Args:
+        config: see there.
+        clock: for tests.
+    """
+
+    def __init__(self, config: AmbientConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock: Clock = clock or SystemClock()
+        self.started_s = self.clock.monotonic()
+        self.writer = AccessLogs(Stats())
+        self.logs = LogStream(
+            self.writer, self.writer.file("/dev/stdout"), config.log_filter, json_lines=config.log_json
+        )
+        self.metrics = Metrics(config.version_tag, config.metric_series)
+        self.mesh = Mesh(node=config.node)
+        self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
+        self._housekeeper = heap.Housekeeper(self.poller)
+        self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
+        self.authority = self._authority()
+        self.certificates = CertificateManager(
+            self.authority,
+            now=lambda: datetime.now(UTC),
+            jitter=random.random,
+            policy=config.tls_policy,
+            revocations=self.revocations,
+        )
+        self.node = Node(
+            config=config,
+            mesh=self.mesh,
+            certificates=self.certificates,
+            poller=self.poller,
+            clock=self.clock,
+            metrics=self.metrics,
+            logs=self.logs,
+            revocations=self.revocations,
+        )
+        self.control = ControlPlane(config, self.mesh, self.metrics)
+        self.node.ask = self.control.ask if self.control.on_demand else None
+        self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
+        tasks = {STATE_MANAGER}
+        if config.proxy_mode is ProxyMode.SHARED:
+            tasks.add(POD_MANAGER)  # which stands for the proxies of all pods
+        else:
+            tasks |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
+        self.workers: Workers | None = None
+        if config.worker_threads > 1:
+            from ztunnel.istio.workers.main import Workers  # which most nodes have no use for
+
+            self.workers = Workers(
+                config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
+            )
+            tasks.add(WORKERS)
+        self.readiness = Readiness(tasks)
+        self._own: list[PodProxy | WorkerPod] = []
+        self._tasks = Tasks("proxy")
+        self._stop = asyncio.Event()
+        self._gauges()
+
+    def _authority(self) -> CertificateAuthority:
+        config = self.config
+        if config.fake_ca:
+            return FakeCertificateAuthority(now=lambda: datetime.now(UTC), lifetime_s=config.secret_ttl_s)
+        return IstioCertificateAuthority(
+            Endpoint.parse(config.ca_address),
+            Credentials(token=Token(config.auth_token), cluster_id=config.cluster_id, headers=config.ca_headers),
+            Roots(config.ca_root_ca),
+            impersonate=config.proxy_mode is ProxyMode.SHARED,
+            lifetime_s=config.secret_ttl_s,
+            alternative_name=config.alt_ca_hostname,
+            tls_1_2=config.tls_policy.tls_1_2,
+            groups=config.tls_policy.groups,
+        )
+
+    def _gauges(self) -> None:
+        gauges, pods = self.metrics.gauges, self.pods
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            gauges |= {
+                "workload_manager_active_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with active proxies (unstable)",
+                    lambda: pods.active_proxies,
+                ),
+                "workload_manager_pending_proxy_count": Gauge(
+                    "gauge",
+                    "The total number current workloads with pending proxies (unstable)",
+                    lambda: pods.pending_proxies,
+                ),
+                "workload_manager_proxies_started": Gauge(
+                    "counter",
+                    "The total number of proxies that were started (unstable)",
+                    lambda: pods.proxies_started,
+                ),
+                "workload_manager_proxies_stopped": Gauge(
+                    "counter",
+                    "The total number of proxies that were stopped (unstable)",
+                    lambda: pods.proxies_stopped,
+                ),
+            }
+        gauges |= (
+            self.workers.gauges()
+            if self.workers is not None
+            else {
+                "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
+            }
+        )
+        gauges["ztunnel_xds_staleness_seconds"] = Gauge(
+            "gauge",
+            "Seconds since the control plane was last connected; 0 while it is (unstable)",
+            lambda: round(self.control.staleness_s, 3),
+        )
+
+    # Pods
+
+    async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy | WorkerPod:
+        """See :class:`ztunnel.istio.zds.pods.StartPod`."""
+        name = PodName(name=info.name, namespace=info.namespace, service_account=info.service_account)
+        return await self._start(name, netns)
+
+    async def _start(self, name: PodName, netns: Netns | None) -> PodProxy | WorkerPod:
+        if self.workers is not None:
+            return await self.workers.start_pod(name, netns)
+        pod = PodProxy(self.node, name, netns)
+        try:
+            if self.config.dns_proxy:
+                from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB that nobody else needs
+
+                pod.closing.append(PodDns(pod).close)
+            serving.serve(pod)
+        except BaseException:
+            await pod.stop()
+            raise
+        serving.enter(self.node, pod)
+        return pod
+
+    def _workers_serve(self, serve: bool) -> None:
+        self.readiness.set(WORKERS, serve)
+
+    def _pods_ready(self, ready: bool) -> None:
+        self.readiness.set(POD_MANAGER, ready)
+
+    # Change
+
+    def _mesh_changed(self, changes: Changes) -> None:
+        self.node.forget(changes.workloads)
+        self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
+        if self.config.proxy_mode is ProxyMode.SHARED:
+            if changes.local_identities_removed:
+                self.certificates.forget(changes.local_identities_removed)
+            if changes.local_identities_added:
+                self.certificates.prefetch(changes.local_identities_added)
+        self._housekeeper.changed()
+
+    def _revocations_changed(self) -> None:
+        assert self.revocations is not None
+        running = [status.running for status in self.pods.states().values()]
+        for pod in (*self._own, *running):
+            if isinstance(pod, PodProxy):
+                pod.end_revoked(self.revocations.current)
+
+    def change_log_filter(self, text: str, *, reset: bool) -> None:
+        """See :meth:`ztunnel.istio.logs.LogStream.change`; workers follow."""
+        self.logs.change(text, reset=reset)
+        if self.workers is not None:
+            self.workers.log_filter_changed()
+
+    # Running
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
+        self._stop.set()
+
+    def _interrupted(self) -> None:
+        """SIGINT: the first drains, the second means now."""
+        if not self._stop.is_set():
+            self.shut_down()
+            return
+        log.warning("interrupted again, exiting without waiting for connections")
+        self.logs.flush()
+        self.writer.drain()
+        os._exit(0)
+
+    async def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            TproxyError: a port of the process is taken, or a capability is missing.
+            ConfigError: the local file cannot be used.
+        """
+        heap.expect_growth()
+        self.logs.install()
+        self._log_start()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.shut_down)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.writer.close)
+            stack.callback(self.poller.close)
+            stack.callback(self._housekeeper.close)
+            if isinstance(self.authority, IstioCertificateAuthority):
+                stack.push_async_callback(self.authority.close)
+            stack.push_async_callback(self.certificates.close)
+            stack.push_async_callback(self._tasks.close)
+            servers = await stack.enter_async_context(Servers(self))
+            if self.revocations is not None:
+                await stack.enter_async_context(self.revocations)
+                self.revocations.watch(self._revocations_changed)
+            stack.callback(self.mesh.watch(self._mesh_changed))
+            if self.workers is not None:
+                await stack.enter_async_context(self.workers)
+            await stack.enter_async_context(self.control)
+            self._tasks.start(self._sweep(), "metrics sweep")
+            start = self._tasks.start(self._start_serving(stack), "start")
+            start.add_done_callback(
+                lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
+            )
+            await self._stop.wait()
+            start.cancel()
+            await self._drain(servers)
+            if start.done() and not start.cancelled():
+                start.result()
+
+    def _log_start(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        log.info("version: %s", build_info(self.config.version_tag))
+        log.info("starting mode=%s node=%s files=%d", self.config.proxy_mode.value.lower(), self.config.node, hard)
+        # One line of JSON, which is YAML too.
+        log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
+        for warning in self.config.warnings:
+            log.warning("%s", warning)
+
+    async def _start_serving(self, stack: AsyncExitStack) -> None:
+        """Everything that waits for the control plane's first word."""
+        config = self.config
+        if config.proxy_mode is ProxyMode.SHARED:
+            check_privileges()
+        await self.control.ready.wait()
+        self.readiness.done(STATE_MANAGER)
+        heap.settle()
+        if self.workers is not None:
+            self.workers.settle()
+        if config.proxy_mode is ProxyMode.DEDICATED:
+            assert config.workload is not None
+            self._own.append(await self._start(config.workload, None))
+        else:
+            if config.own_pod is not None:
+                own = PodProxy(self.node, config.own_pod, None, only_tunnels=True)
+                self._own.append(own)
+                serving.serve(own)
+            await stack.enter_async_context(self.pods)
+        self.readiness.done(PROXY)
+        self.readiness.done(DNS_PROXY)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.metrics.expire(self.clock.monotonic())
+
+    async def _drain(self, servers: Servers) -> None:
+        """Everything that listens stops; what runs has until the deadline."""
+        deadline_s = self.config.drain_s
+        log.info("draining, at most %gs", deadline_s)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(servers.stop_listening(), name="stop servers")
+            group.create_task(self.pods.drain(deadline_s), name="drain pods")
+            for pod in self._own:
+                group.create_task(pod.drain(deadline_s), name="drain own")
+        log.info("shutdown complete component=proxy")

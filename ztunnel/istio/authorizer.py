@@ -1,0 +1,109 @@
+"""Whether a connection may come in: enforced policies decide, dry-run ones are counted and logged."""
+
+import asyncio
+import logging
+
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh import Changes, WorkloadPolicies
+from xds.model.workload import Workload
+from ztunnel.istio.node import Node
+from ztunnel.istio.record import Record
+from ztunnel.policy.engine import holds, judge
+
+log = logging.getLogger(__name__)
+
+
+class Rejected(Exception):
+    """Not allowed; the text names the policy, or why there is none that allows."""
+
+
+class Judge:
+    """Judges connections to workloads of this node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
+
+    async def admit(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
+        """Judge a new connection.
+
+        A policy that the workload names and that is not there lets nobody in; it is waited for first, because
+        control planes announce the workload before the policy.
+
+        Raises:
+            Rejected: not allowed.
+        """
+        policies = self._node.mesh.policies_for(workload)
+        if policies.missing:
+            policies = await self._complete(workload, policies, grace_s)
+        self._report_dry_run(policies, facts, record)
+        refusal = self._refusal(policies, facts)
+        if refusal:
+            raise Rejected(refusal)
+
+    def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
+        """Judge a live connection again."""
+        return not self._refusal(self._node.mesh.policies_for(workload), facts)
+
+    def _refusal(self, policies: WorkloadPolicies, facts: ConnectionFacts) -> str:
+        """Why not; empty: allowed."""
+        if policies.missing:
+            return f"policy {policies.missing[0]} has not arrived"
+        if not policies.enforced.tiers:
+            return ""
+        decision = judge(policies.enforced, facts)
+        if log.isEnabledFor(self._level):
+            if decision.allowed:
+                text = "allow policy match" if decision.policy else "no allow policies, allow"
+            else:
+                text = "deny policy match" if decision.policy else "no allow policies matched"
+            log.log(self._level, "%s policy=%s", text, decision.policy)
+        if decision.allowed:
+            return ""
+        if decision.policy:
+            return f"explicitly denied by: {decision.policy}"
+        return "allow policies exist, but none allowed"
+
+    def _report_dry_run(self, policies: WorkloadPolicies, facts: ConnectionFacts, record: Record) -> None:
+        matched = False
+        for policy in policies.dry_run_deny:
+            if holds(policy.condition, facts):
+                log.log(self._level, "dry-run: deny policy match policy=%s", policy.key)
+                self._count(policy.key, "DENY", "denied")
+                record.dry_run = f"denied by {policy.key}"
+        for policy in policies.dry_run_allow:
+            if holds(policy.condition, facts):
+                matched = True
+                log.log(self._level, "dry-run: allow policy match policy=%s", policy.key)
+                self._count(policy.key, "ALLOW", "allowed")
+        if policies.dry_run_allow and not matched:
+            log.log(self._level, "dry-run: no allow policies match")
+            for policy in policies.dry_run_allow:
+                self._count(policy.key, "ALLOW", "denied")
+            record.dry_run = record.dry_run or "none of the allow policies matches"
+
+    def _count(self, policy: str, action: str, result: str) -> None:
+        counts, key = self._node.metrics.authorization_dry_run, (policy, action, result)
+        counts[key] = counts.get(key, 0) + 1
+
+    async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
+        """The workload's policies once none is missing, or as they are after ``grace_s``."""
+        mesh = self._node.mesh
+        arrived = asyncio.Event()
+
+        def changed(changes: Changes) -> None:
+            if changes.policies or workload.uid in changes.workloads:
+                arrived.set()
+
+        stop = mesh.watch(changed)
+        try:
+            async with asyncio.timeout(grace_s):
+                while policies.missing:
+                    await arrived.wait()
+                    arrived.clear()
+                    policies = mesh.policies_for(mesh.workload(workload.uid) or workload)
+        except TimeoutError:
+            pass
+        finally:
+            stop()
+        return policies

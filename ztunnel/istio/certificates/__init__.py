@@ -1,0 +1,1 @@
+"""Workload certificates: requested from the mesh's CA, cached and renewed."""

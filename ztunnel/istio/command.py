@@ -1,0 +1,52 @@
+"""``ztunnel proxy`` in an Istio mesh, from its environment to its exit status."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ztunnel.istio.config import AmbientConfig, config_from
+from ztunnel.runtime.tasks import errors_of
+
+
+def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
+    """The configuration an environment describes.
+
+    Raises:
+        SettingsError: all unusable values together.
+    """
+    return config_from(env, cpus=cpus_available(), arguments=arguments)
+
+
+def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that this process may use: its affinity, and the limit of its control group (version 2)."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+        return min(cpus, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no such limit
+        return cpus
+
+
+def run(config: AmbientConfig) -> int:
+    """Serve until told to stop; the process's exit status."""
+    # gRPC writes to standard error past every filter and format, when a control plane says goodbye for example.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    import uvloop
+
+    from tproxy.errors import TproxyError
+    from xds.errors import ConfigError
+    from ztunnel.istio.app import AmbientProxy
+
+    async def serve() -> None:
+        await AmbientProxy(config).run()
+
+    status = 0
+    try:
+        uvloop.run(serve())
+    except* (ConfigError, TproxyError) as group:
+        for error in errors_of(group):
+            print(f"Error: {error}", file=sys.stderr)
+        status = 1
+    return status

@@ -1,0 +1,297 @@
+"""Questions that are not ours, asked of the name servers of ``resolv.conf``.
+
+Two servers are asked at a time, and the first useful answer is taken: a name, or that there is none. A server that
+fails or refuses is heard out only if no other says more. Each attempt has a socket of its own, so that port and id
+are drawn anew; an answer counts if it comes from the server, under the id, about the question. What was cut is
+asked for once more by TCP, and what clients ask by TCP is asked so, too, if UDP does not suffice.
+
+Sockets come from the caller, who makes them where the pod is.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ztunnel.istio.dns.message import (
+    MOST_BYTES,
+    Kept,
+    Query,
+    is_answer_to,
+    is_cut,
+    keep,
+    passed_on,
+    rcode,
+    with_id,
+)
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+#: Makes a socket of a family and a type, in the pod's namespace and with its mark; not connected.
+OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
+
+_PORT: Final = 53
+_MOST_SERVERS: Final = 8
+_CACHED: Final = 4096
+_CACHED_BYTES: Final = 1 << 20
+_ENTRY_BYTES: Final = 600  # what an entry takes besides the message, about
+_AT_A_TIME: Final = 2
+_SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
+
+
+class ForwardFailed(Exception):
+    """No server answered; the text says what each attempt came to."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameServer:
+    """One server."""
+
+    host: str
+    port: int = _PORT
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of its address."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
+    """The servers of a ``resolv.conf``, in order; addresses with a zone (``fe80::1%eth0``) are left out."""
+    found = []
+    for line in resolv_conf.splitlines():
+        words = line.split("#")[0].split(";")[0].split()
+        if len(words) < 2 or words[0] != "nameserver":
+            continue
+        try:
+            address = ipaddress.ip_address(words[1])
+        except ValueError:
+            continue
+        if address.version == 4 or (ipv6 and "%" not in words[1]):
+            found.append(NameServer(str(address)))
+    return tuple(found[:_MOST_SERVERS])
+
+
+def search_domains(resolv_conf: str) -> tuple[str, ...]:
+    """The search list of a ``resolv.conf``: the last line of ``search`` and ``domain`` counts."""
+    found: tuple[str, ...] = ()
+    for line in resolv_conf.splitlines():
+        words = line.split()
+        if words and words[0] in ("search", "domain"):
+            found = tuple(word.strip(".").lower() for word in words[1:] if word.strip("."))
+    return found
+
+
+class Cache:
+    """Answers until their time is up; the longest unused goes first.
+
+    Args:
+        capacity: how many.
+        budget_bytes: how many bytes of them, since every pod of a node has such a cache.
+    """
+
+    def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
+        self._capacity = capacity
+        self._budget_bytes = budget_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[object, ...], tuple[Kept, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, query: Query, now_s: float) -> bytes | None:
+        """The answer to a query, as it would be given now."""
+        key = query.cache_key
+        found = self._kept.get(key) if key is not None else None
+        if key is None or found is None:
+            return None
+        kept, since_s = found
+        if now_s - since_s >= kept.lifetime_s:
+            self._drop(key)
+            return None
+        self._kept.move_to_end(key)
+        return kept.aged(query, now_s - since_s)
+
+    def put(self, query: Query, response: bytes, now_s: float) -> None:
+        """Remember what may be remembered."""
+        kept = keep(query, response)
+        if kept is None or query.cache_key is None:
+            return
+        self._drop(query.cache_key)
+        self._kept[query.cache_key] = kept, now_s
+        self._bytes += len(kept.wire) + _ENTRY_BYTES
+        while len(self._kept) > self._capacity or self._bytes > self._budget_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: tuple[object, ...]) -> None:
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._bytes -= len(found[0].wire) + _ENTRY_BYTES
+
+
+class Forwarder:
+    """See the module.
+
+    Args:
+        open_socket: see :data:`OpenSocket`.
+        resolv_conf: read again whenever it changed.
+        ipv6: whether servers may have such addresses.
+        timeout_s: of one attempt.
+        attempts: how often servers are asked.
+        port: of the servers.
+    """
+
+    def __init__(
+        self,
+        open_socket: OpenSocket,
+        resolv_conf: Path = Path("/etc/resolv.conf"),
+        *,
+        ipv6: bool = True,
+        timeout_s: float = 5.0,
+        attempts: int = 3,
+        port: int = _PORT,
+    ) -> None:
+        self._open_socket = open_socket
+        self._path = resolv_conf
+        self._ipv6 = ipv6
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._port = port
+        self._state: FileState | None = None
+        self._servers: tuple[NameServer, ...] = ()
+        self._cache = Cache()
+
+    async def forward(self, query: Query) -> bytes:
+        """The servers' answer, ready for the client but for its size.
+
+        Raises:
+            ForwardFailed: there is none.
+        """
+        loop = asyncio.get_running_loop()
+        remembered = self._cache.get(query, loop.time())
+        if remembered is not None:
+            return remembered
+        servers = self._current_servers()
+        failures: dict[str, None] = {}
+        refusal: bytes | None = None
+        asked: set[NameServer] = set()
+        for attempt in range(self._attempts):
+            first = attempt * _AT_A_TIME % len(servers)
+            chosen = (servers[first:] + servers[:first])[:_AT_A_TIME]
+            response = await self._ask_all(query, chosen, failures)
+            asked.update(chosen)
+            if response is not None and rcode(response) in _SAYS_SOMETHING:
+                self._cache.put(query, response, loop.time())
+                return passed_on(query, response)
+            refusal = response or refusal
+            if refusal is not None and len(asked) == len(servers):
+                return passed_on(query, refusal)
+        if refusal is not None:
+            return passed_on(query, refusal)
+        raise ForwardFailed("; ".join(failures))
+
+    def _current_servers(self) -> tuple[NameServer, ...]:
+        state = file_state(self._path)
+        if state != self._state or not self._servers:
+            try:
+                read = name_servers(self._path.read_text(errors="replace"), ipv6=self._ipv6)
+            except OSError as error:
+                if not self._servers:
+                    raise ForwardFailed(f"cannot read {self._path}: {error.strerror}") from error
+                log.warning(
+                    "name servers unreadable, the old ones stay in use path=%s error=%s", self._path, error
+                )
+            else:
+                if not read and not self._servers:
+                    raise ForwardFailed(f"no name server in {self._path}")
+                self._servers = tuple(NameServer(server.host, self._port) for server in read) or self._servers
+            self._state = state
+        return self._servers
+
+    async def _ask_all(
+        self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
+    ) -> bytes | None:
+        """Ask side by side; the first that says something ends it, else one that refused."""
+        refusal: bytes | None = None
+        running: set[asyncio.Task[bytes | ForwardFailed]] = set()
+        # No TaskGroup: the first to answer ends the others, which is no failure.
+        loop = asyncio.get_running_loop()
+        try:
+            for server in servers:
+                running.add(loop.create_task(self._ask(query, server), name=f"dns forward {server}"))
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    response = task.result()
+                    if isinstance(response, ForwardFailed):
+                        failures[str(response)] = None
+                    elif rcode(response) in _SAYS_SOMETHING:
+                        return response
+                    else:
+                        refusal = response
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+        return refusal
+
+    async def _ask(self, query: Query, server: NameServer) -> bytes | ForwardFailed:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._by_udp(query, server)
+                return await self._by_tcp(query, server) if is_cut(response) else response
+        except TimeoutError:
+            return ForwardFailed(f"{server}: no answer within {self._timeout_s:g} s")
+        except OSError as error:
+            return ForwardFailed(f"{server}: {error.strerror or error}")
+        except ForwardFailed as error:
+            return error
+
+    async def _by_udp(self, query: Query, server: NameServer) -> bytes:
+        if len(query.wire) > MOST_BYTES - 100:  # beyond what a datagram holds
+            return await self._by_tcp(query, server)
+        loop = asyncio.get_running_loop()
+        number = secrets.randbelow(0x10000)
+        with self._open_socket(server.family, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            sock.connect((server.host, server.port))  # the kernel draws the port, and drops what others send
+            sock.send(with_id(query.wire, number))
+            while True:
+                response = await loop.sock_recv(sock, MOST_BYTES)
+                if is_answer_to(query, number, response):
+                    return response
+
+    async def _by_tcp(self, query: Query, server: NameServer) -> bytes:
+        loop = asyncio.get_running_loop()
+        number = secrets.randbelow(0x10000)
+        with self._open_socket(server.family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, (server.host, server.port))
+            await loop.sock_sendall(sock, len(query.wire).to_bytes(2, "big") + with_id(query.wire, number))
+            length = int.from_bytes(await _exactly(sock, 2), "big")
+            response = await _exactly(sock, length)
+        if not is_answer_to(query, number, response):
+            raise ForwardFailed(f"{server}: an answer to something else")
+        return response
+
+
+async def _exactly(sock: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        more = await loop.sock_recv(sock, count - len(data))
+        if not more:
+            raise ConnectionResetError(None, "closed in the middle of an answer")
+        data += more
+    return data

@@ -1,0 +1,138 @@
+"""The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
+
+Loopback, because a datagram socket on every address would answer from the pod's, which conntrack does not know as
+the answer to a redirected query.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import TypedDict
+
+from tproxy.aio import sockets
+from tproxy.aio.netns import Netns
+from tproxy.errors import KernelRefused
+from xds.model.workload import Workload
+from ztunnel.istio.config import ProxyMode
+from ztunnel.istio.dns.answer import DnsSettings
+from ztunnel.istio.dns.forwarder import Forwarder, search_domains
+from ztunnel.istio.dns.server import DnsServer, QueryReport
+from ztunnel.istio.metrics import DnsDurations
+from ztunnel.istio.outcome import EarlyDeny
+from ztunnel.istio.pod import PodProxy
+
+log = logging.getLogger(__name__)
+
+_DEBUG = 10
+_RESOLV_CONF = Path("/etc/resolv.conf")
+_BACKLOG = 128
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class _Options(TypedDict):
+    mark: int | None
+    reuse_port: bool
+    netns: Netns | None
+
+
+class PodDns:
+    """Serves one pod's queries until closed.
+
+    Args:
+        pod: whose.
+
+    Raises:
+        TproxyError: a port is taken.
+    """
+
+    def __init__(self, pod: PodProxy) -> None:
+        self._pod = pod
+        self._node = pod.node
+        config = pod.node.config
+        dedicated = config.proxy_mode is ProxyMode.DEDICATED
+        self._server = DnsServer(
+            pod.node.mesh,
+            self._client,
+            DnsSettings(
+                cluster_domain=config.cluster_domain,
+                # A shared proxy's own search list says nothing about the pod's.
+                search=search_domains(_RESOLV_CONF.read_text()) if dedicated else None,
+                ipv6=config.ipv6,
+                preferred_namespace=config.preferred_service_namespace,
+            ),
+            Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6),
+            self._report,
+            rng=pod.node.rng,
+        )
+        udp: list[socket.socket] = []
+        tcp: list[socket.socket] = []
+        try:
+            hosts = (config.dns_host,) if config.dns_host else _LOOPBACK if config.ipv6 else _LOOPBACK[:1]
+            for host in hosts:
+                try:
+                    options = self._options()
+                    udp.append(sockets.datagrams(host, config.dns_port, **options))
+                    tcp.append(sockets.listen(host, config.dns_port, backlog=_BACKLOG, **options))
+                except KernelRefused:
+                    if host == hosts[0]:
+                        raise
+                    # A pod whose loopback has no IPv6.
+        except BaseException:
+            for sock in (*udp, *tcp):
+                sock.close()
+            raise
+        self._server.start(udp, tcp)
+        pod.resolver = self._server.resolve
+
+    def _options(self) -> _Options:
+        pod, config = self._pod, self._node.config
+        shared = pod.netns is not None
+        return {
+            "mark": config.packet_mark if shared else None,
+            "reuse_port": shared and config.inpod_port_reuse,
+            "netns": pod.netns,
+        }
+
+    def _upstream_socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
+        """A socket to ask a name server with: in the pod, marked, so that it is not captured again."""
+        return sockets.unbound(family, kind, mark=self._node.config.packet_mark, netns=self._pod.netns)
+
+    async def close(self) -> None:
+        """Stop."""
+        await self._server.close()
+
+    # Queries
+
+    async def _client(self) -> Workload | None:
+        try:
+            return (await self._pod.local.get()).workload
+        except EarlyDeny:
+            return None
+
+    def _report(self, report: QueryReport) -> None:
+        node, client = self._node, report.client
+        labels = (
+            report.query_type.lower(),
+            report.protocol,
+            (client.canonical_name if client is not None else "") or "unknown",
+            (client.canonical_revision if client is not None else "") or "unknown",
+        )
+        metrics = node.metrics
+        metrics.dns_requests[labels] = metrics.dns_requests.get(labels, 0) + 1
+        if report.forwarded:
+            metrics.dns_forwarded[labels] = metrics.dns_forwarded.get(labels, 0) + 1
+            durations = metrics.dns_durations.get(labels)
+            if durations is None:
+                durations = metrics.dns_durations[labels] = DnsDurations()
+            durations.observe(report.duration_s)
+        if report.failed:
+            metrics.dns_failures[labels] = metrics.dns_failures.get(labels, 0) + 1
+        if node.logs.dns_level <= _DEBUG:
+            fields: list[tuple[str, str | int]] = []
+            if client is not None:
+                fields += (("src.workload", client.name), ("src.namespace", client.namespace))
+            fields += (("query", report.query_type), ("domain", report.name), ("result", report.result))
+            fields.append(("endpoints", report.endpoints))
+            node.logs.write(node.clock.wall(), "debug", "dns", "", fields)

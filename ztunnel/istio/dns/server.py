@@ -1,0 +1,279 @@
+"""The name server of one pod: UDP and TCP on sockets that were made in its namespace.
+
+Every query ends in one :class:`QueryReport`, from which the application counts and logs. Queries under way and TCP
+connections are bounded: what exceeds them is dropped, as a network would; clients ask again.
+"""
+
+import asyncio
+import errno
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from xds.model.mesh import Mesh
+from xds.model.workload import Workload
+from ztunnel.istio.dns.answer import DnsSettings, answer
+from ztunnel.istio.dns.forwarder import Forwarder, ForwardFailed
+from ztunnel.istio.dns.message import (
+    MOST_BYTES,
+    Malformed,
+    Query,
+    address_query,
+    answer_count,
+    first_address,
+    fitting,
+    local_answer,
+    rcode,
+    read_query,
+    server_failure,
+)
+from ztunnel.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_QUERIES: Final = 1000
+_CONNECTIONS: Final = 100
+_IDLE_S: Final = 5.0
+_MOST_ADDRESSES: Final = 1000  # of one answer: what fits 64 KiB twice over
+_DATAGRAMS: Final = 64  # per turn of the loop
+_DATAGRAM_BYTES: Final = 65_000  # what one can hold, headers apart
+_FD_PAUSE_S: Final = 1.0
+_NXDOMAIN: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryReport:
+    """What became of a query.
+
+    Attributes:
+        client: who asked, if known.
+        query_type: ``A``, ``AAAA``, ``TXT``, ...
+        protocol: ``udp`` or ``tcp``.
+        name: with its final dot.
+        result: for the log: ``success``, ``no records``, ``forwarded``, ``forwarding failed (...)``.
+        endpoints: addresses given, or records of a forwarded answer.
+        forwarded: whether name servers were asked, or their answer remembered.
+        failed: of what was forwarded: no answer, or that there is no such name.
+        duration_s: until the answer went out.
+    """
+
+    client: Workload | None
+    query_type: str
+    protocol: str
+    name: str
+    result: str
+    endpoints: int
+    forwarded: bool
+    failed: bool
+    duration_s: float
+
+
+class DnsServer:
+    """See the module; :meth:`start` it on sockets, then :meth:`close` it.
+
+    Args:
+        mesh: what is answered from.
+        client: the pod's workload, or ``None`` if it is not known in time.
+        settings: how names are read.
+        forwarder: for the rest.
+        on_query: told of each query.
+        idle_s: how long a TCP connection may say nothing.
+        connections: TCP connections at a time; queries: under way at a time.
+        rng: orders addresses, and chooses among more than an answer holds.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        client: Callable[[], Awaitable[Workload | None]],
+        settings: DnsSettings,
+        forwarder: Forwarder,
+        on_query: Callable[[QueryReport], None],
+        *,
+        idle_s: float = _IDLE_S,
+        connections: int = _CONNECTIONS,
+        queries: int = _QUERIES,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._client = client
+        self._settings = settings
+        self._forwarder = forwarder
+        self._on_query = on_query
+        self._idle_s = idle_s
+        self._most_connections = connections
+        self._most_queries = queries
+        self._rng = rng or random.Random()
+        self._tasks = Tasks("dns")
+        self._sockets: list[socket.socket] = []
+        self._connections = 0
+        self._queries = 0
+
+    def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
+        """Serve bound datagram sockets and listening stream sockets; they are closed with this."""
+        loop = asyncio.get_running_loop()
+        for sock in (*udp, *tcp):
+            sock.setblocking(False)
+            self._sockets.append(sock)
+        for sock in udp:
+            loop.add_reader(sock, self._datagrams, sock)
+        for sock in tcp:
+            self._tasks.start(self._accept(sock), "accept")
+
+    async def close(self) -> None:
+        """Stop at once."""
+        loop = asyncio.get_running_loop()
+        for sock in self._sockets:
+            if sock.type == socket.SOCK_DGRAM:
+                loop.remove_reader(sock)
+        await self._tasks.close()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """One address of a name, as the pod would get it; ``None``: it has none. Not reported."""
+        try:
+            query = read_query(address_query(name, ipv6=ipv6, number=0))
+        except (ValueError, Malformed):
+            return None
+        response, _ = await self._answer(query, MOST_BYTES)
+        return first_address(response)
+
+    # UDP
+
+    def _datagrams(self, sock: socket.socket) -> None:
+        for _ in range(_DATAGRAMS):
+            try:
+                wire, address = sock.recvfrom(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:  # an ICMP error of an earlier answer; the socket goes on
+                log.debug("dns datagram error=%s", error)
+                continue
+            if self._queries >= self._most_queries:
+                log.debug("dns query dropped: %d are under way", self._queries)
+                continue
+            self._queries += 1
+            self._tasks.start(self._datagram(sock, wire, address), "query")
+
+    async def _datagram(self, sock: socket.socket, wire: bytes, address: Any) -> None:
+        try:
+            response = await self._respond(wire, "udp")
+            if response is not None:
+                sock.sendto(response, address)
+        except OSError as error:
+            log.debug("dns answer not sent error=%s", error)
+        finally:
+            self._queries -= 1
+
+    # TCP
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:  # out of descriptors, mostly
+                    log.warning("dns accept paused error=%s", error)
+                    await asyncio.sleep(_FD_PAUSE_S)
+                continue
+            if self._connections >= self._most_connections:
+                log.debug("dns connection refused: %d are open", self._connections)
+                sock.close()
+                continue
+            self._connections += 1
+            self._tasks.start(self._converse(sock), "connection")
+
+    async def _converse(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            with sock:
+                sock.setblocking(False)
+                while True:
+                    async with asyncio.timeout(self._idle_s):
+                        length = int.from_bytes(await self._read(sock, 2), "big")
+                        wire = await self._read(sock, length)
+                    response = await self._respond(wire, "tcp")
+                    if response is None:
+                        return
+                    async with asyncio.timeout(self._idle_s):
+                        await loop.sock_sendall(sock, len(response).to_bytes(2, "big") + response)
+        except (TimeoutError, OSError, EOFError) as error:
+            log.debug("dns connection ended reason=%r", error)
+        finally:
+            self._connections -= 1
+
+    @staticmethod
+    async def _read(sock: socket.socket, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = b""
+        while len(data) < count:
+            more = await loop.sock_recv(sock, count - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    # Either
+
+    async def _respond(self, wire: bytes, protocol: str) -> bytes | None:
+        started_s = asyncio.get_running_loop().time()
+        try:
+            query = read_query(wire)
+        except Malformed as error:
+            log.debug("dns query malformed reason=%s", error)
+            return error.response
+        limit = min(query.udp_bytes, _DATAGRAM_BYTES) if protocol == "udp" else MOST_BYTES
+        response, outcome = await self._answer(query, limit)
+        self._on_query(
+            QueryReport(
+                client=outcome.client,
+                query_type=query.type_name,
+                protocol=protocol,
+                name=query.name,
+                result=outcome.result,
+                endpoints=outcome.endpoints,
+                forwarded=outcome.forwarded,
+                failed=outcome.failed,
+                duration_s=asyncio.get_running_loop().time() - started_s,
+            )
+        )
+        return response
+
+    async def _answer(self, query: Query, limit: int) -> tuple[bytes, "_Outcome"]:
+        client = await self._client()
+        if client is None:
+            return server_failure(query), _Outcome(None, "unknown client")
+        if query.wants_address:
+            ipv6 = query.type_name == "AAAA"
+            name = query.name.removesuffix(".")
+            local = answer(name, ipv6=ipv6, client=client, mesh=self._mesh, settings=self._settings)
+            if local is not None:
+                addresses = local.addresses
+                if len(addresses) > 1:
+                    addresses = tuple(self._rng.sample(addresses, min(len(addresses), _MOST_ADDRESSES)))
+                wire = local_answer(query, addresses, local.canonical, self._settings.ttl_s, limit)
+                result = "success" if addresses else "no records"
+                return wire, _Outcome(client, result, len(addresses))
+        try:
+            response = await self._forwarder.forward(query)
+        except ForwardFailed as error:
+            result = f"forwarding failed ({error})"
+            return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
+        missing = rcode(response) == _NXDOMAIN
+        outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=missing)
+        return fitting(query, response, limit), outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    client: Workload | None
+    result: str
+    endpoints: int = 0
+    forwarded: bool = False
+    failed: bool = False

@@ -1,0 +1,278 @@
+"""Logs as today's Rust ztunnel prints them: one stream on standard output, plain or JSON, filtered by target.
+
+Operational lines come through :mod:`logging`; access lines are made by :mod:`ztunnel.istio.record`, which asks
+here first whether anybody wants them. Both are written off the data path by the writer of
+:mod:`ztunnel.envoy.telemetry.access_log`.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ztunnel.envoy.telemetry.access_log import AccessLogs, LogFile
+from ztunnel.runtime.clock import utc
+
+#: In the Rust ztunnel every filter begins so.
+ALWAYS = "hickory_server::server=off"
+TRACE = 5
+_LEVELS = {
+    "off": logging.CRITICAL + 10,
+    "error": logging.ERROR,
+    "warn": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+    "trace": TRACE,
+}
+#: How long a line may wait for others to be written with.
+_FLUSH_S = 0.05
+
+#: Our loggers by the targets people filter by; the longest prefix wins.
+_TARGETS = (
+    ("ztunnel.istio.outbound", "ztunnel::proxy::outbound"),
+    ("ztunnel.istio.inbound", "ztunnel::proxy::inbound"),
+    ("ztunnel.istio.xds.mesh_feed", "ztunnel::xds"),
+    ("ztunnel.istio.app", "ztunnel::app"),
+    ("ztunnel.istio.zds", "ztunnel::inpod"),
+    ("ztunnel.istio.dns", "ztunnel::dns"),
+    ("ztunnel.istio.certificates", "ztunnel::identity"),
+    ("ztunnel.istio", "ztunnel::proxy"),
+    ("ztunnel.runtime", "ztunnel"),
+    ("ztunnel.", "ztunnel::"),
+    ("xds", "ztunnel::xds"),
+    ("hbone", "ztunnel::hbone"),
+    ("tproxy", "ztunnel::tproxy"),
+)
+
+
+class InvalidLevel(ValueError):
+    """A clause of a filter that is none.
+
+    Attributes:
+        clause: as given.
+    """
+
+    def __init__(self, clause: str) -> None:
+        super().__init__(clause)
+        self.clause = clause
+
+    def __str__(self) -> str:
+        return f"Invalid level provided: {self.clause}"
+
+
+class LogFilter:
+    """``info``, ``error,ztunnel::proxy=warn``: a default level and levels of targets, longest prefix first."""
+
+    def __init__(self, text: str = "info") -> None:
+        self.default = "error"  # what the Rust filter does when no default is given
+        self.targets: dict[str, str] = {}
+        self.add(ALWAYS)
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        """Take further clauses over what is there.
+
+        Raises:
+            InvalidLevel: a clause is neither a level nor ``target=level``; nothing is changed then.
+        """
+        default, targets = self.default, dict(self.targets)
+        for clause in filter(None, (part.strip() for part in text.split(","))):
+            target, equals, level = clause.partition("=")
+            if not equals:
+                if clause.lower() not in _LEVELS:
+                    raise InvalidLevel(clause)
+                default = clause.lower()
+            elif not target or level.lower() not in _LEVELS:
+                raise InvalidLevel(clause)
+            else:
+                targets[target] = level.lower()
+        self.default, self.targets = default, targets
+
+    def level(self, target: str) -> int:
+        """The least level that is printed for a target."""
+        found, length = self.default, -1
+        for prefix, level in self.targets.items():
+            if len(prefix) > length and (target == prefix or target.startswith(prefix + "::")):
+                found, length = level, len(prefix)
+        return _LEVELS[found]
+
+    @property
+    def least(self) -> int:
+        """The least level anything is printed at."""
+        return min(_LEVELS[level] for level in (self.default, *self.targets.values()))
+
+    def __str__(self) -> str:
+        ordered = sorted(self.targets.items(), key=lambda item: (-len(item[0]), item[0]))
+        return ",".join([*(f"{target}={level}" for target, level in ordered), self.default])
+
+
+def target_of(logger: str) -> str:
+    """The target of one of our loggers."""
+    for prefix, target in _TARGETS:
+        if logger == prefix or logger.startswith(prefix.rstrip(".") + "."):
+            rest = logger[len(prefix) :].lstrip(".")
+            base = target.rstrip(":")
+            return f"{base}::{rest.replace('.', '::')}" if rest else base
+    return logger.replace(".", "::")
+
+
+Field = tuple[str, str | int]
+
+
+class Bare(str):
+    """A field's value that is printed without quotes in plain lines: addresses."""
+
+    __slots__ = ()
+
+
+class Recurring:
+    """Fields that many lines have in common: rendered once."""
+
+    __slots__ = ("fields", "plain")
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = tuple(fields)
+        self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
+
+
+Fields = Iterable[Field | Recurring]
+
+
+# The defaults of json.dumps make an encoder per call.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
+    """``TIME LEVEL TARGET MESSAGE k=v k=v``, by tabs; texts are quoted."""
+    shown = " ".join([part.plain if isinstance(part, Recurring) else _plain_field(*part) for part in fields])
+    return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
+
+
+def _plain_field(name: str, value: str | int) -> str:
+    return f"{name}={_encode(value)}" if type(value) is str else f"{name}={value}"
+
+
+def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
+    """The same as one JSON object; numbers stay numbers."""
+    entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
+    for part in fields:
+        if isinstance(part, Recurring):
+            entry.update(part.fields)
+        else:
+            entry[part[0]] = part[1]
+    return _encode(entry) + "\n"
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339, UTC, microseconds."""
+    second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
+    return f"{_second(second)}.{micros:06d}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(second: int) -> str:
+    return utc("%Y-%m-%dT%H:%M:%S", second)
+
+
+def _level_name(number: int) -> str:
+    if number >= logging.ERROR:
+        return "error"
+    if number >= logging.WARNING:
+        return "warn"
+    if number >= logging.INFO:
+        return "info"
+    return "debug" if number >= logging.DEBUG else "trace"
+
+
+class LogStream(logging.Handler):
+    """Everything this process logs.
+
+    Args:
+        writer: whose thread writes; ``file`` is one of its files.
+        json_lines: JSON instead of plain lines.
+    """
+
+    def __init__(self, writer: AccessLogs, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
+        super().__init__()
+        self._writer = writer
+        self._file = file
+        self._start_filter = filter_text
+        self._line = json_line if json_lines else plain_line
+        self._timer: asyncio.TimerHandle | None = None
+        self.levels = LogFilter(filter_text)
+        self._targets: dict[str, tuple[str, int]] = {}
+        self.access_level = self.levels.level("access")
+        self.dns_level = self.levels.level("dns")
+
+    def change(self, text: str, *, reset: bool = False) -> None:
+        """Change the filter; ``reset`` starts from what the process was started with.
+
+        Raises:
+            InvalidLevel: nothing is changed.
+        """
+        wanted = LogFilter(self._start_filter if reset else str(self.levels))
+        wanted.add(text)
+        self.levels = wanted
+        self._targets.clear()
+        self.access_level, self.dns_level = wanted.level("access"), wanted.level("dns")
+        logging.getLogger().setLevel(wanted.least)
+
+    def install(self) -> None:
+        """Take the place of every other handler of this process."""
+        root = logging.getLogger()
+        for handler in list(root.handlers):
+            root.removeHandler(handler)
+        root.addHandler(self)
+        root.setLevel(self.levels.least)
+        logging.addLevelName(TRACE, "TRACE")
+        # They log every header field and every channel event, which no level of ours means to ask for.
+        for library in ("hpack", "asyncio"):
+            logging.getLogger(library).setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.Handler`."""
+        known = self._targets.get(record.name)
+        if known is None:
+            target = target_of(record.name)
+            known = self._targets[record.name] = (target, self.levels.level(target))
+        target, least = known
+        if record.levelno < least:
+            return
+        try:
+            message = record.getMessage()
+            if record.exc_info:
+                message += "\n" + (self.formatter or logging.Formatter()).formatException(record.exc_info)
+        except Exception:  # noqa: BLE001  a bad format must not take the caller down
+            self.handleError(record)
+            return
+        self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), ())
+
+    def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
+        """Keep one line, whatever the filter says."""
+        self.pass_on(
+            self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
+        )
+
+    def pass_on(self, lines: bytes) -> None:
+        """Keep whole lines that are made already."""
+        self.acquire()  # other threads log too
+        try:
+            if self._file.append(lines):
+                self._writer.hand_over(self._file)
+            elif self._timer is None:
+                try:
+                    self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+                except RuntimeError:  # no loop yet, no loop any more, or another thread
+                    self._writer.hand_over(self._file)
+        finally:
+            self.release()
+
+    def flush(self) -> None:
+        """Hand over what waits for others to be written with."""
+        self.acquire()
+        try:
+            self._timer = None
+            self._writer.hand_over(self._file)
+        finally:
+            self.release()

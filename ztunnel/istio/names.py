@@ -1,0 +1,42 @@
+"""Host names of workloads without addresses: looked up when first dialled, remembered for as long as they hold."""
+
+from collections import OrderedDict
+
+from ztunnel.dataplane.resolver import Answer, Resolver
+from ztunnel.runtime.clock import Clock
+
+_MOST = 4096
+#: A name server that says 0 must not be asked for every connection.
+_LEAST_S = 1.0
+
+
+class Names:
+    """A bounded cache over the resolver."""
+
+    def __init__(self, resolver: Resolver, clock: Clock) -> None:
+        self._resolver = resolver
+        self._clock = clock
+        self._known: OrderedDict[tuple[str, str], tuple[float, Answer]] = OrderedDict()
+
+    async def resolve(self, hostname: str, families: tuple[int, ...]) -> tuple[str, ...]:
+        """Addresses of a name.
+
+        Args:
+            hostname: a DNS name.
+            families: 4 and/or 6: what may be used.
+
+        Raises:
+            ResolveFailed: none can be had, and none is remembered that still holds.
+        """
+        family = "ALL" if len(families) == 2 else "V4_ONLY" if families == (4,) else "V6_ONLY"
+        key, now_s = (hostname, family), self._clock.monotonic()
+        known = self._known.get(key)
+        if known is not None and known[0] > now_s:
+            self._known.move_to_end(key)
+            return known[1].addresses
+        answer = await self._resolver.resolve(hostname, family)
+        self._known[key] = now_s + max(_LEAST_S, answer.ttl_s), answer
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return answer.addresses

@@ -1,0 +1,21 @@
+"""What this proxy tells istiod of itself."""
+
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from ztunnel.istio.config import AmbientConfig
+
+
+def node_message(config: AmbientConfig) -> Node:
+    """The node of the first request of each type; istiod refuses an ``id`` of any other shape."""
+    namespace = config.pod_namespace
+    node = Node(id=f"ztunnel~{config.instance_ip}~{config.pod_name}.{namespace}~{namespace}.svc.cluster.local")
+    node.metadata.update(
+        {
+            "NAME": config.pod_name,
+            "NAMESPACE": namespace,
+            "INSTANCE_IPS": config.instance_ip,
+            "NODE_NAME": config.node,
+            **config.proxy_metadata,
+            **config.metadata_json,
+        }
+    )
+    return node

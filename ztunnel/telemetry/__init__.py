@@ -1,1 +1,0 @@
-"""What the proxy tells about itself: statistics, access logs, log lines."""
