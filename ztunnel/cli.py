@@ -8,14 +8,8 @@ import os
 import sys
 from collections.abc import Awaitable, Sequence
 
-from ztunnel.envoy.settings import (
-    SWITCH_VARIABLES,
-    VARIABLES,
-    Settings,
-    SettingsError,
-    names_a_source,
-    settings_from,
-)
+from ztunnel.envoy.settings import SWITCH_VARIABLES, VARIABLES, Settings, names_a_source, settings_from
+from ztunnel.runtime.settings import SettingsError
 from ztunnel.runtime.tasks import errors_of
 
 log = logging.getLogger("ztunnel")
@@ -129,7 +123,11 @@ def _ambient(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"Error: {fault}", file=sys.stderr)
         return 1
-    return 0 if args.validate else run(config)
+    if not args.validate:
+        return run(config)
+    for warning in config.warnings:
+        print(f"Warning: {warning}", file=sys.stderr)
+    return 0
 
 
 def _version() -> int:

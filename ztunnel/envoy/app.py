@@ -245,7 +245,7 @@ class Proxy:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
         async with AsyncExitStack() as stack:
-            stack.callback(self.logs.close)
+            stack.callback(self.logs.writer.close)
             stack.callback(self.poller.close)
             stack.callback(self._housekeeper.close)
             stack.push_async_callback(self._close_pools)
@@ -328,7 +328,7 @@ class Proxy:
     async def _flush_logs(self) -> None:
         while True:
             await asyncio.sleep(self.settings.log_flush_s)
-            self.logs.flush()
+            self.logs.writer.flush()
 
     async def _drain(self) -> None:
         """Leave what is new to a successor, stop accepting, say GOAWAY, give what runs until the deadline."""

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from xds.model.address import SocketAddress
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
 _METRICS = SocketAddress("0.0.0.0", 15020)
-#: Enough for an answer from next door; longer found no more of them (``bench.compare --only "rr, 1"``).
-SPIN_US = 500
 
 
 class TunnelSource(StrEnum):
@@ -20,21 +19,6 @@ class TunnelSource(StrEnum):
 
     CLIENT_POD = "client-pod"
     ENVOY = "envoy"
-
-
-class SettingsError(Exception):
-    """Settings that cannot be used.
-
-    Attributes:
-        faults: one line each, naming the variable or flag.
-    """
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__(faults)
-        self.faults = faults
-
-    def __str__(self) -> str:
-        return "\n".join(self.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,25 +75,6 @@ class Settings:
     switches: Switches = Switches()
 
 
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("must be true or false")
-    return text == "true"
-
-
-def _seconds(text: str) -> float:
-    units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = text, 1.0
-    for suffix, factor in units.items():
-        if text.endswith(suffix):
-            number, unit = text[: -len(suffix)], factor
-            break
-    value = float(number) * unit
-    if not 0 <= value < 1e9:
-        raise ValueError("must be a duration such as 10s, 500ms or 5m")
-    return value
-
-
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -136,26 +101,26 @@ def _level(text: str) -> str:
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "bootstrap": ("ZTUNNEL_BOOTSTRAP", str),
     "control_plane": ("ZTUNNEL_CONTROL_PLANE", str),
-    "delta": ("ZTUNNEL_XDS_DELTA", _boolean),
+    "delta": ("ZTUNNEL_XDS_DELTA", boolean),
     "node": ("NODE_NAME", str),
     "admin": ("ZTUNNEL_ADMIN_ADDRESS", _address),
     "readiness": ("ZTUNNEL_READINESS_ADDRESS", _address),
     "metrics": ("ZTUNNEL_METRICS_ADDRESS", _address),
-    "drain_s": ("ZTUNNEL_DRAIN_TIME", _seconds),
-    "shutdown_s": ("CONNECTION_TERMINATION_DEADLINE", _seconds),
-    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", _seconds),
+    "drain_s": ("ZTUNNEL_DRAIN_TIME", duration_s),
+    "shutdown_s": ("CONNECTION_TERMINATION_DEADLINE", duration_s),
+    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", duration_s),
     "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
     "spin_us": ("ZTUNNEL_SPIN_US", _count),
     "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", _count),
 }
 
 SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", _boolean),
-    "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean),
-    "early_data": ("ZTUNNEL_EARLY_DATA", _boolean),
-    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", _boolean),
-    "judge_ports": ("ZTUNNEL_JUDGE_PORTS", _boolean),
-    "strict_tls": ("ZTUNNEL_STRICT_TLS", _boolean),
+    "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", boolean),
+    "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean),
+    "early_data": ("ZTUNNEL_EARLY_DATA", boolean),
+    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", boolean),
+    "judge_ports": ("ZTUNNEL_JUDGE_PORTS", boolean),
+    "strict_tls": ("ZTUNNEL_STRICT_TLS", boolean),
     "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", TunnelSource),
 }
 

@@ -23,8 +23,6 @@ from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
-from ztunnel.envoy.telemetry.access_log import AccessLogs
-from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.identity.crl import RevocationFile
 from ztunnel.istio import serving
 from ztunnel.istio.admin.config_dump import build_info, logged_config
@@ -43,6 +41,7 @@ from ztunnel.istio.zds.manager import PodManager, check_privileges
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class AmbientProxy:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.started_s = self.clock.monotonic()
-        self.writer = AccessLogs(Stats())
+        self.writer = LogWriter()
         self.logs = LogStream(
             self.writer, self.writer.file("/dev/stdout"), config.log_filter, json_lines=config.log_json
         )
@@ -190,6 +189,11 @@ class AmbientProxy:
             else {
                 "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
             }
+        )
+        gauges["ztunnel_log_lines_dropped"] = Gauge(
+            "counter",
+            "Log lines lost because they could not be written (unstable)",
+            lambda: self.writer.counts.dropped.value,
         )
         gauges["ztunnel_xds_staleness_seconds"] = Gauge(
             "gauge",

@@ -15,16 +15,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ztunnel.envoy.settings import SPIN_US, SettingsError
 from ztunnel.istio.certificates.credentials import Endpoint
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.logs import InvalidLevel, LogFilter
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 _ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
 _TOKEN = "./var/run/secrets/tokens/istio-token"
 ISTIOD = "https://istiod.istio-system.svc:15012"
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
+
+_KEEPALIVE_LONGEST_S = 32767.0
 
 #: Processes, however many are asked for.
 MOST_WORKERS = 64
@@ -168,30 +170,6 @@ class AmbientConfig:
     def version_tag(self) -> str:
         """Istio's version, as the chart says it."""
         return self.proxy_metadata.get("ISTIO_VERSION", "unknown")
-
-
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("must be true or false")
-    return text == "true"
-
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
-
-
-def duration_s(text: str) -> float:
-    """Seconds of ``90``, ``10s``, ``1500ms``, ``1h30m``.
-
-    Raises:
-        ValueError: anything else.
-    """
-    units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    if text.isascii() and text.isdigit():
-        return float(text)
-    pieces = _DURATION.findall(text)
-    if not pieces or "".join(number + unit for number, unit in pieces) != text:
-        raise ValueError("must be a duration such as 90, 10s, 500ms or 1h30m")
-    return sum(float(number) * units[unit] for number, unit in pieces)
 
 
 def _number(smallest: int, largest: int) -> Callable[[str], int]:
@@ -361,7 +339,7 @@ def _string_map(value: Any) -> dict[str, str]:
 def _modes(seen: _Environment, values: dict[str, Any]) -> None:
     mode = seen.get("PROXY_MODE", _one_of("shared", "dedicated"), "shared")
     values["proxy_mode"] = ProxyMode.DEDICATED if mode == "dedicated" else ProxyMode.SHARED
-    values["proxy"] = seen.get("ENABLE_PROXY", _boolean, True)
+    values["proxy"] = seen.get("ENABLE_PROXY", boolean, True)
 
     def workload(text: str) -> PodName:
         pieces = text.split("/")
@@ -419,7 +397,7 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
     except ValueError as error:
         seen.faults.append(f"PROXY_CONFIG: discoveryAddress: {discovery}: {error}")
     values["xds_address"] = seen.get("XDS_ADDRESS", _address, discovery or default)
-    values["fake_ca"] = seen.get("FAKE_CA", _boolean, False)
+    values["fake_ca"] = seen.get("FAKE_CA", boolean, False)
     ca = seen.get("CA_ADDRESS", _address, default)
     if not ca and not values["fake_ca"]:
         seen.faults.append("CA_ADDRESS must not be empty (FAKE_CA=true makes certificates for tests)")
@@ -441,7 +419,7 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
             else:
                 headers.append((lower, value))
         values[name] = tuple(headers)
-    values["xds_on_demand"] = seen.get("XDS_ON_DEMAND", _boolean, False)
+    values["xds_on_demand"] = seen.get("XDS_ON_DEMAND", boolean, False)
     values["local_xds_path"] = seen.text("LOCAL_XDS_PATH")
     values["local_xds"] = seen.text("LOCAL_XDS")
     values["secret_ttl_s"] = seen.get("SECRET_TTL", duration_s, 86400.0)
@@ -452,25 +430,45 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
 def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
     shared = values["proxy_mode"] is ProxyMode.SHARED
     values["inpod_uds"] = seen.text("INPOD_UDS", "/var/run/ztunnel/ztunnel.sock")
-    values["inpod_port_reuse"] = seen.get("INPOD_PORT_REUSE", _boolean, True)
+    values["inpod_port_reuse"] = seen.get("INPOD_PORT_REUSE", boolean, True)
     mark = seen.get("PACKET_MARK", _number(0, 0xFFFFFFFF), 1337 if shared else 0)
     values["packet_mark"] = mark or None
-    keepalive = seen.get("KEEPALIVE_ENABLED", _boolean, True)
-    time_s = seen.get("KEEPALIVE_TIME", duration_s, 180.0)
+    keepalive = seen.get("KEEPALIVE_ENABLED", boolean, True)
+    time_s = _keepalive_s(seen, "KEEPALIVE_TIME")
     values["socket"] = SocketConfig(
         keepalive_time_s=time_s if keepalive else None,
-        keepalive_interval_s=seen.get("KEEPALIVE_INTERVAL", duration_s, 180.0),
-        keepalive_retries=seen.get("KEEPALIVE_RETRIES", _number(1, 127), 9),
-        user_timeout=seen.get("USER_TIMEOUT_ENABLED", _boolean, False),
+        keepalive_interval_s=_keepalive_s(seen, "KEEPALIVE_INTERVAL"),
+        keepalive_retries=_keepalive_retries(seen),
+        user_timeout=seen.get("USER_TIMEOUT_ENABLED", boolean, False),
     )
     wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
     values["original_source"] = OriginalSource(wanted)
-    values["ipv6"] = seen.get("IPV6_ENABLED", _boolean, True)
+    values["ipv6"] = seen.get("IPV6_ENABLED", boolean, True)
+
+
+def _keepalive_s(seen: _Environment, name: str) -> float:
+    """Seconds the kernel takes for a keepalive timer, the nearest ones to what the variable says.
+
+    Linux refuses other values (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``). The Rust
+    ztunnel ignores that refusal, and its connections keep the system's two hours.
+    """
+    wanted = seen.get(name, duration_s, 180.0)
+    taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
+    if taken != wanted:
+        seen.warnings.append(f"{name}: Linux takes 1 to {_KEEPALIVE_LONGEST_S:.0f} s; {taken:.0f} s is used")
+    return taken
+
+
+def _keepalive_retries(seen: _Environment) -> int:
+    retries = seen.get("KEEPALIVE_RETRIES", _number(0, 127), 9)
+    if retries == 0:
+        seen.warnings.append("KEEPALIVE_RETRIES: Linux takes 1 to 127; 1 is used")
+    return max(retries, 1)
 
 
 def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
-    values["localhost_app_tunnel"] = seen.get("LOCALHOST_APP_TUNNEL", _boolean, True)
-    values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", _boolean, True)
+    values["localhost_app_tunnel"] = seen.get("LOCALHOST_APP_TUNNEL", boolean, True)
+    values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
     values["pool_max_streams"] = seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(1, 65535), 100)
     values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
     # RFC 9113, 6.5.2 and 6.9: what SETTINGS and WINDOW_UPDATE can say.
@@ -479,20 +477,20 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
         "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
     )
     values["frame_size"] = seen.get("HTTP2_FRAME_SIZE", _number(16_384, 2**24 - 1), 1024 * 1024)
-    values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", _boolean, False)
+    values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", boolean, False)
     compliance = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc"), "")
     values["post_quantum_only"] = compliance == "pqc"
-    values["tls12"] = seen.get("TLS12_ENABLED", _boolean, False)
+    values["tls12"] = seen.get("TLS12_ENABLED", boolean, False)
     try:
         TlsPolicy.for_compliance(compliance, tls_1_2=values["tls12"])
     except ValueError as error:
         seen.faults.append(str(error))
-    values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", _boolean, False)
+    values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", boolean, False)
     values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
     values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
-    values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", _boolean, True)
-    values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", _boolean, True)
+    values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean, True)
+    values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", boolean, True)
     values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
 
 

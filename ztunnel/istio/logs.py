@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ztunnel.envoy.telemetry.access_log import AccessLogs, LogFile
 from ztunnel.runtime.clock import utc
+from ztunnel.runtime.log_writer import LogFile, LogWriter
 
 #: In the Rust ztunnel every filter begins so.
 ALWAYS = "hickory_server::server=off"
@@ -193,7 +193,7 @@ class LogStream(logging.Handler):
         json_lines: JSON instead of plain lines.
     """
 
-    def __init__(self, writer: AccessLogs, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
+    def __init__(self, writer: LogWriter, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
         super().__init__()
         self._writer = writer
         self._file = file

@@ -67,7 +67,7 @@ def test_connections_leave_no_memory_behind(tmp_path: Path) -> None:
 
 
 def _allocated(rig: Rig) -> tracemalloc.Snapshot:
-    rig.proxy.logs.flush()
+    rig.proxy.logs.writer.flush()
     gc.collect()
     ours = [tracemalloc.Filter(True, f"*/{package}/*") for package in _OURS]
     return tracemalloc.take_snapshot().filter_traces(ours)

@@ -9,7 +9,8 @@ from xds.model.address import SocketAddress
 from xds.model.tls import AdsSource, FileSource, GrpcSource
 from ztunnel.cli import main
 from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
-from ztunnel.envoy.settings import SettingsError, Switches, TunnelSource, settings_from
+from ztunnel.envoy.settings import Switches, TunnelSource, settings_from
+from ztunnel.runtime.settings import SettingsError
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 CONTROL = {"ZTUNNEL_CONTROL_PLANE": "unix:/x", "NODE_NAME": "n"}

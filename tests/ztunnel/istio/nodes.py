@@ -9,14 +9,13 @@ from pathlib import Path
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
-from ztunnel.envoy.telemetry.access_log import AccessLogs
-from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.istio.certificates.fake_ca import FakeCertificateAuthority
 from ztunnel.istio.certificates.manager import CertificateManager
 from ztunnel.istio.config import config_from
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.node import Node
+from ztunnel.runtime.log_writer import LogWriter
 
 #: 2026-11-21T11:14:45.997947Z, as in the samples of logs.
 WALL_S = 1795259685.997947
@@ -40,7 +39,7 @@ class Lines:
 
     def __init__(self, folder: Path, filter_text: str, *, json_lines: bool) -> None:
         self._path = folder / "stdout"
-        self._writer = AccessLogs(Stats())
+        self._writer = LogWriter()
         file = self._writer.file(str(self._path))
         self.stream = LogStream(self._writer, file, filter_text, json_lines=json_lines)
 

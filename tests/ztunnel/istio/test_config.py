@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from ztunnel.envoy.settings import SettingsError
 from ztunnel.istio.config import (
     ISTIOD,
     MESH_CONFIG,
@@ -18,6 +17,7 @@ from ztunnel.istio.config import (
     config_from,
     duration_s,
 )
+from ztunnel.runtime.settings import SettingsError
 
 NOTHING: Mapping[str, str] = {}
 DEDICATED = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "ns/name/sa"}
@@ -200,8 +200,8 @@ def test_worker_threads_are_processes_and_limited() -> None:
         ({"ENABLE_PROXY": "yes"}, "invalid env var ENABLE_PROXY=yes (must be true or false)"),
         ({"TLS12_ENABLED": "True"}, "invalid env var TLS12_ENABLED=True (must be true or false)"),
         (
-            {"SECRET_TTL": "1 day"},
-            "invalid env var SECRET_TTL=1 day (must be a duration such as 90, 10s, 500ms or 1h30m)",
+            {"SECRET_TTL": "1 moon"},
+            "invalid env var SECRET_TTL=1 moon (must be a duration such as 90, 10s, 500ms or 1h30m)",
         ),
         ({"PROXY_MODE": "both"}, "invalid env var PROXY_MODE=both (must be one of shared, dedicated)"),
         (
@@ -336,7 +336,19 @@ def test_durations(text: str, seconds: float) -> None:
     assert math.isclose(duration_s(text), seconds)
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1x", "1h 30m", "1.5", "٣s", "1hm"])
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(ValueError, match="duration"):
-        duration_s(text)
+@pytest.mark.parametrize(
+    ("env", "socket", "warning"),
+    [
+        ({"KEEPALIVE_TIME": "12h"}, (32767, 180, 9), "KEEPALIVE_TIME: Linux takes 1 to 32767 s; 32767 s is used"),
+        ({"KEEPALIVE_INTERVAL": "1d"}, (180, 32767, 9), "KEEPALIVE_INTERVAL: Linux takes 1 to 32767 s"),
+        ({"KEEPALIVE_TIME": "500us"}, (1, 180, 9), "KEEPALIVE_TIME: Linux takes 1 to 32767 s; 1 s is used"),
+        ({"KEEPALIVE_RETRIES": "0"}, (180, 180, 1), "KEEPALIVE_RETRIES: Linux takes 1 to 127; 1 is used"),
+    ],
+)
+def test_keepalive_that_the_kernel_would_refuse(
+    env: dict[str, str], socket: tuple[int, int, int], warning: str
+) -> None:
+    config = config_from(env, cpus=1, read_file=lambda path: None)
+    found = config.socket
+    assert (found.keepalive_time_s, found.keepalive_interval_s, found.keepalive_retries) == socket
+    assert any(line.startswith(warning) for line in config.warnings)

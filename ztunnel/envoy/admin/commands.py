@@ -244,7 +244,7 @@ def _reset_counters(asked: Asked) -> Page:
 
 
 def _reopen_logs(asked: Asked) -> Page:
-    asked.proxy.logs.reopen()
+    asked.proxy.logs.writer.reopen()
     return _ok()
 
 

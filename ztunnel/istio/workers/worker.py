@@ -25,8 +25,6 @@ from tproxy.aio.netns import Netns
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Changes, Mesh
-from ztunnel.envoy.telemetry.access_log import AccessLogs
-from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.identity.csr import IdentityError, IssuedCertificate
 from ztunnel.istio import serving
@@ -60,6 +58,7 @@ from ztunnel.istio.workers.mirror import Mirror
 from ztunnel.istio.workers.shares import Shares
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -178,7 +177,7 @@ class _Carrier:
     def __init__(self, begin: Begin, shares: Shares, conversation: Conversation) -> None:
         config = self.config = begin.config
         self._conversation = conversation
-        self._writer = AccessLogs(Stats())
+        self._writer = LogWriter()
         # The main process reads this end to end and writes it: one log.
         file = self._writer.file("/dev/stdout")
         self.logs = LogStream(self._writer, file, config.log_filter, json_lines=config.log_json)

@@ -1,0 +1,225 @@
+"""Files that log lines go to, and the one thread that writes them.
+
+Lines collect in memory per :class:`LogFile` and are handed to the thread in pieces, so that a slow disk or a
+blocked pipe never stops the event loop. Memory is bounded: beyond :data:`MAX_PENDING` unwritten bytes, lines are
+dropped and counted.
+
+A file that cannot be written (disk full, collector gone) is reported at most once per :data:`COMPLAIN_EVERY_S` and
+file. The report is a log line, and the log may be the very file that fails: without the limit each failed write
+would cause the next one, for ever.
+"""
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
+
+FLUSH_BYTES: Final = 64 * 1024
+MAX_PENDING: Final = 16 * 1024 * 1024
+#: Seconds between two reports of write errors of one file; a guess between noise and silence.
+COMPLAIN_EVERY_S: Final = 60.0
+_STANDARD: Final = {"/dev/stdout": 1, "/dev/stderr": 2}
+
+
+class Count(Protocol):
+    """A counter that is added to."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class PlainCount:
+    """A counter that belongs to no page of statistics."""
+
+    value: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCounts:
+    """What a :class:`LogWriter` counts.
+
+    Attributes:
+        completed: pieces written whole.
+        failed: pieces lost to an error of the file.
+        dropped: lines dropped because the file does not keep up, or lost to an error.
+    """
+
+    completed: Count = field(default_factory=PlainCount)
+    failed: Count = field(default_factory=PlainCount)
+    dropped: Count = field(default_factory=PlainCount)
+
+
+class LogFile:
+    """One file, or standard stream, that any number of loggers share.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = _open(path)
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._complained_s: float | None = None
+        self._lost = 0
+
+    def append(self, line: bytes) -> bool:
+        """Keep one or more whole lines; return whether enough are kept to be worth a write."""
+        self._lines.append(line)
+        self._size += len(line)
+        return self._size >= FLUSH_BYTES
+
+    def take(self) -> bytes:
+        """Remove and return everything kept."""
+        data = b"".join(self._lines)
+        self._lines.clear()
+        self._size = 0
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Write ``data`` whole, however long that takes; called by the writer's thread.
+
+        Raises:
+            OSError: the rest of ``data`` is lost.
+        """
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:
+                # Standard output may be a pipe that whoever started us set to non-blocking.
+                waiting = select.poll()
+                waiting.register(self._fd, select.POLLOUT)
+                waiting.poll()
+
+    def failed(self, error: OSError, lost: int, now_s: float) -> str | None:
+        """Note ``lost`` bytes; return what to log about it, or ``None`` while it is too soon to repeat it."""
+        self._lost += lost
+        if self._complained_s is not None and now_s - self._complained_s < COMPLAIN_EVERY_S:
+            return None
+        self._complained_s = now_s
+        total, self._lost = self._lost, 0
+        return f"{self.path}: {error.strerror}; {total} bytes lost"
+
+    def reopen(self) -> None:
+        """Open the path anew after a rotation; standard streams stay as they are.
+
+        Raises:
+            OSError: it cannot be opened; the old file stays in use.
+        """
+        if self.path not in _STANDARD:
+            old, self._fd = self._fd, _open(self.path)
+            os.close(old)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.path not in _STANDARD:
+            os.close(self._fd)
+
+
+def _open(path: str) -> int:
+    if path in _STANDARD:
+        return _STANDARD[path]
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+#: An order for the thread: write bytes, reopen a file, report being here, or (``None``) end.
+_Order = tuple[LogFile, bytes] | LogFile | threading.Event | None
+
+
+class LogWriter:
+    """Owns the log files of the process and the thread that writes them.
+
+    Args:
+        counts: receives what is written, failed and dropped.
+    """
+
+    def __init__(self, counts: WriteCounts | None = None) -> None:
+        self.counts = counts or WriteCounts()
+        self._files: dict[str, LogFile] = {}
+        self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        # One writer each, so neither needs a lock; the difference is what waits in the queue.
+        self._bytes_queued = 0
+        self._bytes_done = 0
+        self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
+        self._thread.start()
+
+    def file(self, path: str) -> LogFile:
+        """Return the file at ``path``, opened on first use and shared afterwards.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if path not in self._files:
+            self._files[path] = LogFile(path)
+        return self._files[path]
+
+    def flush(self) -> None:
+        """Queue the kept lines of every file for writing."""
+        for file in self._files.values():
+            self.hand_over(file)
+
+    def hand_over(self, file: LogFile) -> None:
+        """Queue the kept lines of ``file`` for writing, or drop and count them if too much waits already."""
+        data = file.take()
+        if not data:
+            return
+        if self._bytes_queued - self._bytes_done + len(data) > MAX_PENDING:
+            self.counts.dropped.value += data.count(b"\n")
+            return
+        self._bytes_queued += len(data)
+        self._queue.put((file, data))
+
+    def reopen(self) -> None:
+        """Follow a rotation: lines kept so far go to the old files, later ones to new ones. Returns at once."""
+        self.flush()
+        for file in self._files.values():
+            self._queue.put(file)
+
+    def drain(self, timeout_s: float = 5.0) -> None:
+        """Write everything kept so far and wait for it, at most ``timeout_s``."""
+        self.flush()
+        written = threading.Event()
+        self._queue.put(written)
+        if not written.wait(timeout_s):
+            log.warning("the log writer is stuck; lines may be lost")
+
+    def close(self) -> None:
+        """Write what is left, stop the thread, close the files."""
+        self.drain()
+        self._queue.put(None)
+        self._thread.join(5.0)
+        for file in self._files.values():
+            file.close()
+
+    def _run(self) -> None:
+        while (order := self._queue.get()) is not None:
+            if isinstance(order, threading.Event):
+                order.set()
+            elif isinstance(order, LogFile):
+                try:
+                    order.reopen()
+                except OSError as error:
+                    log.warning("log file %s: %s; the old file stays open", order.path, error.strerror)
+            else:
+                self._write(*order)
+
+    def _write(self, file: LogFile, data: bytes) -> None:
+        try:
+            file.write(data)
+            self.counts.completed.value += 1
+        except OSError as error:
+            self.counts.failed.value += 1
+            self.counts.dropped.value += data.count(b"\n")
+            report = file.failed(error, len(data), time.monotonic())
+            if report is not None:
+                log.warning("log file %s", report)
+        finally:
+            self._bytes_done += len(data)

@@ -1,0 +1,69 @@
+"""Reading settings from flags and environment variables: the values both front ends know."""
+
+import re
+from typing import Final
+
+#: Default of ``ZTUNNEL_SPIN_US``: enough for an answer from next door; longer found no more of them
+#: (``bench.compare --only "rr, 1"``).
+SPIN_US: Final = 500
+
+#: Unit names of durations, as the Rust ztunnel's parser takes them (crate ``duration-str``), and their seconds.
+_UNITS: Final = {
+    name: seconds
+    for seconds, names in (
+        (1e-9, ("ns", "nsec", "nanosecond")),
+        (1e-6, ("us", "usec", "microsecond")),
+        (1e-3, ("ms", "msec", "millisecond")),
+        (1.0, ("s", "sec", "second", "seconds")),
+        (60.0, ("m", "min", "minute", "minutes")),
+        (3600.0, ("h", "hr", "hour", "hours")),
+        (86400.0, ("d", "day", "days")),
+        (604800.0, ("w", "week", "weeks")),
+    )
+    for name in names
+}
+_PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+
+
+class SettingsError(Exception):
+    """Settings cannot be used.
+
+    Attributes:
+        faults: one line each, naming the variable or flag.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+def boolean(text: str) -> bool:
+    """Read ``true`` or ``false``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
+def duration_s(text: str) -> float:
+    """Read seconds from ``90``, ``10s``, ``1500ms``, ``24hour``, ``1h30m`` or ``1h 30m``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    total, end = 0.0, 0
+    while (piece := _PIECE.match(text, end)) is not None and piece[2] in _UNITS:
+        total += float(piece[1]) * _UNITS[piece[2]]
+        end = piece.end()
+    if not end or end != len(text):
+        raise ValueError("must be a duration such as 90, 10s, 500ms or 1h30m")
+    return total
