@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop bench bench-idle bench-scale fuzz proto lock clean setup compiled pure
+.PHONY: help demo test check netns interop bench bench-idle bench-scale fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -57,6 +57,13 @@ pure: ## back to pure Python
 
 proto: $(STAMP) ## regenerate xds/proto from its .proto files
 	$(PY) -m xds.proto.generate
+
+promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages; needs Go, some minutes once
+
+.tools/promtool:
+	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && go mod init promtool 2>/dev/null && \
+	go get github.com/prometheus/prometheus/cmd/promtool@v0.55.1 && \
+	go build -o $(CURDIR)/$@ github.com/prometheus/prometheus/cmd/promtool && rm -rf $$build
 
 lock: ## resolve requirements/*.lock anew
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -5,21 +5,15 @@ from operator import attrgetter
 
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
-from ztunnel.envoy.telemetry.stats import Declared, Gauge, Scope, TextReadout
+from ztunnel.envoy.telemetry.stats import Counter, Declared, Gauge, Scope, TextReadout
 
 #: What Envoy counts of a subscription; ``version`` is a hash of the text.
 _COUNTED = (
     *(
-        Declared(name, Gauge, attrgetter(f"stats.{name}"))
-        for name in (
-            "update_attempt",
-            "update_success",
-            "update_failure",
-            "update_rejected",
-            "init_fetch_timeout",
-            "version",
-        )
+        Declared(name, Counter, attrgetter(f"stats.{name}"))
+        for name in ("update_attempt", "update_success", "update_failure", "update_rejected", "init_fetch_timeout")
     ),
+    Declared("version", Gauge, attrgetter("stats.version")),
     Declared("version_text", TextReadout, attrgetter("stats.version_text")),
 )
 

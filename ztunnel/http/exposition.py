@@ -1,84 +1,122 @@
-"""OpenMetrics text, made from families as values, in pieces of bounded size.
+"""Prometheus pages: families of samples in the format that the scraper asks for, compressed if it likes.
 
-For pages that are made of counters already at hand: the client library's registry would be three more mebibytes in
-every node proxy, and make a page of many thousand series in one go.
+The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
+page of many thousand series never holds the event loop for long. Import this module with the first scrape, not
+with the proxy: the library takes 3.5 MiB and 45 ms.
 """
 
-import math
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
-#: A slice takes well under a millisecond.
-_SAMPLES_PER_PIECE = 200
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ztunnel.http.page import Page, PageRequest
+
+#: Samples per piece of a page: about a millisecond.
+_SLICE: Final = 100
+_EOF: Final = b"# EOF\n"
+
+Encoder = Callable[["_Registry"], bytes]
 
 
-class Sample(NamedTuple):
-    """One number; ``labels`` in the order they are printed."""
+class UnsuffixedCounter(Metric):
+    """A counter whose name does not end in ``_total``, as many of Envoy's.
 
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-@dataclass(slots=True)
-class Family:
-    """Samples under one name.
-
-    Attributes:
-        name: without ``_total`` for counters.
-        help: as printed.
-        kind: ``counter``, ``gauge`` or ``histogram``.
-        unit: part of the name, too; empty: none.
+    The text format knows such counters. OpenMetrics does not: there the type is ``unknown``, and the samples keep
+    their name, since a name must not depend on what the scraper accepts.
     """
 
-    name: str
-    help: str
-    kind: str
-    unit: str = ""
-    samples: list[Sample] = field(default_factory=list)
-
-    def add(self, name: str, labels: dict[str, str], value: float) -> None:
-        """Add a sample."""
-        self.samples.append(Sample(name, labels, value))
+    def __init__(self, name: str, documentation: str) -> None:
+        super().__init__(name, documentation, "unknown")
 
 
-def number(value: float) -> str:
-    """A value as Envoy prints it: whole numbers without a fraction."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return "nan" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-        if not value.is_integer():
-            return repr(value)
-    return str(int(value))
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of a page.
+
+    Attributes:
+        description: name, help, type and unit; its own samples are not used.
+        samples: read once, slice by slice, while the page is sent: a generator keeps long families off the loop.
+    """
+
+    description: Metric
+    samples: Iterable[Sample]
 
 
-def lines(families: Iterable[Family]) -> Iterator[str]:
-    """The page, ``# EOF`` included."""
+def page(families: Iterable[Family], request: PageRequest) -> Page:
+    """Return the page for one scrape: format by ``Accept``, coding by ``Accept-Encoding``."""
+    encode, content_type = choose_encoder(request.accept)
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    pieces = encoded(families, encode, openmetrics=openmetrics)
+    headers = [("vary", "accept, accept-encoding")]
+    for coding, window_bits in (("gzip", 31), ("deflate", 15)):
+        if accepts(request.accept_encoding, coding):
+            headers.append(("content-encoding", coding))
+            pieces = _compressed(pieces, window_bits)
+            break
+    return Page(content_type=content_type, headers=tuple(headers), body=pieces)
+
+
+def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -> Iterator[bytes]:
+    """Yield the page in pieces; a family without samples is left out.
+
+    The library encodes whole registries, so each slice goes through it as a registry of one family. The lines that
+    describe the family (HELP, TYPE, UNIT) are what a family without samples encodes to: they precede the first
+    slice and are cut from the others.
+    """
     for family in families:
-        yield f"# HELP {family.name} {_escaped(family.help)}\n# TYPE {family.name} {family.kind}\n"
-        if family.unit:
-            yield f"# UNIT {family.name} {family.unit}\n"
-        for start in range(0, len(family.samples), _SAMPLES_PER_PIECE):
-            yield "".join(
-                f"{name}{_labels(labels)} {number(value)}\n"
-                for name, labels, value in family.samples[start : start + _SAMPLES_PER_PIECE]
-            )
-    yield "# EOF\n"
+        described, samples = family.description, iter(family.samples)
+        described.samples = []
+        description = encode(_Registry(described)).removesuffix(_EOF)
+        shown = description
+        if isinstance(described, UnsuffixedCounter) and not openmetrics:
+            shown = description.replace(b" untyped\n", b" counter\n")
+        while some := list(islice(samples, _SLICE)):
+            described.samples = some
+            yield shown + encode(_Registry(described)).removeprefix(description).removesuffix(_EOF)
+            shown = b""
+    if openmetrics:
+        yield _EOF
 
 
-def _labels(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}" if labels else ""
+class _Registry:
+    """A registry of one family, as far as an encoder reads it."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        """The family."""
+        yield self._family
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+def accepts(accept_encoding: str, coding: str) -> bool:
+    """Return whether a content coding is acceptable (RFC 9110, 12.5.3); only codings that are named count."""
+    for item in accept_encoding.split(","):
+        name, _, weight = item.replace(" ", "").partition(";q=")
+        if name.lower() == coding:
+            return not weight or weight.strip("0.") != ""
+    return False
+
+
+def _compressed(pieces: Iterable[bytes], window_bits: int) -> Iterator[bytes]:
+    compressor = zlib.compressobj(1, zlib.DEFLATED, window_bits)
+    for piece in pieces:
+        yield compressor.compress(piece)
+    yield compressor.flush()
 
 
 def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
-    """``process_*``, of this process, under the names all client libraries use.
+    """Yield ``process_*`` of this process, under the names that all client libraries use.
+
+    The client library's own collector knows one process only.
 
     Args:
         others: ids of processes that are parts of it: what they use is added.
@@ -89,7 +127,7 @@ def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
         try:
             used = _used(str(other))
         except OSError:
-            continue  # gone this moment, or not ours to look into
+            continue  # ended a moment ago, or not ours to read
         cpu_s, resident, virtual, files = cpu_s + used[0], resident + used[1], virtual + used[2], files + used[3]
     numbers = (
         ("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds", cpu_s),
@@ -104,9 +142,8 @@ def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
         ),
     )
     for name, kind, text, value in numbers:
-        family = Family(name, text, kind)
-        family.add(f"{name}_total" if kind == "counter" else name, {}, value)
-        yield family
+        sample = Sample(f"{name}_total" if kind == "counter" else name, {}, value)
+        yield Family(Metric(name, text + ".", kind), (sample,))
 
 
 def _used(process: str) -> tuple[float, int, int, int]:

@@ -1,18 +1,17 @@
-"""Pages against section and order of upstream's, and what is bounded."""
+"""The metrics page against the Rust ztunnel's names and labels, and the bounds of what it holds."""
 
-import gzip
-import zlib
-
-import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
+from tests.programs import metrics_lint
 from tests.ztunnel.istio.nodes import LOCAL
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import WorkloadUid
-from ztunnel.istio.admin.metrics_page import OPENMETRICS, PLAIN, accepts, page
+from ztunnel.http.exposition import page
+from ztunnel.http.page import Page, PageRequest
+from ztunnel.istio.admin.metrics_page import families
 from ztunnel.istio.metrics import (
     EXPIRY_S,
     DnsDurations,
@@ -55,8 +54,23 @@ ORDER = [
 ]
 
 
-def text_of(metrics: Metrics, accept: str = "", encoding: str = "") -> str:
-    return "".join(str(piece) for piece in page(metrics, accept, encoding).body)
+def page_of(metrics: Metrics, accept: str = "", encoding: str = "") -> Page:
+    request = PageRequest(method="GET", path="/metrics", accept=accept, accept_encoding=encoding)
+    return page(families(metrics), request)
+
+
+def text_of(metrics: Metrics, accept: str = "application/openmetrics-text") -> str:
+    return b"".join(piece for piece in page_of(metrics, accept).body if isinstance(piece, bytes)).decode()
+
+
+def values_of(text: str, name: str, **labels: str) -> list[float]:
+    """Values of the samples of that name that have these labels."""
+    return [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and sample.labels.items() >= labels.items()
+    ]
 
 
 def opened(
@@ -75,53 +89,33 @@ def test_every_traffic_metric_with_its_labels() -> None:
     series = opened(metrics)
     series.finished("-", None)
     opened(metrics).finished("DENY", None)
-    side = (
-        '{0}_workload="local-deployment",{0}_canonical_service="local-app",{0}_canonical_revision="v1",'
-        '{0}_workload_namespace="default",{0}_principal="spiffe://cluster.local/ns/default/sa/default",'
-        '{0}_app="local-app",{0}_version="v1",{0}_cluster="unknown"'
-    )
-    labels = (
-        f'{{reporter="source",{side.format("source")},destination_service="h",'
-        f'destination_service_namespace="ns",destination_service_name="n",{side.format("destination")},'
-        'request_protocol="tcp",response_flags="FLAGS",connection_security_policy="mutual_tls",'
-        'source_region="eu",source_zone="eu-1",destination_region="eu",destination_zone="eu-1"}'
-    )
-    none, deny = labels.replace("FLAGS", "-"), labels.replace("FLAGS", "DENY")
+    found = {family.name: family for family in text_string_to_metric_families(text_of(metrics))}
+    labels = dict(zip(ORDER, full(), strict=True))
+    assert list(labels)[:1] == ["reporter"]
     connections = "The total number of TCP connections"
     size = "The size of total bytes {} in case of a TCP connection."
-    expected = f"""# HELP istio_build Istio component build info.
-# TYPE istio_build gauge
-istio_build{{component="ztunnel",tag="1.30"}} 1
-# HELP istio_tcp_connections_opened {connections} opened.
-# TYPE istio_tcp_connections_opened counter
-istio_tcp_connections_opened_total{none} 2
-# HELP istio_tcp_connections_closed {connections} closed.
-# TYPE istio_tcp_connections_closed counter
-istio_tcp_connections_closed_total{none} 1
-istio_tcp_connections_closed_total{deny} 1
-# HELP istio_tcp_connections_failed {connections} that failed (unstable).
-# TYPE istio_tcp_connections_failed counter
-istio_tcp_connections_failed_total{deny} 1
-# HELP istio_tcp_received_bytes {size.format("received during request")}
-# TYPE istio_tcp_received_bytes counter
-# UNIT istio_tcp_received_bytes bytes
-istio_tcp_received_bytes_total{none} 0
-# HELP istio_tcp_sent_bytes {size.format("sent during response")}
-# TYPE istio_tcp_sent_bytes counter
-# UNIT istio_tcp_sent_bytes bytes
-istio_tcp_sent_bytes_total{none} 0
-"""
-    assert text_of(metrics).startswith(expected)
-
-
-def test_labels_are_in_upstreams_order() -> None:
-    metrics = Metrics("v", 100)
-    opened(metrics)
-    line = next(
-        line for line in text_of(metrics).splitlines() if line.startswith("istio_tcp_connections_opened_total")
-    )
-    names = [pair.partition("=")[0] for pair in line.partition("{")[2].rpartition("}")[0].split(",")]
-    assert names == ORDER
+    expected = [
+        ("istio_build", "gauge", "Istio component build info.", {}, 1),
+        ("istio_tcp_connections_opened", "counter", f"{connections} opened.", {}, 2),
+        ("istio_tcp_connections_closed", "counter", f"{connections} closed.", {}, 1),
+        ("istio_tcp_connections_closed", "counter", f"{connections} closed.", {"response_flags": "DENY"}, 1),
+        (
+            "istio_tcp_connections_failed",
+            "counter",
+            f"{connections} that failed (unstable).",
+            {"response_flags": "DENY"},
+            1,
+        ),
+        ("istio_tcp_received_bytes", "counter", size.format("received during request"), {}, 0),
+        ("istio_tcp_sent_bytes", "counter", size.format("sent during response"), {}, 0),
+    ]
+    for name, kind, text, other, value in expected:
+        family = found[name]
+        assert (family.type, family.documentation) == (kind, text)
+        wanted = {"component": "ztunnel", "tag": "1.30"} if name == "istio_build" else labels | other
+        assert [sample.value for sample in family.samples if sample.labels == wanted] == [value]
+    assert found["istio_tcp_received_bytes"].unit == found["istio_tcp_sent_bytes"].unit == "bytes"
+    assert not [sample for sample in found["istio_tcp_connections_failed"].samples if sample.value != 1]
 
 
 def test_without_anybody_known_there_are_no_places() -> None:
@@ -174,6 +168,19 @@ def test_the_page_is_openmetrics_that_parses() -> None:
     assert families["istio_build"].samples[0].labels["tag"] == 'we"ird\\\n'
 
 
+def test_prometheus_checker_has_nothing_to_say() -> None:
+    metrics = Metrics("1.30", 100)
+    opened(metrics).finished("DENY", None)
+    metrics.dns_requests[("a", "udp", "x", "y")] = 2
+    metrics.dns_durations[("a", "udp", "x", "y")] = DnsDurations()
+    metrics.xds_messages["url"] = 3
+    metrics.xds_bytes["url"] = 4
+    metrics.on_demand_dns[("w",) * 8 + ("h",)] = 6
+    metrics.crl_rejections["source"] = 7
+    metrics.gauges["workload_manager_proxies_started"] = Gauge("counter", "Help (unstable)", lambda: 8)
+    assert metrics_lint(text_of(metrics, "text/plain")) == []
+
+
 def test_only_what_is_stable_says_nothing_about_it() -> None:
     metrics = Metrics("v", 100)
     opened(metrics).finished("DENY", None)
@@ -218,55 +225,6 @@ def test_buckets_are_upstreams() -> None:
         ("5.0", 4),
         ("+Inf", 5),
     ]
-
-
-@pytest.mark.parametrize(
-    ("accept", "content_type"),
-    [
-        ("", PLAIN),
-        ("text/plain", PLAIN),
-        ("*/*", PLAIN),
-        ("application/openmetrics-text", OPENMETRICS),
-        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2", OPENMETRICS),
-        ("text/plain, application/openmetrics-text; version=0.0.1", OPENMETRICS),
-        ("application/openmetrics-textual", PLAIN),
-    ],
-)
-def test_content_types(accept: str, content_type: str) -> None:
-    answer = page(Metrics("v", 100), accept, "")
-    assert answer.content_type == content_type
-    assert ("vary", "accept-encoding") in answer.headers
-    assert "".join(str(piece) for piece in answer.body).endswith("# EOF\n")
-
-
-@pytest.mark.parametrize(("encoding", "unpack"), [("gzip", gzip.decompress), ("deflate", zlib.decompress)])
-def test_compression(encoding: str, unpack: object) -> None:
-    metrics = Metrics("v", 100)
-    opened(metrics)
-    answer = page(metrics, "", f"br, {encoding};q=0.5")
-    assert ("content-encoding", encoding) in answer.headers
-    packed = b"".join(piece for piece in answer.body if isinstance(piece, bytes))
-    assert callable(unpack)
-    assert unpack(packed).startswith(b"# HELP istio_build")
-    assert unpack(packed).endswith(b"# EOF\n")
-
-
-@pytest.mark.parametrize(
-    ("header", "accepted"),
-    [
-        ("gzip", True),
-        ("GZIP", True),
-        ("br, gzip", True),
-        ("gzip;q=0", False),
-        ("gzip; q=0.0", False),
-        ("gzip;q=0.001", True),
-        ("", False),
-        ("x-gzip", False),
-        ("*", False),
-    ],
-)
-def test_codings(header: str, accepted: bool) -> None:
-    assert accepts(header, "gzip") is accepted
 
 
 # What is bounded
@@ -318,7 +276,7 @@ def test_beyond_the_budget_strangers_share() -> None:
     assert shared["reporter"] == "source"
     assert shared["connection_security_policy"] == "mutual_tls"
     assert shared["source_workload"] == shared["source_region"] == "unknown"
-    assert "ztunnel_metric_series_over_budget_total 3\n" in text_of(metrics)
+    assert values_of(text_of(metrics), "ztunnel_metric_series_over_budget_total") == [3]
 
 
 def test_running_relays_are_counted_when_somebody_asks() -> None:
@@ -326,14 +284,12 @@ def test_running_relays_are_counted_when_somebody_asks() -> None:
     counts = ByteCounts()
     series = metrics.opened(full(), (), counts, 0.0)
     counts._sent, counts._received = 10, 20
+    received, sent = "istio_tcp_received_bytes_total", "istio_tcp_sent_bytes_total"
     text = text_of(metrics)
-    assert "istio_tcp_received_bytes_total" in text
-    assert [line.rpartition(" ")[2] for line in text.splitlines() if "bytes_total{" in line] == ["10", "20"]
+    assert (values_of(text, received), values_of(text, sent)) == ([10], [20])
     series.finished("-", counts)
-    assert [line.rpartition(" ")[2] for line in text_of(metrics).splitlines() if "bytes_total{" in line] == [
-        "10",
-        "20",
-    ]
+    text = text_of(metrics)
+    assert (values_of(text, received), values_of(text, sent)) == ([10], [20])
 
 
 def test_one_page_is_the_sum_of_processes() -> None:
@@ -357,26 +313,23 @@ def test_one_page_is_the_sum_of_processes() -> None:
         for part in worker.counts():
             summed.add(part)
     text = text_of(summed)
-    for line in (
-        'istio_tcp_sockets_open{reporter="source"} 3',
-        'istio_crl_policy_rejections_total{reporter="source"} 3',
-        'ztunnel_authorization_dry_run_total{policy="p",action="DENY",result="match"} 3',
-        "ztunnel_connect_retries_total 3",
-        "ztunnel_metric_series_over_budget_total 3",
-        "ztunnel_metric_series 2",
-        'istio_xds_message_total{url="t"} 1',
-        "g 7",
+    for name, labels, value in (
+        ("istio_tcp_sockets_open", {"reporter": "source"}, 3),
+        ("istio_crl_policy_rejections_total", {"reporter": "source"}, 3),
+        ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "match"}, 3),
+        ("ztunnel_connect_retries_total", {}, 3),
+        ("ztunnel_metric_series_over_budget_total", {}, 3),
+        ("ztunnel_metric_series", {}, 2),
+        ("istio_xds_message_total", {"url": "t"}, 1),
+        ("g", {}, 7),
+        ("istio_tcp_connections_opened_total", {"reporter": "source"}, 4),
+        ("istio_tcp_connections_closed_total", {"reporter": "source"}, 2),
+        ("istio_tcp_connections_failed_total", {"reporter": "source"}, 2),
+        ("istio_tcp_received_bytes_total", {"reporter": "source"}, 30),
+        ("istio_tcp_sent_bytes_total", {"reporter": "source"}, 3),
+        ("istio_on_demand_dns_total", {"hostname": "host"}, 3),
     ):
-        assert f"{line}\n" in text
-    traffic = {
-        line.partition("{")[0]: line.rpartition(" ")[2]
-        for line in text.splitlines()
-        if 'reporter="source"' in line
-    }
-    assert traffic["istio_tcp_connections_opened_total"] == "4"
-    assert traffic["istio_tcp_connections_closed_total"] == traffic["istio_tcp_connections_failed_total"] == "2"
-    assert (traffic["istio_tcp_received_bytes_total"], traffic["istio_tcp_sent_bytes_total"]) == ("30", "3")
-    assert 'hostname="host"} 3\n' in text
+        assert values_of(text, name, **labels) == [value], name
     # The page is apart: what it adds up changes nobody's numbers.
     assert main.sockets_open["source"] == 0
     assert len(others[0].series) == len(main.series) == 1
@@ -405,9 +358,8 @@ def test_what_a_lost_process_counted_stays_and_its_connections_are_closed() -> N
     for part in lost.counts():
         main.add(part, lost=True, now_s=100.0)
     text = text_of(main)
-    closed = [line for line in text.splitlines() if line.startswith("istio_tcp_connections_closed_total")]
-    assert sorted(line.rpartition(" ")[2] for line in closed) == ["1", "2"]
-    assert 'istio_tcp_sockets_open{reporter="source"} 0\n' in text
+    assert sorted(values_of(text, "istio_tcp_connections_closed_total")) == [1, 2]
+    assert values_of(text, "istio_tcp_sockets_open", reporter="source") == [0]
     # Its series expire as any other.
     assert main.expire(100.0 + 10 * EXPIRY_S) == 0
     main.changed(gone("a"), [])

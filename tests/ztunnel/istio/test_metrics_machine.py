@@ -6,9 +6,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hbone.aio.relay import ByteCounts
 from tests.ztunnel.istio.nodes import LOCAL
+from tests.ztunnel.istio.pages import samples
 from xds.model.mesh import Changes
 from xds.model.workload import WorkloadUid
-from ztunnel.istio.admin.metrics_page import page
 from ztunnel.istio.metrics import EXPIRY_S, Metrics, Side, TrafficSeries, traffic_labels
 
 BUDGET = 4
@@ -59,9 +59,9 @@ class Traffic(RuleBasedStateMachine):
     @rule(passed_s=st.sampled_from([1.0, EXPIRY_S / 2, EXPIRY_S + 1]))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
-        before = self.samples(OPENED)
+        before = samples(self.metrics, OPENED)
         dropped = self.metrics.expire(self.now_s)
-        after = self.samples(OPENED)
+        after = samples(self.metrics, OPENED)
         assert before.items() >= after.items()
         assert len(before) - len(after) == dropped
         for key in before.keys() - after.keys():
@@ -70,26 +70,21 @@ class Traffic(RuleBasedStateMachine):
             del self.seen[key]
             assert not any(f'source_workload="{uid}"' in key for uid in self.there)
 
-    def samples(self, name: str) -> dict[str, float]:
-        text = "".join(str(piece) for piece in page(self.metrics, "", "").body)
-        lines = [line for line in text.splitlines() if line.startswith(name + "{")]
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-
     @invariant()
     def nothing_is_lost_or_counted_twice(self) -> None:
-        assert sum(self.samples(OPENED).values()) == self.opened
-        assert sum(self.samples(CLOSED).values()) == self.closed
+        assert sum(samples(self.metrics, OPENED).values()) == self.opened
+        assert sum(samples(self.metrics, CLOSED).values()) == self.closed
         assert self.opened - self.closed == len(self.live)
 
     @invariant()
     def counters_only_rise(self) -> None:
-        for key, value in self.samples(OPENED).items():
+        for key, value in samples(self.metrics, OPENED).items():
             assert value >= self.seen.get(key, 0)
             self.seen[key] = value
 
     @invariant()
     def what_lives_is_shown(self) -> None:
-        shown = self.samples(OPENED)
+        shown = samples(self.metrics, OPENED)
         for _, series, _ in self.live:
             assert any(f'source_workload="{series.labels[1]}"' in key for key in shown)
 

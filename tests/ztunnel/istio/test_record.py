@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.ztunnel.istio.nodes import LOCAL, Lines, StoppedClock, a_node
+from tests.ztunnel.istio.pages import samples
 from xds.model.address import SocketAddress
 from xds.model.service import Service
-from ztunnel.istio.admin.metrics_page import page
 from ztunnel.istio.metrics import Side
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import DRAINED, RECURSIVE_CALL, Failed, Flags, of_reason
@@ -39,17 +39,6 @@ def a_record(node: Node, *, direction: Direction = Direction.OUTBOUND, port: int
 
 def move(record: Record, sent: int, received: int) -> None:
     record.counts._sent, record.counts._received = sent, received
-
-
-def samples(node: Node, name: str) -> dict[str, float]:
-    found = {}
-    for piece in page(node.metrics, "", "").body:
-        assert isinstance(piece, str)
-        for line in piece.splitlines():
-            if line.startswith(name + "{"):
-                labels, _, value = line.rpartition(" ")
-                found[labels.removeprefix(name)] = float(value)
-    return found
 
 
 def test_a_complete_connection(tmp_path: Path) -> None:
@@ -131,8 +120,8 @@ def test_inbound_counts_bytes_as_the_application_does(tmp_path: Path) -> None:
         record.complete()
         (line,) = lines
         assert 'direction="inbound" bytes_sent=8 bytes_recv=3' in line
-        assert list(samples(node, "istio_tcp_received_bytes_total").values()) == [3]
-        assert list(samples(node, "istio_tcp_sent_bytes_total").values()) == [8]
+        assert list(samples(node.metrics, "istio_tcp_received_bytes_total").values()) == [3]
+        assert list(samples(node.metrics, "istio_tcp_sent_bytes_total").values()) == [8]
 
     with_node(tmp_path, check)
 
@@ -194,9 +183,9 @@ def test_completion_happens_once(tmp_path: Path) -> None:
         record.complete(Failed("x", Flags.DENY))
         record.complete()
         assert len(list(lines)) == 1
-        (labels,) = samples(node, "istio_tcp_connections_closed_total")
+        (labels,) = samples(node.metrics, "istio_tcp_connections_closed_total")
         assert 'response_flags="DENY"' in labels
-        assert list(samples(node, "istio_tcp_connections_failed_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_failed_total").values()) == [1]
 
     with_node(tmp_path, check)
 
@@ -206,8 +195,8 @@ def test_a_drained_connection_has_not_failed(tmp_path: Path) -> None:
         record = a_record(node)
         record.opened()
         record.complete(of_reason(DRAINED))
-        assert list(samples(node, "istio_tcp_connections_closed_total").values()) == [1]
-        assert samples(node, "istio_tcp_connections_failed_total") == {}
+        assert list(samples(node.metrics, "istio_tcp_connections_closed_total").values()) == [1]
+        assert samples(node.metrics, "istio_tcp_connections_failed_total") == {}
         assert 'error="connection closed due to connection drain"' in next(iter(lines))
 
     with_node(tmp_path, check)
@@ -219,15 +208,15 @@ def test_a_connection_that_turns_elsewhere_counts_once(tmp_path: Path) -> None:
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.opened(settled=False)
-        assert samples(node, "istio_tcp_connections_opened_total") == {}
+        assert samples(node.metrics, "istio_tcp_connections_opened_total") == {}
         record.destination_side = Side(workload="second", known=True)
         record.settled()
         record.settled()
-        (labels,) = samples(node, "istio_tcp_connections_opened_total")
+        (labels,) = samples(node.metrics, "istio_tcp_connections_opened_total")
         assert 'destination_workload="second"' in labels
         record.complete()
-        assert list(samples(node, "istio_tcp_connections_opened_total").values()) == [1]
-        assert list(samples(node, "istio_tcp_connections_closed_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_opened_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_closed_total").values()) == [1]
 
     with_node(tmp_path, check)
 
@@ -237,7 +226,7 @@ def test_a_connection_that_never_settles_counts_at_its_end(tmp_path: Path) -> No
         record = a_record(node)
         record.opened(settled=False)
         record.complete(Failed("x"))
-        assert list(samples(node, "istio_tcp_connections_opened_total").values()) == [1]
-        assert list(samples(node, "istio_tcp_connections_failed_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_opened_total").values()) == [1]
+        assert list(samples(node.metrics, "istio_tcp_connections_failed_total").values()) == [1]
 
     with_node(tmp_path, check)

@@ -15,7 +15,7 @@ from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from ztunnel.envoy.admin import certs, clusters, config_dump, connections, loggers, process, readiness, server_info
 from ztunnel.envoy.admin.dump import address_message
 from ztunnel.envoy.admin.help import Command, Parameter, help_text, home_page
-from ztunnel.envoy.telemetry import prometheus, stats_page
+from ztunnel.envoy.telemetry import stats_page
 from ztunnel.http.page import HTML, JSON, Page, PageRequest, Query, printable, text
 
 if TYPE_CHECKING:
@@ -174,6 +174,8 @@ def _prometheus(asked: Asked) -> Page:
     found = stats_page.chosen(stats, choice)
     texts = found.texts if "text_readouts" in query else []
     summaries = choice.buckets is stats_page.Buckets.SUMMARY
+    from ztunnel.envoy.telemetry import prometheus  # with the first page: see ztunnel.http.exposition
+
     body = prometheus.envoy_text([*found.numbers, *found.histograms], texts, summaries=summaries)
     return Page(body=body)
 

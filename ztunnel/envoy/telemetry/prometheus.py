@@ -1,21 +1,19 @@
 """Metrics for Prometheus, in two forms.
 
-* :func:`envoy_text`: what Envoy's ``/stats/prometheus`` prints, byte for byte, filters included.
-* :func:`negotiated`: what a scraper asks for by ``Accept``, text or OpenMetrics, by the Prometheus client library.
+* :func:`envoy_text`: what Envoy's ``/stats/prometheus`` on the admin port prints, byte for byte, filters included.
+* :func:`scraped`: families for the scrape port, where :mod:`ztunnel.http.exposition` negotiates the format.
 
 Metric names are Envoy's in every form, so that dashboards made for Envoy work and a name does not depend on what
-the scraper accepts. OpenMetrics wants counters to end in ``_total``; those of Envoy that do not are typed
-``unknown`` there.
+the scraper accepts.
 
 Everything is given out family by family: a page of many thousand samples is made in slices.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from ztunnel.envoy.telemetry.stats import (
     BUCKETS,
@@ -27,10 +25,8 @@ from ztunnel.envoy.telemetry.stats import (
     TextReadout,
     prometheus_name,
 )
-from ztunnel.http.exposition import number
+from ztunnel.http.exposition import Family, UnsuffixedCounter, process_families
 
-_OPENMETRICS = "application/openmetrics-text"
-_EOF = b"# EOF\n"
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 
 AnyMetric = Counter | Gauge | Histogram
@@ -70,6 +66,16 @@ def envoy_text(
         for (name, of_kind), members in grouped.items():
             if of_kind == kind:
                 yield from _family(f"envoy_{name}", kind, members, summaries)
+
+
+def number(value: float) -> str:
+    """A value as Envoy prints it: whole numbers without a fraction."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+        if not value.is_integer():
+            return repr(value)
+    return str(int(value))
 
 
 def _family(name: str, kind: str, members: Iterable[AnyMetric], summaries: bool) -> Iterator[str]:
@@ -121,70 +127,30 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"').replace("\r", "\\\\r")
 
 
-# What the client library prints
+# What a scraper gets
 
 
-class StatsCollector(Collector):
-    """:class:`Stats` for a ``prometheus_client`` registry.
-
-    Args:
-        openmetrics: only name as counters what OpenMetrics lets be one.
-    """
-
-    def __init__(self, stats: Stats, *, openmetrics: bool = False) -> None:
-        self._stats = stats
-        self._openmetrics = openmetrics
-
-    def collect(self) -> Iterator[Metric]:
-        """One family after the other."""
-        for (name, kind), members in families(self._stats).items():
-            yield self._metric(f"envoy_{name}", kind, members)
-
-    def _metric(self, name: str, kind: str, members: Iterable[AnyMetric]) -> Metric:
-        exposed = name
-        if kind == "counter":
-            if name.endswith("_total"):
-                exposed = name.removesuffix("_total")
-            elif self._openmetrics:
-                kind = "unknown"
-        metric = Metric(exposed, f"Envoy's {name.removeprefix('envoy_')}.", kind)
-        for member in members:
-            labels = {prometheus_name(key): value for key, value in member.labels}
-            if isinstance(member, Histogram):
-                for bound, count in _cumulative(member, short=False):
-                    metric.add_sample(f"{name}_bucket", labels | {"le": bound}, count)
-                metric.add_sample(f"{name}_sum", labels, member.total)
-                metric.add_sample(f"{name}_count", labels, member.count)
-            else:
-                metric.add_sample(name, labels, member.value)
-        return metric
+def scraped(stats: Stats) -> Iterator[Family]:
+    """Yield the proxy's counters, gauges and histograms, then the process's own (``process_*``)."""
+    for (name, kind), members in families(stats).items():
+        yield Family(_described(f"envoy_{name}", kind), _samples(f"envoy_{name}", members))
+    yield from process_families()
 
 
-class _Family:
-    """A registry of one family, which is all that an encoder asks of it."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def collect(self) -> Iterator[Metric]:
-        """The family."""
-        yield self._metric
+def _described(name: str, kind: str) -> Metric:
+    text = f"Envoy's {name.removeprefix('envoy_')}."
+    if kind == "counter" and not name.endswith("_total"):
+        return UnsuffixedCounter(name, text)
+    return Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
 
 
-def negotiated(stats: Stats, accept: str) -> tuple[str, Iterator[str]]:
-    """Content type and pieces of the page for a scraper that accepts ``accept``.
-
-    Counters, gauges and histograms of the proxy, then the process's own (``process_*``).
-    """
-    encode, content_type = choose_encoder(accept)
-    openmetrics = content_type.startswith(_OPENMETRICS)
-    collectors = [StatsCollector(stats, openmetrics=openmetrics), ProcessCollector(registry=None)]
-    return content_type, _encoded(collectors, encode, openmetrics)
-
-
-def _encoded(collectors: Iterable[Collector], encode: Callable[..., bytes], openmetrics: bool) -> Iterator[str]:
-    for collector in collectors:
-        for metric in collector.collect():
-            yield encode(_Family(metric)).removesuffix(_EOF).decode()
-    if openmetrics:
-        yield _EOF.decode()
+def _samples(name: str, members: Iterable[AnyMetric]) -> Iterator[Sample]:
+    for member in members:
+        labels = {prometheus_name(key): value for key, value in member.labels}
+        if isinstance(member, Histogram):
+            for bound, count in _cumulative(member, short=False):
+                yield Sample(f"{name}_bucket", labels | {"le": bound}, count)
+            yield Sample(f"{name}_sum", labels, member.total)
+            yield Sample(f"{name}_count", labels, member.count)
+        else:
+            yield Sample(name, labels, member.value)

@@ -127,7 +127,7 @@ class Declared:
 
     Attributes:
         name: below the scope's prefix.
-        read: the value of a gauge or text, of the owner named with :meth:`Scope.declare`.
+        read: reads the value off the owner that :meth:`Scope.declare` names, where the owner counts.
     """
 
     name: str
@@ -286,9 +286,9 @@ class Scope:
     def untouched(self, declared: Declared, owner: object) -> Metric:
         """A declared metric as a page shows it, kept by nobody."""
         name, family = self.prefix + declared.name, self._family_of(declared.name)
-        if declared.kind is Counter:
-            return Counter(name, family, self._labels)
         read = None if declared.read is None else partial(declared.read, owner)
+        if declared.kind is Counter:
+            return Counter(name, family, self._labels, 0 if read is None else int(read()))
         return Gauge(name, family, self._labels, read=read)
 
     def close(self) -> None:

@@ -1,34 +1,23 @@
-"""The page of port 15020: every family of :class:`~ztunnel.istio.metrics.Metrics` under upstream's names."""
+"""The families of the metrics page: :class:`~ztunnel.istio.metrics.Metrics` under the Rust ztunnel's names.
 
-import zlib
-from collections.abc import Iterable, Iterator
+Import with the first scrape, see :mod:`ztunnel.http.exposition`.
+"""
 
-from ztunnel.http.exposition import Family, lines, process_families
-from ztunnel.http.page import Page
-from ztunnel.istio.metrics import SIDE_LABELS, TRAFFIC_LABELS, Metrics
+from collections.abc import Iterable, Iterator, Mapping
 
-OPENMETRICS = "application/openmetrics-text;charset=utf-8;version=1.0.0"
-PLAIN = "text/plain; charset=utf-8"
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ztunnel.http.exposition import Family, process_families
+from ztunnel.istio.metrics import SIDE_LABELS, TRAFFIC_LABELS, DnsDurations, Metrics, TrafficSeries
+
 _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
-Sample = tuple[tuple[str, ...], float]
-
-
-def page(metrics: Metrics, accept: str, accept_encoding: str) -> Page:
-    """Always OpenMetrics text, whatever it is called, compressed if the scraper likes that."""
-    wants = any(item.split(";")[0].strip() == "application/openmetrics-text" for item in accept.split(","))
-    content_type = OPENMETRICS if wants else PLAIN
-    text = lines(families(metrics))
-    headers = [("vary", "accept-encoding")]
-    for coding, bits in (("gzip", 31), ("deflate", 15)):
-        if accepts(accept_encoding, coding):
-            headers.append(("content-encoding", coding))
-            return Page(content_type=content_type, headers=tuple(headers), body=_compressed(text, bits))
-    return Page(content_type=content_type, headers=tuple(headers), body=text)
+LabelledValue = tuple[tuple[str, ...], float]
 
 
 def families(metrics: Metrics) -> Iterator[Family]:
-    """Every family that has samples."""
+    """Yield every family; some have no samples."""
     yield _family(
         "istio_build",
         "gauge",
@@ -36,35 +25,30 @@ def families(metrics: Metrics) -> Iterator[Family]:
         [(("ztunnel", metrics.version), 1.0)],
         ("component", "tag"),
     )
-    yield from filter(lambda family: bool(family.samples), _traffic_families(metrics))
-    yield from filter(lambda family: bool(family.samples), _other_families(metrics))
+    yield from _traffic_families(metrics)
+    yield from _other_families(metrics)
     yield from process_families(metrics.processes())
 
 
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
-    opened: list[Sample] = []
-    closed: list[Sample] = []
-    failed: list[Sample] = []
-    received: list[Sample] = []
-    sent: list[Sample] = []
-    for series in metrics.series:
-        labels = series.labels
-        opened.append((labels, series.opened))
-        received.append((labels, series.received + sum(counts.sent for counts in series.running)))
-        sent.append((labels, series.sent + sum(counts.received for counts in series.running)))
-        for flags, count in series.closed.items():
-            final = (*labels[:_FLAGS], flags, *labels[_FLAGS + 1 :])
-            closed.append((final, count))
-            if flags != "-":
-                failed.append((final, count))
+    # The page is made while connections come and go: each family reads the series that were there at its start.
+    every = list(metrics.series)
     connections = "The total number of TCP connections "
-    yield _family("istio_tcp_connections_opened", "counter", connections + "opened", opened, TRAFFIC_LABELS)
-    yield _family("istio_tcp_connections_closed", "counter", connections + "closed", closed, TRAFFIC_LABELS)
+    yield _family(
+        "istio_tcp_connections_opened",
+        "counter",
+        connections + "opened",
+        ((series.labels, series.opened) for series in every),
+        TRAFFIC_LABELS,
+    )
+    yield _family(
+        "istio_tcp_connections_closed", "counter", connections + "closed", _closed(every), TRAFFIC_LABELS
+    )
     yield _family(
         "istio_tcp_connections_failed",
         "counter",
         connections + "that failed (unstable)",
-        failed,
+        (sample for sample in _closed(every) if sample[0][_FLAGS] != "-"),
         TRAFFIC_LABELS,
     )
     size = "The size of total bytes {} in case of a TCP connection"
@@ -72,13 +56,25 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
         "istio_tcp_received_bytes",
         "counter",
         size.format("received during request"),
-        received,
+        ((series.labels, series.received + sum(counts.sent for counts in series.running)) for series in every),
         TRAFFIC_LABELS,
         "bytes",
     )
     yield _family(
-        "istio_tcp_sent_bytes", "counter", size.format("sent during response"), sent, TRAFFIC_LABELS, "bytes"
+        "istio_tcp_sent_bytes",
+        "counter",
+        size.format("sent during response"),
+        ((series.labels, series.sent + sum(counts.received for counts in series.running)) for series in every),
+        TRAFFIC_LABELS,
+        "bytes",
     )
+
+
+def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
+    """Ended connections by their final flags, which only an ended connection has."""
+    for series in every:
+        for flags, count in list(series.closed.items()):
+            yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count
 
 
 def _other_families(metrics: Metrics) -> Iterator[Family]:
@@ -187,48 +183,35 @@ def _dns_families(metrics: Metrics) -> Iterator[Family]:
         labels,
     )
     name = "istio_dns_upstream_request_duration_seconds"
-    metric = Family(
-        name, "The time Istio takes to get DNS response from upstream (unstable).", "histogram", "seconds"
-    )
-    for values, durations in metrics.dns_durations.items():
+    text = "The time Istio takes to get DNS response from upstream (unstable)."
+    yield Family(Metric(name, text, "histogram", "seconds"), _durations(name, labels, metrics.dns_durations))
+
+
+def _durations(
+    name: str, labels: tuple[str, ...], found: Mapping[tuple[str, ...], DnsDurations]
+) -> Iterator[Sample]:
+    for values, durations in list(found.items()):
         shared = dict(zip(labels, values, strict=True))
         for bound, count in durations.cumulative():
-            metric.add(f"{name}_bucket", shared | {"le": bound}, count)
-        metric.add(f"{name}_sum", shared, durations.total_s)
-        metric.add(f"{name}_count", shared, durations.count)
-    yield metric
+            yield Sample(f"{name}_bucket", shared | {"le": bound}, count)
+        yield Sample(f"{name}_sum", shared, durations.total_s)
+        yield Sample(f"{name}_count", shared, durations.count)
 
 
-def _by_one(values: dict[str, int]) -> list[Sample]:
+def _by_one(values: dict[str, int]) -> list[LabelledValue]:
     return [((label,), value) for label, value in values.items()]
 
 
-def _nonzero(values: dict[str, int]) -> list[Sample]:
+def _nonzero(values: dict[str, int]) -> list[LabelledValue]:
     return [((label,), value) for label, value in values.items() if value]
 
 
 def _family(
-    name: str, kind: str, text: str, samples: Iterable[Sample], labels: tuple[str, ...], unit: str = ""
+    name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
 ) -> Family:
-    """A family from counters by label values; names of counters without ``_total``."""
-    metric = Family(name, text + ".", kind, unit)
+    """A family of values by labels; the names of counters come without ``_total``."""
     sample_name = f"{name}_total" if kind == "counter" else name
-    for values, value in samples:
-        metric.add(sample_name, dict(zip(labels, values, strict=False)), value)
-    return metric
-
-
-def accepts(accept_encoding: str, coding: str) -> bool:
-    """Whether a content coding is acceptable (RFC 9110, 12.5.3); only what is named counts."""
-    for item in accept_encoding.split(","):
-        name, _, weight = item.replace(" ", "").partition(";q=")
-        if name.lower() == coding:
-            return not weight or weight.strip("0.") != ""
-    return False
-
-
-def _compressed(pieces: Iterable[str], window_bits: int) -> Iterator[bytes]:
-    compressor = zlib.compressobj(1, zlib.DEFLATED, window_bits)
-    for piece in pieces:
-        yield compressor.compress(piece.encode())
-    yield compressor.flush()
+    return Family(
+        Metric(name, text + ".", kind, unit),
+        (Sample(sample_name, dict(zip(labels, values, strict=False)), value) for values, value in samples),
+    )

@@ -12,11 +12,12 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, text
 from ztunnel.http.server import Pages, PageServer
-from ztunnel.istio.admin import config_dump, metrics_page
+from ztunnel.istio.admin import config_dump
 from ztunnel.istio.logs import InvalidLevel
 
 if TYPE_CHECKING:
     from ztunnel.istio.app import AmbientProxy
+    from ztunnel.istio.metrics import Metrics
     from ztunnel.istio.workers.main import Workers
 
 log = logging.getLogger(__name__)
@@ -109,11 +110,11 @@ class Servers:
             return text("", 404, PLAIN)
         if self._proxy.workers is not None:
             return self._stats_of_all(self._proxy.workers, request)
-        return metrics_page.page(self._proxy.metrics, request.accept, request.accept_encoding)
+        return _metrics_page(self._proxy.metrics, request)
 
     @staticmethod
     async def _stats_of_all(workers: Workers, request: PageRequest) -> Page:
-        return metrics_page.page(await workers.metrics(), request.accept, request.accept_encoding)
+        return _metrics_page(await workers.metrics(), request)
 
     async def _dump_of_all(self, workers: Workers) -> Page:
         connections = await workers.connections()
@@ -155,6 +156,13 @@ class Servers:
             return text(f"{error}\n{_USAGE}", 400, PLAIN)
         log.info("new log filter is %s", logs.levels)
         return text(f"current log level is {logs.levels}\n", content_type=PLAIN)
+
+
+def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
+    from ztunnel.http import exposition  # with the first scrape: see there
+    from ztunnel.istio.admin.metrics_page import families
+
+    return exposition.page(families(metrics), request)
 
 
 def _profile(request: PageRequest) -> Page:

@@ -130,17 +130,20 @@ def test_what_readiness_waits_for(env: dict[str, str], pending: set[str]) -> Non
 # Metrics
 
 
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores"
+
+
 def test_metrics_answer_under_two_names() -> None:
     async def check(rig: Rig) -> None:
         for path in ("/metrics", "/stats/prometheus"):
             answer = await rig.ask("stats", path, Accept="application/openmetrics-text;version=1.0.0")
             assert answer.status == 200
-            assert answer.headers["content-type"] == "application/openmetrics-text;charset=utf-8;version=1.0.0"
-            assert answer.headers["vary"] == "accept-encoding"
+            assert answer.headers["content-type"] == OPENMETRICS
+            assert answer.headers["vary"] == "accept, accept-encoding"
             assert answer.text.startswith("# HELP istio_build Istio component build info.\n")
-            assert 'istio_build{component="ztunnel",tag="1.30.1"} 1\n' in answer.text
-            assert "workload_manager_active_proxy_count 0\n" in answer.text
-            assert "workload_manager_proxies_started_total 0\n" in answer.text
+            assert 'istio_build{component="ztunnel",tag="1.30.1"} 1.0\n' in answer.text
+            assert "workload_manager_active_proxy_count 0.0\n" in answer.text
+            assert "workload_manager_proxies_started_total 0.0\n" in answer.text
             assert answer.text.endswith("# EOF\n")
         assert (await rig.ask("stats", "/metrics", "POST")).status == 200
         assert (await rig.ask("stats", "/")).status == 404
