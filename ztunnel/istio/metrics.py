@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hbone.aio.relay import ByteCounts
 from hbone.headers import Baggage
@@ -24,6 +24,7 @@ from xds.model.workload import Workload
 log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
+LabelsT = TypeVar("LabelsT", str, tuple[str, ...], tuple[str, str, str])
 EXPIRY_S = 900.0
 DNS_BUCKETS = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 
@@ -186,19 +187,20 @@ class Counts:
     """A part of what another process has counted; parts add up.
 
     Attributes:
-        named: counters by name and labels, see :data:`_NAMED`.
         sockets_open: now, by reporter.
     """
 
     traffic: tuple[TrafficCounts, ...] = ()
-    named: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
+    crl_rejections: Mapping[str, int] = field(default_factory=dict)
+    crl_untracked: Mapping[str, int] = field(default_factory=dict)
+    on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     over_budget: int = 0
 
 
-#: Counters that workers have too; what they have not is the main process's.
-_NAMED = ("crl_rejections", "crl_untracked", "on_demand_dns", "authorization_dry_run")
+#: Counters that only the main process has.
 _OF_MAIN = (
     "xds_terminations",
     "xds_messages",
@@ -313,9 +315,10 @@ class Metrics:
     def counts(self) -> Iterator[Counts]:
         """Everything counted here, for another process, in parts."""
         yield Counts(
-            named={
-                name: {_plain(labels): count for labels, count in getattr(self, name).items()} for name in _NAMED
-            },
+            crl_rejections=dict(self.crl_rejections),
+            crl_untracked=dict(self.crl_untracked),
+            on_demand_dns=dict(self.on_demand_dns),
+            authorization_dry_run=dict(self.authorization_dry_run),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             over_budget=self.over_budget,
@@ -360,10 +363,10 @@ class Metrics:
                 for uid in workloads:
                     series.workloads.add(uid)
                     self._by_workload[uid].add(series)
-        for name, values in part.named.items():
-            own = getattr(self, name)
-            for labels, count in values.items():
-                own[labels] = own.get(labels, 0) + count
+        _add(self.crl_rejections, part.crl_rejections)
+        _add(self.crl_untracked, part.crl_untracked)
+        _add(self.on_demand_dns, part.on_demand_dns)
+        _add(self.authorization_dry_run, part.authorization_dry_run)
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count
@@ -416,6 +419,6 @@ class DnsDurations:
         yield "+Inf", self.count
 
 
-def _plain(labels: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Texts alone, where they may be members of enumerations."""
-    return str(labels) if isinstance(labels, str) else tuple(str(label) for label in labels)
+def _add(own: dict[LabelsT, int], others: Mapping[LabelsT, int]) -> None:
+    for labels, count in others.items():
+        own[labels] = own.get(labels, 0) + count

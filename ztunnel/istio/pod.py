@@ -517,7 +517,7 @@ class PodProxy:
             self._one_left.clear()
             await self._one_left.wait()
 
-    def dump(self) -> dict[str, list[dict[str, object]]]:
+    def dump(self) -> dict[str, list[dict[str, str | None]]]:
         """``connections`` of the dump; equal inbound ones collapse, as upstream's table is keyed by them."""
         inbound = {
             (str(live.record.source), live.original, str(live.actual), live.protocol): None

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tests.ztunnel.istio.nodes import Lines
-from ztunnel.istio.workers import main as module
+from ztunnel.istio.workers.process import OutputReader, without_credentials
 
 
 def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
@@ -13,7 +13,7 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
 
     async def main() -> None:
         pipes = [os.pipe() for _ in range(2)]
-        read = [module._Lines(reading, lines.stream) for reading, _ in pipes]
+        read = [OutputReader(reading, lines.stream) for reading, _ in pipes]
         loop = asyncio.get_running_loop()
         for number in range(200):
             # Cut anywhere, and larger than a pipe writes in one piece.
@@ -42,4 +42,4 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
 
 def test_workers_are_not_handed_credentials() -> None:
     env = {"PATH": "/bin", "AUTH_TOKEN": "t", "XDS_HEADER_X": "h", "CA_HEADER_Y": "h", "NODE_NAME": "n"}
-    assert module._environment(env) == {"PATH": "/bin", "NODE_NAME": "n"}
+    assert without_credentials(env) == {"PATH": "/bin", "NODE_NAME": "n"}

@@ -1,4 +1,4 @@
-"""Two meshes, of which one is told what the other did: they answer alike, always."""
+"""A mesh and its replica answer alike after every batch."""
 
 from dataclasses import replace
 
@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.ztunnel.istio.workers.test_link import SERVICE, WORKLOAD, decoded, policy
+from tests.ztunnel.istio.workers.test_messages import SERVICE, WORKLOAD, decoded, policy
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Changes, Mesh
 from xds.model.service import Service
 from xds.model.workload import PolicyKey, ServiceKey, Workload, WorkloadUid
-from ztunnel.istio.workers.link import MeshChange, encode
-from ztunnel.istio.workers.mirror import PIECE, Mirror, everything, since
+from ztunnel.istio.workers.mesh_replica import BATCH, MeshReplica, delta, snapshot
+from ztunnel.istio.workers.messages import MeshChange, encode
 
 POLICY = policy()
 
@@ -39,27 +39,27 @@ def authorization(number: int) -> AuthorizationPolicy:
 
 
 def sent(message: MeshChange) -> MeshChange:
-    ((found, _),) = decoded(encode(message))
+    ((found, _),) = decoded(encode(message), from_main=True)
     assert isinstance(found, MeshChange)
     return found
 
 
 class Both(RuleBasedStateMachine):
-    """A mesh and its mirror, which may begin in the middle."""
+    """A mesh and its replica, which may begin in the middle."""
 
     @initialize(before=st.lists(st.integers(0, 5)))
     def begin(self, before: list[int]) -> None:
         self.mesh = Mesh(node="here")
         self.mesh.apply([workload(number) for number in before])
         self.copy = Mesh(node="here")
-        self.mirror = Mirror(self.copy)
-        for message in everything(self.mesh):
-            self.mirror.receive(sent(message))
+        self.replica = MeshReplica(self.copy)
+        for message in snapshot(self.mesh):
+            self.replica.receive(sent(message))
         self.mesh.watch(self.changed)
 
     def changed(self, changes: Changes) -> None:
-        for message in since(changes, self.mesh):
-            self.mirror.receive(sent(message))
+        for message in delta(changes, self.mesh):
+            self.replica.receive(sent(message))
 
     @rule(
         put=st.lists(st.integers(0, 5), max_size=3),
@@ -112,30 +112,30 @@ TestBoth = Both.TestCase
 TestBoth.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
 
 
-@pytest.mark.parametrize("count", [1, PIECE, PIECE + 1, 3 * PIECE])
-def test_a_batch_is_said_in_pieces_and_put_in_force_as_one(count: int) -> None:
+@pytest.mark.parametrize("count", [1, BATCH, BATCH + 1, 3 * BATCH])
+def test_a_batch_is_sent_in_parts_and_applied_as_one(count: int) -> None:
     mesh, copy, batches = Mesh(), Mesh(), []
     copy.watch(batches.append)
-    mirror = Mirror(copy)
+    replica = MeshReplica(copy)
     messages: list[MeshChange] = []
-    mesh.watch(lambda changes: messages.extend(since(changes, mesh)))
+    mesh.watch(lambda changes: messages.extend(delta(changes, mesh)))
     mesh.apply([authorization(number) for number in range(count)])
-    assert [message.more for message in messages] == [True] * (-(-count // PIECE) - 1) + [False]
-    assert all(len(message.put) <= PIECE for message in messages)
+    assert [message.more for message in messages] == [True] * (-(-count // BATCH) - 1) + [False]
+    assert all(len(message.put) <= BATCH for message in messages)
     for message in messages[:-1]:
-        mirror.receive(message)
+        replica.receive(message)
     assert batches == []
-    mirror.receive(messages[-1])
+    replica.receive(messages[-1])
     assert [len(batch.policies) for batch in batches] == [count]
 
 
-def test_what_is_in_force_comes_with_its_policies_first() -> None:
+def test_a_snapshot_begins_with_the_policies() -> None:
     mesh = Mesh()
-    mesh.apply([*(workload(number) for number in range(PIECE + 1)), service(0), authorization(0)])
-    kinds = [(type(message.put[0]).__name__, len(message.put), message.more) for message in everything(mesh)]
+    mesh.apply([*(workload(number) for number in range(BATCH + 1)), service(0), authorization(0)])
+    kinds = [(type(message.put[0]).__name__, len(message.put), message.more) for message in snapshot(mesh)]
     assert kinds == [
         ("AuthorizationPolicy", 1, False),
         ("Service", 1, False),
-        ("Workload", PIECE, False),
+        ("Workload", BATCH, False),
         ("Workload", 1, False),
     ]

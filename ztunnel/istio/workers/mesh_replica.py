@@ -1,25 +1,25 @@
-"""The mesh of the main process, in a worker too: a batch is said in pieces, and put in force as one. Pure."""
+"""The main process's mesh, replicated in a worker: changes are sent in parts and applied as one batch. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from xds.model.mesh import Changes, Mesh
-from ztunnel.istio.workers.link import MeshChange, Resource
+from ztunnel.istio.workers.messages import MeshChange, Resource, pickled
 
-#: Resources and names of one piece: on average two milliseconds to write, to read or to put in force.
-PIECE: Final = 250
+#: Resources and names of one part: on average two milliseconds to encode, to decode or to apply.
+BATCH: Final = 250
 
 
-def everything(mesh: Mesh) -> Iterator[MeshChange]:
-    """What is in force: policies at once, then what they are about, piece by piece."""
-    yield from _batch(list(mesh.policies()), (), ())
+def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
+    """Yield the whole mesh: policies first and at once, then what they apply to, part by part."""
+    yield from _parts(list(mesh.policies()), (), ())
     for values in (list(mesh.services()), list(mesh.workloads())):
-        for start in range(0, len(values), PIECE):
-            yield MeshChange(put=tuple(values[start : start + PIECE]))
+        for start in range(0, len(values), BATCH):
+            yield MeshChange(pickled=pickled(tuple(values[start : start + BATCH])))
 
 
-def since(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
-    """A batch that has just been put in force."""
+def delta(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
+    """Yield a batch that has just been applied to ``mesh``."""
     put: list[Resource] = []
     removed: list[str] = []
     removed_policies: list[str] = []
@@ -35,28 +35,28 @@ def since(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
                 gone.append(name)
             else:
                 put.append(value)
-    yield from _batch(put, removed, removed_policies)
+    yield from _parts(put, removed, removed_policies)
 
 
-def _batch(
+def _parts(
     put: Sequence[Resource], removed: Sequence[str], removed_policies: Sequence[str]
 ) -> Iterator[MeshChange]:
-    parts = max(1, *(-(-len(values) // PIECE) for values in (put, removed, removed_policies)))
+    parts = max(1, *(-(-len(values) // BATCH) for values in (put, removed, removed_policies)))
     for part in range(parts):
-        here = slice(part * PIECE, (part + 1) * PIECE)
+        here = slice(part * BATCH, (part + 1) * BATCH)
         yield MeshChange(
-            put=tuple(put[here]),
+            pickled=pickled(tuple(put[here])),
             removed=tuple(removed[here]),
             removed_policies=tuple(removed_policies[here]),
             more=part < parts - 1,
         )
 
 
-class Mirror:
-    """Puts batches in force.
+class MeshReplica:
+    """Applies batches to a worker's mesh.
 
     Args:
-        mesh: where.
+        mesh: the worker's.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -64,7 +64,7 @@ class Mirror:
         self._parts: list[MeshChange] = []
 
     def receive(self, part: MeshChange) -> None:
-        """Take a part; with the last one the batch is in force."""
+        """Keep a part; with the last one the batch is applied."""
         self._parts.append(part)
         if part.more:
             return

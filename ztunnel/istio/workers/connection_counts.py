@@ -1,0 +1,60 @@
+"""How connections are spread over workers: shared memory with the number of connections of each.
+
+All workers accept from the same listening socket, whose queue wakes every one of them. Without these counts the
+one that wakes first would take nearly all connections under light load, and a few connections that move much
+would share one core. A worker with more connections than another leaves a new one to that other, and takes it
+after all if it
+is still queued a moment later: no worker has to be alive for others to be served.
+"""
+
+import mmap
+import os
+from typing import Final, Self
+
+_ENTRY_BYTES: Final = 8
+#: The count of a worker that does not run: never the smallest.
+_ABSENT: Final = 2**62
+
+
+class ConnectionCounts:
+    """The shared memory, as one process maps it.
+
+    Args:
+        descriptor: of the memory; it stays the caller's.
+        workers: number of entries.
+    """
+
+    def __init__(self, descriptor: int, workers: int) -> None:
+        self._memory = mmap.mmap(descriptor, workers * _ENTRY_BYTES)
+        self._counts = memoryview(self._memory).cast("q")
+
+    @classmethod
+    def create(cls, workers: int) -> tuple[Self, int]:
+        """Return new memory in which no worker runs, and its descriptor, which is the caller's."""
+        descriptor = os.memfd_create("ztunnel-workers", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, workers * _ENTRY_BYTES)
+        counts = cls(descriptor, workers)
+        for index in range(workers):
+            counts.remove(index)
+        return counts, descriptor
+
+    def remove(self, index: int) -> None:
+        """Mark a worker as not running; idempotent."""
+        self._counts[index] = _ABSENT
+
+    def set(self, index: int, count: int) -> None:
+        """Publish the number of a worker's connections; called at every change.
+
+        At every change, not only when it is this worker's turn to accept: a worker that finds the queue empty is
+        not woken again to publish that it has none, and would count as busy for ever.
+        """
+        self._counts[index] = count
+
+    def is_turn_of(self, index: int) -> bool:
+        """Return whether the next connection is for this worker: none has fewer."""
+        return self._counts[index] <= min(self._counts)
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._counts.release()
+        self._memory.close()

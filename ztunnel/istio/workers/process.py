@@ -1,0 +1,164 @@
+"""One worker process as the main process sees it: started, requested of, read from, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ztunnel.istio.logs import LogStream
+from ztunnel.istio.metrics import Counts
+from ztunnel.istio.workers.channel import ChannelClosed, IpcChannel, RequestBody
+
+log = logging.getLogger(__name__)
+
+#: Longest time a worker may take for anything but draining; starting a pod takes it a millisecond.
+ANSWER_S: Final = 10.0
+#: A worker ends as soon as its last pod has; after this it is killed.
+_END_S: Final = 3.0
+_READ_BYTES: Final = 64 * 1024
+
+
+class OutputReader:
+    """Copies what one worker prints to our log, in whole lines, however the pipe cuts them."""
+
+    def __init__(self, descriptor: int, logs: LogStream) -> None:
+        self._descriptor = descriptor
+        self._logs = logs
+        self._begun = b""
+        self.ended = asyncio.Event()
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        complete, newline, rest = data.rpartition(b"\n")
+        if newline:
+            self._logs.pass_on(self._begun + complete + newline)
+            self._begun = rest
+        else:
+            self._begun += rest
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading; idempotent."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        if self._begun:  # it died in the middle of a line
+            self._logs.pass_on(self._begun + b"\n")
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+
+
+class WorkerProcess:
+    """One worker, from its start to its end.
+
+    Attributes:
+        notified: it gets changes, because it has got the snapshot they are based on.
+        synced: it has applied that snapshot, and gets pods.
+        serves: it has every pod.
+        counts: what it had counted when it was asked last.
+    """
+
+    def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
+        self.index = index
+        self.channel = channel
+        self.process = process
+        self._output = output
+        self.notified = False
+        self.synced = False
+        self.serves = False
+        self.counts: Sequence[Counts] = ()
+
+    async def request(
+        self, body: RequestBody, descriptors: Sequence[int] = (), within_s: float = ANSWER_S
+    ) -> None:
+        """Have something done.
+
+        Raises:
+            Refused: it cannot be.
+            ChannelClosed: the worker has ended, or was killed because it did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self.channel.request(body, descriptors)
+        except TimeoutError:
+            log.error("worker does not answer, ending it worker=%d request=%s", self.index, type(body).__name__)
+            self.kill()
+            raise ChannelClosed from None
+        except ChannelClosed:
+            self.synced = False
+            raise
+
+    def kill(self) -> None:
+        """End it now; idempotent."""
+        self.synced = False
+        if self.process.returncode is None:
+            self.process.kill()
+        self.channel.disconnect()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, which it does when the link closes; report how."""
+        process = self.process
+        try:
+            async with asyncio.timeout(_END_S):
+                status = await process.wait()
+        except TimeoutError:
+            process.kill()
+            status = await process.wait()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._output.ended.wait()
+        except TimeoutError:
+            self._output.close()
+        if status:
+            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            log.error("worker ended worker=%d pid=%d by=%r", self.index, process.pid, how)
+
+
+async def spawn(logs: LogStream) -> tuple[socket.socket, Process, OutputReader]:
+    """Start a worker process; return our end of the link, the process, and the reader of what it prints.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = await create_subprocess_exec(
+            *(sys.executable, "-m", "ztunnel", "worker", str(theirs.fileno())),
+            stdin=DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            pass_fds=(theirs.fileno(),),
+            env=without_credentials(os.environ),
+        )
+    except BaseException:
+        ours.close()
+        os.close(reading)
+        raise
+    finally:
+        theirs.close()
+        os.close(writing)
+    ours.setblocking(False)
+    return ours, process, OutputReader(reading, logs)
+
+
+def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what may be a credential: workers get their configuration by the link."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name != "AUTH_TOKEN" and not name.startswith(("XDS_HEADER_", "CA_HEADER_"))
+    }
