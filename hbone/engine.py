@@ -45,13 +45,14 @@ from hbone.events import (
 from hbone.flow import Budget
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
-from hbone.hpack_cache import BlockDecoder, BlockEncoder, HeaderBlockError
+from hbone.hpack_cache import EMPTY_TABLE, BlockDecoder, BlockEncoder, HeaderBlockError
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import Failure, FrameReader
 from hbone.settings import Http2Settings, Role
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
+_DEFAULT_TABLE: Final = 4096  # RFC 9113, 6.5.2
 _REMEMBERED_RESETS: Final = 512
 _EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
 _DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
@@ -108,6 +109,8 @@ class Engine:
         self._last_peer_id = 0
         self._goaway_limit: int | None = None
         self._reset_here: dict[int, None] = {}
+        self._encoder_table_bytes = _DEFAULT_TABLE
+        self._block_prefix = b""
         self._peer_initial_window = _DEFAULT_WINDOW
         self._send_window = _DEFAULT_WINDOW
         self._send_blocked = False
@@ -605,6 +608,14 @@ class Engine:
                 if stream.blocked and stream.send_window > 0:
                     stream.blocked = False
                     self._events.append(WindowOpened(stream_id))
+        elif key == Setting.HEADER_TABLE_SIZE:
+            # The next header block must begin with a dynamic table size update when the peer's limit falls
+            # below the size it knows of our encoder (RFC 7541, 4.2; Envoy answers GOAWAY(COMPRESSION_ERROR)
+            # without it). The encoder never uses the table, so it gives all of it up at once: 0 is the smallest
+            # and the final size of any series of changes, and no later limit can be below it.
+            if value < self._encoder_table_bytes:
+                self._encoder_table_bytes = 0
+                self._block_prefix = EMPTY_TABLE
         elif key == Setting.MAX_FRAME_SIZE:
             if not _DEFAULT_FRAME <= value < 2**24:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE out of range")
@@ -672,7 +683,8 @@ class Engine:
         return limit if limit < allowed else allowed
 
     def _send_headers(self, stream_id: int, headers: Iterable[Header], *, ended: bool) -> None:
-        block = _ENCODER.encode(headers)
+        # The prefix belongs to this connection, so it stays outside of the cache, which serves all of them.
+        block, self._block_prefix = self._block_prefix + _ENCODER.encode(headers), b""
         self.output.append(
             frames.header_frames(stream_id, block, ended=ended, max_frame_bytes=self.peer_max_frame_bytes)
         )

@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 _STATIC: tuple[Header, ...] = tuple((name, value) for name, value in HeaderTable.STATIC_TABLE)
 _STATIC_FIELDS = frozenset(_STATIC)
+EMPTY_TABLE = b"\x20"
+"""Dynamic table size update to 0 (RFC 7541, 6.3)."""
+_SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LITERALS = (0x00, 0x10)  # without indexing, never indexed (RFC 7541, 6.2.2 and 6.2.3)
 
 
@@ -164,7 +167,9 @@ class BlockDecoder(Generic[T]):
         except HPACKError as error:
             raise HeaderBlockError(str(error), oversized=False) from error
         parsed = self._parse(fields)
-        if self._table.changes != self._changes:
+        # The table does not count a size update to 0 and back as a change, though it empties the table: a
+        # remembered block would skip that the next time it comes.
+        if self._table.changes != self._changes or block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
             self._changes = self._table.changes
             self._blocks.clear()
             self._last = None

@@ -5,7 +5,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hbone.hpack_cache import BlockDecoder, BlockEncoder, plain_fields
+from hbone.hpack_cache import BlockDecoder, BlockEncoder, HeaderBlockError, plain_fields
 
 NAMES = st.one_of(
     st.sampled_from([b":method", b":authority", b":status", b"baggage", b"forwarded", b"traceparent", b"via"]),
@@ -107,3 +107,18 @@ def test_the_limit_of_the_list_holds(limit: int) -> None:
     with pytest.raises(HPACKError):
         Decoder(max_header_list_size=limit).decode(block)
     assert plain_fields(block, 68) is not None
+
+
+def test_a_block_that_empties_the_table_is_not_remembered() -> None:
+    """A size update to 0 and back (RFC 7541, 4.2) must reach the table each time it comes."""
+    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    fields = ((b"baggage", b"a=b"),)
+    emptied = b"\x20\x3f\xe1\x1f\x88"  # size 0, size 4096, :status 200
+    for _ in range(2):
+        indexing = theirs.encode(fields)
+        indexed = theirs.encode(fields)
+        assert decoder.decode(indexing) == decoder.decode(indexed) == fields
+        assert decoder.decode(emptied) == ((b":status", b"200"),)
+        with pytest.raises(HeaderBlockError):
+            decoder.decode(indexed)
+        theirs = Encoder()
