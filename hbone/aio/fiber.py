@@ -70,7 +70,17 @@ class Fiber(asyncio.Future[None]):
         ended: called with the fiber as soon as it is done, before anybody who waits for it.
     """
 
-    __slots__ = ("_cancelling", "_coroutine", "_ended", "_message", "_must_cancel", "_name", "_waiting", "poller")
+    __slots__ = (
+        "_begun",
+        "_cancelling",
+        "_coroutine",
+        "_ended",
+        "_message",
+        "_must_cancel",
+        "_name",
+        "_waiting",
+        "poller",
+    )
 
     def __init__(
         self,
@@ -85,6 +95,7 @@ class Fiber(asyncio.Future[None]):
         self._name = name
         self._ended = ended
         self._waiting: asyncio.Future[Any] | None = None
+        self._begun = False
         self._must_cancel = False
         self._message: Any | None = None
         self._cancelling = 0
@@ -134,12 +145,17 @@ class Fiber(asyncio.Future[None]):
         loop = self.poller.loop
         _enter(loop, self)
         try:
-            if self._must_cancel:
+            if self._must_cancel and self._begun:
                 self._must_cancel = False
                 waits_for = self._coroutine.throw(
                     CancelledError(*(() if self._message is None else (self._message,)))
                 )
             else:
+                # A coroutine that was cancelled before its first step begins all the same, and its first await
+                # raises (see _wait): thrown in here, the error would skip its ``finally``, and what it was given
+                # (a socket, its entry in a table of running handlers) would leak. HEADERS and RST_STREAM in one
+                # read of a peer are enough for that. asyncio.Task differs; see hbone.aio.started_task.
+                self._begun = True
                 waits_for = self._coroutine.send(None)
         except StopIteration:
             if self._must_cancel:

@@ -10,6 +10,7 @@ from typing import TypeAlias, assert_never
 
 from hbone.aio.connection import Connection
 from hbone.aio.socket import PlainSocket
+from hbone.aio.started_task import StartedTask
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import PoolClosed, TlsError, TunnelBroken
 from hbone.events import Header
@@ -166,7 +167,8 @@ class Pool:
         for action in actions:
             match action:
                 case Dial(key=key):
-                    self._dials[key] = self._loop.create_task(self._run_dial(key), name=f"dial {key!r}"[:200])
+                    name = f"dial {key!r}"[:200]
+                    self._dials[key] = StartedTask(self._run_dial(key), loop=self._loop, name=name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
                     if future.done():  # cancelled, and not run since

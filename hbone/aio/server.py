@@ -114,11 +114,18 @@ class Requests:
         try:
             await self._handler(request)
         except asyncio.CancelledError:
-            pass  # nobody awaits this fiber but cancel()
+            pass  # by gone() or finish(); there is no other caller to pass it on to
+        except TunnelBroken as error:
+            # HEADERS and RST_STREAM may come in one read: the stream is gone before the first step of this fiber,
+            # and a handler that answers without waiting has met no await that could have ended it.
+            if not request.gone:
+                logger.exception("request handler failed")
+            else:
+                logger.debug("request handler met a stream that is gone: %s", error)
         except Exception:
             logger.exception("request handler failed")
         finally:
-            if not request.answered:
+            if not (request.answered or request.gone):
                 request.reset(ErrorCode.INTERNAL_ERROR)
             else:
                 tunnel.close()

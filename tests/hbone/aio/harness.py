@@ -11,6 +11,7 @@ from typing import Any
 
 import uvloop
 
+from hbone import frames
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
@@ -18,6 +19,7 @@ from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.aio.tunnel import Tunnel
+from hbone.hpack_cache import BlockEncoder
 from hbone.settings import Role
 from hbone.tls_context import TlsContext, TlsSettings
 from tests.hbone.certificates import Authority
@@ -168,6 +170,66 @@ async def connected(
         finally:
             over.set()
             client.close()
+
+
+def request_frame(stream_id: int, *, ended: bool = False) -> bytes:
+    """HEADERS of a CONNECT."""
+    flags = frames.END_HEADERS | (frames.END_STREAM if ended else 0)
+    return frames.frame(frames.HEADERS, flags, stream_id, BlockEncoder().encode(CONNECT))
+
+
+class RawPeer:
+    """The other side of a connection without TLS, as frames: says what it is told, keeps what it reads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.received: list[tuple[int, int, int, bytes]] = []
+        """(type, flags, stream, payload), in order."""
+        self._loop = asyncio.get_running_loop()
+        self._rest = b""
+        self._pings = 0
+
+    async def send(self, data: bytes) -> None:
+        """Send ``data`` with one call, which the other side gets in one read as long as it is small."""
+        await self._loop.sock_sendall(self.sock, data)
+
+    async def read(self) -> bool:
+        """Read once; False at the end of the connection."""
+        data = await asyncio.wait_for(self._loop.sock_recv(self.sock, 1 << 20), WAIT_S)
+        self._rest += data
+        while len(self._rest) >= frames.HEADER_BYTES:
+            high, low, kind, flags, stream_id = frames.HEADER.unpack_from(self._rest)
+            end = frames.HEADER_BYTES + (high << 8 | low)
+            if len(self._rest) < end:
+                break
+            self.received.append((kind, flags, stream_id, self._rest[frames.HEADER_BYTES : end]))
+            self._rest = self._rest[end:]
+        return bool(data)
+
+    async def barrier(self) -> None:
+        """Return when the other side has acted on everything sent before, by the answer to a PING.
+
+        Fibers that those bytes started or cancelled have run as well: they do before the answer is flushed.
+        """
+        self._pings += 1
+        payload = self._pings.to_bytes(8)
+        await self.send(frames.frame(frames.PING, 0, 0, payload))
+        while (frames.PING, frames.ACK, 0, payload) not in self.received:
+            assert await self.read(), "the connection ended"
+
+
+@contextlib.asynccontextmanager
+async def raw_client(
+    poller: Poller, on_request: Callable[[Request], Awaitable[None]], settings: ConnectionSettings | None = None
+) -> AsyncIterator[RawPeer]:
+    """A server of ours without TLS, and its client as frames, whose SETTINGS it has got."""
+    near, far = tcp_pair()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_connection(far, None, settings or ConnectionSettings(), poller, on_request))
+        with near:
+            peer = RawPeer(near)
+            await peer.send(frames.PREFACE + frames.frame(frames.SETTINGS, 0, 0))
+            yield peer
 
 
 @contextlib.asynccontextmanager

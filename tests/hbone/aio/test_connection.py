@@ -13,10 +13,13 @@ import h2.connection
 import h2.events
 import pytest
 
+from hbone import frames
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.fiber import Fiber
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
     ConnectionBroken,
     ConnectRefused,
@@ -26,8 +29,20 @@ from hbone.errors import (
     TunnelBroken,
     TunnelClosed,
 )
+from hbone.frames import frame
 from hbone.settings import Http2Settings, client_settings
-from tests.hbone.aio.harness import CONNECT, LOOPS, App, connected, contexts, polling, run, tcp_pair
+from tests.hbone.aio.harness import (
+    CONNECT,
+    LOOPS,
+    App,
+    connected,
+    contexts,
+    polling,
+    raw_client,
+    request_frame,
+    run,
+    tcp_pair,
+)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -570,3 +585,63 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
         assert len(results) == 1
 
     run(main)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_request_and_its_reset_leave_nothing_of_it(reads: int, loop: str) -> None:
+    """In one read, the handler's fiber is cancelled before its first step; in two, while it waits."""
+
+    async def main() -> None:
+        handled: list[str] = []
+
+        async def wait(request: Request) -> None:
+            handled.append("begun")
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                handled.append("ended")
+
+        def alive() -> int:
+            gc.collect()
+            return sum(type(one) in (Request, Tunnel, Fiber) for one in gc.get_objects())
+
+        with polling() as poller:
+            async with raw_client(poller, wait) as peer:
+                await peer.barrier()
+                before = alive()
+                for stream_id in range(1, 41, 2):
+                    reset = frame(frames.RST_STREAM, 0, stream_id, frames.U32.pack(ErrorCode.CANCEL))
+                    if reads == 1:
+                        await peer.send(request_frame(stream_id) + reset)
+                    else:
+                        await peer.send(request_frame(stream_id))
+                        await peer.barrier()
+                        await peer.send(reset)
+                await peer.barrier()
+                assert sorted(handled) == ["begun"] * 20 + ["ended"] * 20
+                assert alive() == before
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_handler_that_answers_a_stream_that_is_gone_has_not_failed(
+    loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        gone: list[bool] = []
+
+        async def accept(request: Request) -> None:
+            gone.append(request.gone)
+            request.accept()
+
+        with polling() as poller:
+            async with raw_client(poller, accept) as peer:
+                reset = frame(frames.RST_STREAM, 0, 1, frames.U32.pack(ErrorCode.CANCEL))
+                await peer.send(request_frame(1) + reset)
+                await peer.barrier()
+        assert gone == [True]
+
+    run(main, loop)
+    assert caplog.records == []

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hbone.aio.fiber import Fiber, Moment
 from hbone.aio.poller import Poller
+from hbone.aio.started_task import StartedTask
 
 Main = Callable[[Poller], Coroutine[Any, Any, None]]
 
@@ -174,9 +175,109 @@ def test_cancelling(run: Run, when: str) -> None:
         assert fiber.cancelled()
         assert not fiber.cancel()
         assert ended == [fiber]
-        assert tidied == ([] if when == "before it began" else ["tidied"])
+        assert tidied == ["tidied"]
 
     run(main)
+
+
+Start = Callable[[Poller, Coroutine[Any, Any, None]], asyncio.Future[None]]
+STARTS: dict[str, Start] = {
+    "fiber": lambda poller, work: Fiber(poller, work, "work"),
+    "task": lambda poller, work: StartedTask(work, loop=poller.loop, name="work"),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("first", ["future", "sleep(0)", "nothing", "fails", "refuses"])
+def test_cancelled_before_its_first_step_it_still_reaches_its_first_await(
+    run: Run, start: Start, first: str
+) -> None:
+    """What a coroutine was given (a socket, a place in a table) is its own to clean up from the start."""
+
+    async def main(poller: Poller) -> None:
+        never: asyncio.Future[None] = poller.loop.create_future()
+        noted: list[str] = []
+
+        async def work() -> None:
+            noted.append("begun")
+            try:
+                match first:
+                    case "future":
+                        await never
+                    case "sleep(0)":
+                        await asyncio.sleep(0)
+                        noted.append("slept")
+                    case "refuses":
+                        try:
+                            await never
+                        except asyncio.CancelledError as error:
+                            noted.append(str(error))
+                        await asyncio.sleep(0)
+                    case "fails":
+                        raise LookupError("failed")
+            finally:
+                noted.append("tidied")
+
+        running = start(poller, work())
+        assert noted == []
+        assert running.cancel("enough")
+        await asyncio.wait([running])
+        middle = {"refuses": ["enough"]}.get(first, [])
+        assert noted == ["begun", *middle, "tidied"]
+        assert running.cancelled() == (first not in ("fails", "refuses"))
+        if first == "fails":
+            with pytest.raises(LookupError):
+                await running
+        elif running.cancelled():
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert not running.cancel()
+
+    run(main)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_cancelled_twice_before_its_first_step(run: Run, start: Start) -> None:
+    async def main(poller: Poller) -> None:
+        counts: list[int] = []
+
+        async def work() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            try:
+                await asyncio.sleep(0)
+            finally:
+                counts.append(task.cancelling())
+
+        running = start(poller, work())
+        running.cancel()
+        running.cancel()
+        await asyncio.wait([running])
+        assert counts == [2]
+        assert running.cancelled()
+
+    run(main)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_an_end_of_the_program_before_the_first_step(start: Start) -> None:
+    """``asyncio.run`` cancels what is left, also what has not begun: it begins, and ends."""
+    noted: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            noted.append("tidied")
+
+    async def main() -> None:
+        with poller() as made:
+            running.append(start(made, work()))
+
+    running: list[asyncio.Future[None]] = []
+    for runner in (asyncio.run, uvloop.run):
+        runner(main())
+    assert noted == ["tidied", "tidied"]
 
 
 def test_a_fiber_may_cancel_itself_and_may_refuse(run: Run) -> None:

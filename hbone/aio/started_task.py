@@ -1,0 +1,57 @@
+"""Tasks that reach their first await before they can be cancelled.
+
+asyncio throws a cancellation into a task also before its first step: the coroutine then never runs, and neither
+does its ``finally``. Code that hands something over in the call (a socket, an entry in a table) would leak it. A
+:class:`StartedTask` begins in any case, and its first await raises the CancelledError.
+:class:`hbone.aio.fiber.Fiber` keeps the same rule. Python 3.12's eager tasks begin inside the caller instead,
+whose buffers may be in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Start:
+    """Whether a task has begun, and the messages of cancellations that were asked for before."""
+
+    __slots__ = ("begun", "cancellations")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.cancellations: list[Any | None] = []
+
+
+class StartedTask(asyncio.Task[T]):
+    """Runs ``coroutine`` as an :class:`asyncio.Task`, without cancelling it before its first await."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self._start = _Start()
+        super().__init__(_begin(coroutine, self._start), loop=loop, name=name)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """See :class:`asyncio.Task`; before the first step the request is kept until the first await."""
+        if self._start.begun or self.done():
+            return super().cancel(msg)
+        self._start.cancellations.append(msg)
+        return True
+
+
+async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
+    # The task itself is no argument: a traceback would keep this frame, and the frame the task with its error.
+    start.begun = True
+    if start.cancellations:
+        _cancel_now(start)
+    return await coroutine
+
+
+def _cancel_now(start: _Start) -> None:
+    """Ask again from inside the task, where a cancellation waits for the next await."""
+    task = asyncio.current_task()
+    assert task is not None
+    for message in start.cancellations:
+        task.cancel(message)
