@@ -20,6 +20,19 @@ _PAUSE_S = 0.5
 _COURTESY_S = 0.001
 #: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
 _HANDOVER_S = 0.2
+#: What accept(2) reports of the connection it would have returned: "pending network errors". The next one may be
+#: fine, and since the epoll is edge-triggered it would wait for yet another to arrive if the loop ended here.
+_PENDING_ERRORS = (
+    errno.ENETDOWN,
+    errno.EPROTO,
+    errno.ENOPROTOOPT,
+    errno.EHOSTDOWN,
+    errno.ENONET,
+    errno.EHOSTUNREACH,
+    errno.EOPNOTSUPP,
+    errno.ENETUNREACH,
+    errno.ECONNABORTED,
+)
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -92,9 +105,9 @@ class ListeningSocket:
                 client, peer = self.sock.accept()
             except BlockingIOError:
                 return False
-            except ConnectionAbortedError:
-                continue
             except OSError as error:
+                if error.errno in _PENDING_ERRORS:
+                    continue
                 if error.errno in _OUT_OF_DESCRIPTORS:
                     log.error(
                         "accept on %s: %s; waiting %g s (raise the limit of open files)",

@@ -7,6 +7,7 @@ from typing import Any
 
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
+from hbone.aio.started_task import StartedTask
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +15,8 @@ log = logging.getLogger(__name__)
 class Tasks:
     """Tasks that live as long as one object does; that object closes them.
 
-    A task that fails is a bug of ours: it is logged with its traceback, and its siblings go on.
+    A task that fails is a bug of ours: it is logged with its traceback, and its siblings go on. Each reaches its
+    first await before it can be cancelled, so that it cleans up what it was given.
     """
 
     def __init__(self, owner: str) -> None:
@@ -27,8 +29,7 @@ class Tasks:
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run ``work`` until it ends or the owner closes."""
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(work, name=f"{self._owner}: {name}")
+        task = StartedTask(work, loop=asyncio.get_running_loop(), name=f"{self._owner}: {name}")
         if self._closed:
             task.cancel()
         self._running.add(task)

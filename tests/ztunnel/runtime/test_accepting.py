@@ -1,10 +1,15 @@
 """Listening sockets, over loopback: what is accepted, and that nobody who connects notices who listens."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+
+import pytest
+import uvloop
 
 from hbone.aio.poller import Poller
 from tproxy.aio import sockets
@@ -18,8 +23,16 @@ GENERATIONS = 30
 class Server:
     """Answers each connection with its own name, and ends it."""
 
-    def __init__(self, poller: Poller, port: int, name: bytes, *, reuse_port: bool = True) -> None:
-        sock = sockets.listen(HOST, port, reuse_port=reuse_port, backlog=0)
+    def __init__(
+        self,
+        poller: Poller,
+        port: int,
+        name: bytes,
+        *,
+        reuse_port: bool = True,
+        kind: type[socket.socket] = socket.socket,
+    ) -> None:
+        sock = kind(fileno=sockets.listen(HOST, port, reuse_port=reuse_port, backlog=0).detach())
         self.port: int = sock.getsockname()[1]
         self.count = 0
         self._name = name
@@ -42,6 +55,50 @@ def poller() -> Iterator[Poller]:
 def ask(port: int) -> bytes:
     with socket.create_connection((HOST, port), timeout=5) as sock:
         return sock.recv(10)
+
+
+class Failing(socket.socket):
+    """Its next calls of ``accept`` report errors that the network had for connections not yet accepted."""
+
+    errors: tuple[int, ...] = ()
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if self.errors:
+            number, *rest = self.errors
+            self.errors = tuple(rest)
+            raise OSError(number, os.strerror(number))
+        return super().accept()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ENETDOWN",
+        "EPROTO",
+        "ENOPROTOOPT",
+        "EHOSTDOWN",
+        "ENONET",
+        "EHOSTUNREACH",
+        "EOPNOTSUPP",
+        "ENETUNREACH",
+        "ECONNABORTED",
+    ],
+)
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_error_of_one_connection_leaves_the_others_accepted(run: Callable[..., None], name: str) -> None:
+    """The epoll is edge-triggered: what is not accepted now waits for the next connection to come."""
+
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a", kind=Failing)
+            assert isinstance(server.listening.sock, Failing)
+            server.listening.sock.errors = (getattr(errno, name),) * 3
+            answers = await asyncio.gather(*(asyncio.to_thread(ask, server.port) for _ in range(5)))
+            assert answers == [b"a"] * 5
+            assert server.listening.sock.errors == ()
+            server.listening.close()
+
+    run(main())
 
 
 def test_what_is_connected_is_accepted_before_the_end() -> None:

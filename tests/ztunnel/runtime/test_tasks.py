@@ -1,0 +1,65 @@
+"""Background tasks: whatever is started runs its clean-up, whenever its owner closes."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from hbone.aio.poller import Poller
+from ztunnel.runtime.tasks import Tasks
+
+RUNNERS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+
+
+@RUNNERS
+@pytest.mark.parametrize("kind", ["task", "fiber"])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_what_is_started_begins_and_cleans_up(run: Callable[..., None], kind: str, when: str) -> None:
+    """The owner closes before the start, between it and the first step, or later."""
+    noted: list[str] = []
+
+    async def work() -> None:
+        noted.append("begun")
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            noted.append("cleaned up")
+
+    async def main() -> None:
+        poller = Poller()
+        tasks = Tasks("owner")
+        if when == "before":
+            tasks.cancel()
+        if kind == "task":
+            tasks.start(work(), "work")
+        else:
+            tasks.run(poller, work(), "work")
+        while when == "after" and not noted:
+            await asyncio.sleep(0)
+        await tasks.close()
+        assert noted == ["begun", "cleaned up"]
+        assert len(tasks) == 0
+        poller.close()
+
+    run(main())
+
+
+@RUNNERS
+def test_a_task_that_fails_is_logged_and_the_others_go_on(
+    run: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async def fail() -> None:
+            raise LookupError("a bug")
+
+        tasks = Tasks("owner")
+        other = tasks.start(asyncio.Event().wait(), "waits")
+        await asyncio.wait([tasks.start(fail(), "fails")])
+        assert not other.done()
+        assert len(tasks) == 1
+        await tasks.close()
+
+    run(main())
+    assert "task owner: fails failed" in caplog.text
+    assert "a bug" in caplog.text
