@@ -25,7 +25,7 @@ COMPILED = (
     "hbone/aio/link.py",
     "hbone/aio/poller.py",
     "hbone/aio/relay.py",
-    "hbone/aio/rounds.py",
+    "hbone/aio/interval_timer.py",
     "hbone/aio/socket.py",
     "hbone/aio/spin.py",
     "hbone/aio/splice.py",

@@ -152,7 +152,7 @@ class Engine:
         self.output.append(self.opening)
 
     @property
-    def said_goodbye(self) -> bool:
+    def goaway_sent(self) -> bool:
         """Server: the final GOAWAY was sent; a client has none to send before it closes."""
         return not self._server or self._goaway_limit is not None
 
@@ -382,7 +382,7 @@ class Engine:
             if kind == frames.PRIORITY and frames.U32.unpack_from(payload)[0] & MAX_STREAM_ID == stream_id:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
-    def data_whole(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
+    def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`; most frames of small messages come so."""
         stream = self._streams.get(stream_id)
         if (
@@ -392,8 +392,8 @@ class Engine:
             or size > stream.receive_window
             or size > self._receive_window
         ):
-            self.data_began(stream_id, size, size, ended=ended)
-            self.data_piece(payload, size)
+            self.data_started(stream_id, size, size, ended=ended)
+            self.data_chunk(payload, size)
             self.data_done()
             return
         self._receive_window -= size
@@ -402,7 +402,7 @@ class Engine:
         if ended:
             self._remote_ended(stream_id, stream)
 
-    def data_began(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
+    def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         self._receive_window -= length
         if self._receive_window < 0:
@@ -427,23 +427,23 @@ class Engine:
         self._data_stream = stream
         self._data_ended = ended
 
-    def data_piece(self, piece: memoryview, size: int) -> None:
+    def data_chunk(self, chunk: memoryview, size: int) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         stream_id = self._data_stream_id
         if self._data_stream is None:
             self.acknowledge(stream_id, size)
         else:
-            self._deliver(stream_id, piece, size)
+            self._deliver(stream_id, chunk, size)
 
-    def _deliver(self, stream_id: int, piece: memoryview, size: int) -> None:
+    def _deliver(self, stream_id: int, chunk: memoryview, size: int) -> None:
         events = self._events
         if events:
             last = events[-1]
             if type(last) is DataReceived and last.stream_id == stream_id:
-                last.chunks.append(piece)
+                last.chunks.append(chunk)
                 last.size += size
                 return
-        events.append(DataReceived(stream_id, [piece], size))
+        events.append(DataReceived(stream_id, [chunk], size))
 
     def data_done(self) -> None:
         """See :class:`hbone.reader.FrameSink`."""
@@ -451,7 +451,7 @@ class Engine:
         if self._data_ended and stream is not None and stream.remote_open:
             self._remote_ended(self._data_stream_id, stream)
 
-    def section(self, stream_id: int, block: bytes, *, ended: bool) -> None:
+    def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
         try:
@@ -477,7 +477,7 @@ class Engine:
     def _request(self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None:
-            self._section_again(stream_id, stream, head, ended=ended)
+            self._trailers(stream_id, stream, head, ended=ended)
             return
         if not stream_id & 1:
             raise Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
@@ -513,7 +513,7 @@ class Engine:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
             self._charge()
         elif stream.answered:
-            self._section_again(stream_id, stream, head, ended=ended)
+            self._trailers(stream_id, stream, head, ended=ended)
         elif not stream.remote_open:
             self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
         elif not isinstance(head, ResponseHead) or (head.status < 200 and ended) or head.status == 101:
@@ -527,7 +527,7 @@ class Engine:
             if ended:
                 self._remote_ended(stream_id, stream)
 
-    def _section_again(self, stream_id: int, stream: _Stream, head: object, *, ended: bool) -> None:
+    def _trailers(self, stream_id: int, stream: _Stream, head: object, *, ended: bool) -> None:
         """Trailers; on a tunnel only DATA may follow the heads (RFC 9113, 8.5)."""
         if not stream.remote_open:
             self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)

@@ -67,6 +67,6 @@ def header_frames(stream_id: int, block: bytes, *, ended: bool, max_frame_bytes:
     flags = (END_STREAM if ended else 0) | (0 if rest else END_HEADERS)
     out = frame(HEADERS, flags, stream_id, first)
     while rest:
-        piece, rest = rest[:max_frame_bytes], rest[max_frame_bytes:]
-        out += frame(CONTINUATION, 0 if rest else END_HEADERS, stream_id, piece)
+        fragment, rest = rest[:max_frame_bytes], rest[max_frame_bytes:]
+        out += frame(CONTINUATION, 0 if rest else END_HEADERS, stream_id, fragment)
     return out

@@ -17,21 +17,21 @@ _LEAST_ROOM: Final = 4096  # a smaller remainder is not worth a read of its own
 class Buffers(Protocol):
     """Where output buffers come from; an idle connection holds none."""
 
-    def take(self) -> memoryview:
+    def acquire(self) -> memoryview:
         """A writable buffer, at least 64 KiB."""
 
-    def give(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Return one that ``take`` gave."""
 
 
 class OwnBuffers:
     """Buffers by allocation, for tests and engines outside a poller."""
 
-    def take(self) -> memoryview:
+    def acquire(self) -> memoryview:
         """A new buffer."""
         return memoryview(bytearray(BUFFER_BYTES))
 
-    def give(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Nothing to keep."""
 
 
@@ -66,7 +66,7 @@ class Output:
         self.frames += 1
         if not self._overflow:
             if self._buffer is None:
-                self._buffer = self._buffers.take()
+                self._buffer = self._buffers.acquire()
             end = self._end + len(frames)
             if end <= len(self._buffer):
                 self._buffer[self._end : end] = frames
@@ -78,7 +78,7 @@ class Output:
         """Room for up to ``limit`` bytes of one DATA frame, its header left free in front."""
         buffer = self._buffer
         if buffer is None:
-            buffer = self._buffer = self._buffers.take()
+            buffer = self._buffer = self._buffers.acquire()
         start = self._end + HEADER_BYTES
         room = len(buffer) - start
         if self._overflow or (room < _LEAST_ROOM and room < limit):
@@ -90,7 +90,7 @@ class Output:
         """As :meth:`reserve`, over several frames of ``frame_bytes``: one view for each payload."""
         buffer = self._buffer
         if buffer is None:
-            buffer = self._buffer = self._buffers.take()
+            buffer = self._buffer = self._buffers.acquire()
         start = self._end + HEADER_BYTES
         capacity = len(buffer)
         if self._overflow or (capacity - start < _LEAST_ROOM and capacity - start < limit):
@@ -125,7 +125,7 @@ class Output:
     def taken(self) -> None:
         """Everything :meth:`views` showed is on its way: forget it, give the buffer back."""
         if self._buffer is not None:
-            self._buffers.give(self._buffer)
+            self._buffers.release(self._buffer)
             self._buffer = None
         self._end = 0
         self._overflow.clear()

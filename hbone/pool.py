@@ -151,7 +151,7 @@ class PoolState:
         """Keys for which a connection is being opened."""
         return sum(entry.dialling is not None for entry in self._keys.values())
 
-    def place(self, key: Hashable) -> ConnectionId | None:
+    def reserve(self, key: Hashable) -> ConnectionId | None:
         """A tunnel is wanted, and a connection has room for it that nobody waits for: its place is counted.
 
         What :meth:`request` would say in the usual case, without a waiter: 6 of 30 microseconds per tunnel.
@@ -182,9 +182,9 @@ class PoolState:
             entry = self._keys[key] = _Key()
         entry.waiters[waiter] = None
         self._waiting[waiter] = key
-        return waiter, self._serve(key, entry, now_s)
+        return waiter, self._assign_waiters(key, entry, now_s)
 
-    def give_up(self, waiter: WaiterId, now_s: float) -> list[Action]:
+    def cancel_wait(self, waiter: WaiterId, now_s: float) -> list[Action]:
         """The tunnel is not wanted any more; nothing if it was assigned or failed before."""
         key = self._waiting.pop(waiter, None)
         if key is None:
@@ -192,13 +192,13 @@ class PoolState:
         entry = self._keys[key]
         del entry.waiters[waiter]
         if entry.dialling is None:
-            return self._serve(key, entry, now_s)
+            return self._assign_waiters(key, entry, now_s)
         if entry.waiters:
             if entry.dialling == waiter:
                 entry.dialling = next(iter(entry.waiters))  # the dial goes on for the next in line
             return []
         entry.dialling = None
-        self._tidy(key, entry)
+        self._drop_if_empty(key, entry)
         return [CancelDial(key)]
 
     def dialled(self, key: Hashable, peer_limit: int | None, now_s: float) -> tuple[ConnectionId, list[Action]]:
@@ -210,13 +210,13 @@ class PoolState:
         entry.dialling = None
         entry.members[connection] = member
         self._members[connection] = member
-        self._rest(connection, member, now_s)
+        self._became_idle(connection, member, now_s)
         if self._closed:
             member.draining = True
-            return connection, self._settle(connection, member)
+            return connection, self._close_if_unused(connection, member)
         if member.limit < 1:
-            return connection, self._useless(connection, member, now_s)
-        return connection, [*self._serve(key, entry, now_s), *self._evict()]
+            return connection, self._refuse_waiter(connection, member, now_s)
+        return connection, [*self._assign_waiters(key, entry, now_s), *self._evict()]
 
     def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
         """The dial of ``key`` failed: the one who asked gets the error, the next in line dials anew."""
@@ -229,7 +229,7 @@ class PoolState:
             del self._waiting[waiter]
             del entry.waiters[waiter]
             actions.append(Fail(waiter, error))
-        return actions + self._serve(key, entry, now_s)
+        return actions + self._assign_waiters(key, entry, now_s)
 
     def limit_learned(self, connection: ConnectionId, peer_limit: int | None, now_s: float) -> list[Action]:
         """The peer's SETTINGS arrived; streams above a lower limit stay."""
@@ -238,8 +238,8 @@ class PoolState:
             return []
         member.limit = self._limit(peer_limit)
         if member.limit < 1 and not member.draining:
-            return self._useless(connection, member, now_s)
-        return self._serve(member.key, self._keys[member.key], now_s)
+            return self._refuse_waiter(connection, member, now_s)
+        return self._assign_waiters(member.key, self._keys[member.key], now_s)
 
     def released(self, connection: ConnectionId, now_s: float) -> list[Action]:
         """One assigned tunnel has ended, or never opened."""
@@ -248,11 +248,11 @@ class PoolState:
             return []
         member.streams -= 1
         if not member.streams:
-            self._rest(connection, member, now_s)
+            self._became_idle(connection, member, now_s)
         if member.draining:
-            return self._settle(connection, member)
+            return self._close_if_unused(connection, member)
         entry = self._keys[member.key]
-        served = self._serve(member.key, entry, now_s) if entry.waiters else []
+        served = self._assign_waiters(member.key, entry, now_s) if entry.waiters else []
         return served + self._evict() if len(self._idle) > self._settings.max_idle else served
 
     def draining(self, connection: ConnectionId, now_s: float) -> list[Action]:
@@ -261,9 +261,9 @@ class PoolState:
         if member is None or member.draining:
             return []
         member.draining = True
-        actions = self._settle(connection, member)
+        actions = self._close_if_unused(connection, member)
         entry = self._keys.get(member.key)
-        return actions + (self._serve(member.key, entry, now_s) if entry is not None else [])
+        return actions + (self._assign_waiters(member.key, entry, now_s) if entry is not None else [])
 
     def lost(self, connection: ConnectionId, now_s: float) -> list[Action]:
         """The connection has ended, with whatever it carried."""
@@ -272,7 +272,7 @@ class PoolState:
             return []
         self._remove(connection, member)
         entry = self._keys.get(member.key)
-        return self._serve(member.key, entry, now_s) if entry is not None else []
+        return self._assign_waiters(member.key, entry, now_s) if entry is not None else []
 
     def advance(self, now_s: float) -> list[Action]:
         """Release connections that have been idle for the whole timeout, and spare ones after theirs."""
@@ -287,7 +287,7 @@ class PoolState:
                     del self._spare[connection]  # the others have ended since
                     continue
                 member.draining = True
-                actions += self._settle(connection, member)
+                actions += self._close_if_unused(connection, member)
         return actions
 
     def next_deadline_s(self) -> float | None:
@@ -313,10 +313,10 @@ class PoolState:
                 del self._waiting[waiter]
                 actions.append(Fail(waiter, error))
             entry.waiters.clear()
-            self._tidy(key, entry)
+            self._drop_if_empty(key, entry)
         for connection, member in list(self._members.items()):
             member.draining = True
-            actions += self._settle(connection, member)
+            actions += self._close_if_unused(connection, member)
         return actions
 
     def _timeouts(self) -> tuple[tuple[OrderedDict[ConnectionId, None], float], ...]:
@@ -326,7 +326,7 @@ class PoolState:
             settings.idle_timeout_s,
         )
 
-    def _rest(self, connection: ConnectionId, member: _Member, now_s: float) -> None:
+    def _became_idle(self, connection: ConnectionId, member: _Member, now_s: float) -> None:
         """It has no streams."""
         member.idle_since_s = now_s
         self._idle[connection] = None
@@ -339,12 +339,12 @@ class PoolState:
     def _assign(self, connection: ConnectionId, member: _Member) -> None:
         member.streams += 1
         if member.streams == 1:
-            self._wake(connection)
+            self._became_busy(connection)
         if member.left:
             member.left -= 1
             member.draining = not member.left
 
-    def _wake(self, connection: ConnectionId) -> None:
+    def _became_busy(self, connection: ConnectionId) -> None:
         """It has a stream, or is gone."""
         self._idle.pop(connection, None)
         if self._spare:
@@ -354,7 +354,7 @@ class PoolState:
         own = self._settings.max_streams_per_connection
         return own if peer_limit is None else min(own, peer_limit)
 
-    def _serve(self, key: Hashable, entry: _Key, now_s: float) -> list[Action]:
+    def _assign_waiters(self, key: Hashable, entry: _Key, now_s: float) -> list[Action]:
         actions: list[Action] = []
         for connection, member in entry.members.items():
             while entry.waiters and not member.draining and member.streams < member.limit:
@@ -372,10 +372,10 @@ class PoolState:
         ):
             entry.dialling = next(iter(entry.waiters))
             actions.append(Dial(key, entry.dialling))
-        self._tidy(key, entry)
+        self._drop_if_empty(key, entry)
         return actions
 
-    def _useless(self, connection: ConnectionId, member: _Member, now_s: float) -> list[Action]:
+    def _refuse_waiter(self, connection: ConnectionId, member: _Member, now_s: float) -> list[Action]:
         """A peer that allows no streams: not a reason to dial it again on behalf of the same waiter."""
         entry = self._keys[member.key]
         actions: list[Action] = []
@@ -385,7 +385,7 @@ class PoolState:
             actions.append(Fail(waiter, TunnelBroken("peer allows no streams")))
         return actions + self.draining(connection, now_s)
 
-    def _settle(self, connection: ConnectionId, member: _Member) -> list[Action]:
+    def _close_if_unused(self, connection: ConnectionId, member: _Member) -> list[Action]:
         if member.streams:
             return []
         self._remove(connection, member)
@@ -397,16 +397,16 @@ class PoolState:
             connection = next(iter(self._idle))
             member = self._members[connection]
             member.draining = True
-            actions += self._settle(connection, member)
+            actions += self._close_if_unused(connection, member)
         return actions
 
     def _remove(self, connection: ConnectionId, member: _Member) -> None:
         del self._members[connection]
-        self._wake(connection)
+        self._became_busy(connection)
         entry = self._keys[member.key]
         del entry.members[connection]
-        self._tidy(member.key, entry)
+        self._drop_if_empty(member.key, entry)
 
-    def _tidy(self, key: Hashable, entry: _Key) -> None:
+    def _drop_if_empty(self, key: Hashable, entry: _Key) -> None:
         if not entry.members and not entry.waiters and entry.dialling is None:
             self._keys.pop(key, None)

@@ -41,19 +41,19 @@ class Failure(Exception):
 class FrameSink(Protocol):
     """What acts on frames."""
 
-    def data_whole(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
+    def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
         """A DATA frame without padding, all ``size`` bytes of it; else the next three are called."""
 
-    def data_began(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
+    def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """A DATA frame: ``length`` bytes for the windows, ``payload`` of them to come."""
 
-    def data_piece(self, piece: memoryview, size: int) -> None:
+    def data_chunk(self, chunk: memoryview, size: int) -> None:
         """Payload of the DATA frame that began last."""
 
     def data_done(self) -> None:
         """The payload of the DATA frame is complete."""
 
-    def section(self, stream_id: int, block: bytes, *, ended: bool) -> None:
+    def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """A whole header block."""
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
@@ -110,7 +110,7 @@ class FrameReader:
                 if size > self._left:
                     size = self._left
                 self._left -= size
-                sink.data_piece(view[position : position + size], size)
+                sink.data_chunk(view[position : position + size], size)
                 position += size
                 if not self._left:
                     sink.data_done()
@@ -134,7 +134,7 @@ class FrameReader:
                 stop = position + length
                 if length and stop <= end:
                     self._admit_data(stream_id, length)
-                    sink.data_whole(stream_id, view[position:stop], length, ended=flags & END_STREAM != 0)
+                    sink.full_data(stream_id, view[position:stop], length, ended=flags & END_STREAM != 0)
                     position = stop
                 else:
                     self._data(flags, stream_id, length, length, sink)
@@ -238,7 +238,7 @@ class FrameReader:
 
     def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:
         self._admit_data(stream_id, length)
-        sink.data_began(stream_id, length, payload, ended=flags & END_STREAM != 0)
+        sink.data_started(stream_id, length, payload, ended=flags & END_STREAM != 0)
         self._left = payload
         if not payload:
             sink.data_done()
@@ -262,7 +262,7 @@ class FrameReader:
         self._block += payload[start : len(payload) - padding]
         self._block_ended = flags & END_STREAM != 0
         if flags & END_HEADERS:
-            self._section(stream_id, sink)
+            self._header_block_done(stream_id, sink)
         else:
             self._block_stream = stream_id
             self._block_frames = 0
@@ -277,9 +277,9 @@ class FrameReader:
         self._block += payload
         if flags & END_HEADERS:
             self._block_stream = 0
-            self._section(stream_id, sink)
+            self._header_block_done(stream_id, sink)
 
-    def _section(self, stream_id: int, sink: FrameSink) -> None:
+    def _header_block_done(self, stream_id: int, sink: FrameSink) -> None:
         block = bytes(self._block)
         self._block.clear()
-        sink.section(stream_id, block, ended=self._block_ended)
+        sink.header_block(stream_id, block, ended=self._block_ended)

@@ -74,27 +74,27 @@ class TlsSession:
 
     Args:
         context: parameters and identity.
-        greeting: of a server: sent with its first flight, before the client has proved anything, so that the
+        half_rtt_data: of a server: sent with its first flight, before the client has proved anything, so that the
             client has it when it begins to speak (RFC 8446, 2; "0.5-RTT data"). Not with TLS 1.2, nor after a
-            HelloRetryRequest: see :attr:`greeted`.
+            HelloRetryRequest: see :attr:`half_rtt_sent`.
     """
 
     __slots__ = (
         "_connection",
         "_context",
-        "_greeting",
+        "_half_rtt_data",
         "_incoming",
         "_ssl",
         "_verification",
         "_wbio",
         "established",
-        "greeted",
+        "half_rtt_sent",
         "peer_closed",
     )
 
-    def __init__(self, context: TlsContext, greeting: bytes = b"") -> None:
+    def __init__(self, context: TlsContext, half_rtt_data: bytes = b"") -> None:
         self._context = context
-        self._greeting = greeting
+        self._half_rtt_data = half_rtt_data
         self._connection = connection = SSL.Connection(context.raw)
         self._verification = Verification()
         connection.set_app_data(self._verification)
@@ -108,8 +108,8 @@ class TlsSession:
         self._wbio: Any = connection._from_ssl
         self._incoming: memoryview | None = None
         self.established = False
-        self.greeted = False
-        """The greeting is on its way."""
+        self.half_rtt_sent = False
+        """The half_rtt_data is on its way."""
         self.peer_closed = False
         """The peer sent close_notify: there is nothing more to read."""
 
@@ -127,8 +127,8 @@ class TlsSession:
             TlsError: it failed; :meth:`seal` holds the alert.
         """
         try:
-            if self._greeting:
-                self._greet()
+            if self._half_rtt_data:
+                self._send_half_rtt_data()
             self._connection.do_handshake()
         except SSL.WantReadError:
             return False
@@ -146,21 +146,21 @@ class TlsSession:
         self.established = True
         return True
 
-    def _greet(self) -> None:
-        """Up to the end of our first flight, then the greeting; raises as ``do_handshake``.
+    def _send_half_rtt_data(self) -> None:
+        """Up to the end of our first flight, then the half_rtt_data; raises as ``do_handshake``.
 
         OpenSSL stops there only for those who ask for early data of TLS. There is none: no session is resumed.
         """
         nothing, size, ssl = _ffi.new("char[1]"), _ffi.new("size_t *"), self._ssl
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
-        greeting, self._greeting = self._greeting, b""
+        half_rtt_data, self._half_rtt_data = self._half_rtt_data, b""
         # It stops behind a HelloRetryRequest as well, before there is any key, and only once.
         finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
         if finished:
-            if not _lib.SSL_write_early_data(ssl, greeting, len(greeting), size):
+            if not _lib.SSL_write_early_data(ssl, half_rtt_data, len(half_rtt_data), size):
                 self._connection._raise_ssl_error(ssl, -1)
-            self.greeted = True
+            self.half_rtt_sent = True
 
     def read_into(self, plain: memoryview) -> int:
         """Decrypt into ``plain``; less than its length: the ciphertext is used up, or the peer closed.

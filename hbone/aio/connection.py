@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hbone.aio import waits
-from hbone.aio.fiber import Moment
+from hbone.aio.fiber import OneShotFuture
+from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
-from hbone.aio.rounds import Round
 from hbone.aio.tunnel import Tunnel
 from hbone.engine import Engine
 from hbone.errors import (
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 4  # per interval of pings, or time that one may take: how exactly both are kept
+_CHECKS_PER_PERIOD = 4  # per interval of pings, or time that one may take: how exactly both are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +98,10 @@ class Connection:
         "_on_established",
         "_ping_payload",
         "_ping_sent_s",
+        "_ping_timer",
         "_requests",
         "_room",
-        "_round",
-        "_touched",
+        "_to_flush",
         "_tunnels",
         "_waiting",
         "dirty",
@@ -148,15 +148,15 @@ class Connection:
         self._on_established = on_established
         self._on_change: Callable[[Connection], None] | None = None
         self._tunnels: dict[int, Tunnel] = {}
-        self._answers: dict[int, Moment[Tunnel]] = {}
+        self._answers: dict[int, OneShotFuture[Tunnel]] = {}
         self._waiting: dict[int, Tunnel] = {}
-        self._touched: list[Tunnel] = []
+        self._to_flush: list[Tunnel] = []
         self._room = False
         self._flushing = False
         self._closing = False
         self._established: asyncio.Future[None] = poller.loop.create_future()
         self._closed: asyncio.Future[None] = poller.loop.create_future()
-        self._round: Round | None = None
+        self._ping_timer: IntervalTimer | None = None
         self._first: asyncio.TimerHandle | None = None
         self._ping_payload = b""
         self._ping_sent_s = 0.0
@@ -199,7 +199,7 @@ class Connection:
             self._end(error)
             return
         self._established.set_result(None)
-        if tls is None or not tls.greeted:
+        if tls is None or not tls.half_rtt_sent:
             self.engine.start()
         if self._closing and self.role is Role.SERVER:
             self.engine.drain()
@@ -228,9 +228,9 @@ class Connection:
                     self._receive(self.link.receive)
                 else:
                     self._receive_handshake()
-                if self._over() or not self.link.readable:
+                if self._has_ended() or not self.link.readable:
                     return
-            self.poller.again(self)
+            self.poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
@@ -267,13 +267,13 @@ class Connection:
                     self.engine.acknowledge(event.stream_id, event.size)
             else:
                 self._dispatch(event)
-        if self._touched:
-            touched, self._touched = self._touched, []
-            for tunnel in touched:
+        if self._to_flush:
+            to_flush, self._to_flush = self._to_flush, []
+            for tunnel in to_flush:
                 if tunnel.peer is not None:
                     tunnel.peer.flush()
         if self.engine.output and not self.dirty:
-            self.poller.mark(self)
+            self.poller.schedule_flush(self)
 
     def _dispatch(self, event: Event) -> None:
         match event:  # without positional patterns: see ARCHITECTURE.md, "Nothing outlives its connection"
@@ -283,7 +283,7 @@ class Connection:
                     self._first.cancel()
                     self._first = None
                 self._tunnels[event.stream_id] = tunnel = Tunnel(self, event.stream_id)
-                self._requests.arrived(self, tunnel, event.head, ended=event.ended)
+                self._requests.start(self, tunnel, event.head, ended=event.ended)
             case ResponseReceived():
                 self._answered(event.stream_id, event.status, event.headers)
             case StreamEnded():
@@ -297,7 +297,7 @@ class Connection:
             case WindowOpened():
                 if event.stream_id == 0 or event.stream_id in self._waiting:
                     self._room = True
-                    self.poller.mark(self)  # resumed in flush, when this read's buffers are free
+                    self.poller.schedule_flush(self)  # resumed in flush, when this read's buffers are free
             case PingAcknowledged():
                 if event.payload == self._ping_payload:
                     self._ping_payload = b""
@@ -318,9 +318,9 @@ class Connection:
             return
         if status == 200:
             tunnel.headers = headers
-            if tunnel.ahead is not None:
-                client, size = tunnel.ahead
-                client.skip(size)
+            if tunnel.early_sent is not None:
+                client, size = tunnel.early_sent
+                client.discard(size)
             answer.set_result(tunnel)
         else:
             answer.set_exception(ConnectRefused(status, headers))
@@ -330,7 +330,7 @@ class Connection:
         """Tell whoever waits for the answer that there will be none."""
         answer = self._answers.pop(stream_id, None)
         if answer is not None and not answer.done():
-            early = tunnel is not None and tunnel.ahead is not None
+            early = tunnel is not None and tunnel.early_sent is not None
             answer.set_exception(error.after_early_data() if early else error)
 
     def _stream_gone(self, stream_id: int, error: TunnelBroken) -> None:
@@ -340,7 +340,7 @@ class Connection:
         if tunnel is not None:
             tunnel.on_reset(error)
             if self._requests is not None:
-                self._requests.gone(tunnel)
+                self._requests.cancel(tunnel)
         self._changed()
 
     # Output
@@ -391,7 +391,7 @@ class Connection:
         """Room for payload of ``tunnel``; None: it is called when there may be some."""
         if not self.link.blocked:
             if not self.dirty:
-                self.poller.mark(self)  # also when nothing comes of it: the buffer goes back then
+                self.poller.schedule_flush(self)  # also when nothing comes of it: the buffer goes back then
             room = self.engine.reserve(tunnel.stream_id, limit)
             if room is None and self._made_room():
                 room = self.engine.reserve(tunnel.stream_id, limit)
@@ -404,7 +404,7 @@ class Connection:
         """As :meth:`reserve`, one view per frame."""
         if not self.link.blocked:
             if not self.dirty:
-                self.poller.mark(self)
+                self.poller.schedule_flush(self)
             rooms = self.engine.reserve_many(tunnel.stream_id, limit)
             if rooms is None and self._made_room():
                 rooms = self.engine.reserve_many(tunnel.stream_id, limit)
@@ -420,30 +420,30 @@ class Connection:
         self._write()
         return self.error is None and not self.link.blocked
 
-    def touch(self, tunnel: Tunnel) -> None:
+    def flush_after_read(self, tunnel: Tunnel) -> None:
         """The tunnel's peer must be flushed before the read's buffers are used again."""
-        self._touched.append(tunnel)
+        self._to_flush.append(tunnel)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
         """Return credit."""
         if self.error is None:
             self.engine.acknowledge(stream_id, size)
             if self.engine.output and not self.dirty:
-                self.poller.mark(self)
+                self.poller.schedule_flush(self)
 
     def end_stream(self, tunnel: Tunnel) -> None:
         """Send END_STREAM."""
         if self.error is None:
             self.engine.end_stream(tunnel.stream_id)
-            self.poller.mark(self)
+            self.poller.schedule_flush(self)
 
     def reset(self, tunnel: Tunnel, code: int) -> None:
         """Send RST_STREAM, unless the stream is gone."""
         if self.error is None:
             self.engine.reset_stream(tunnel.stream_id, code)
-            self.poller.mark(self)
+            self.poller.schedule_flush(self)
 
-    def forget(self, tunnel: Tunnel) -> None:
+    def release(self, tunnel: Tunnel) -> None:
         """The tunnel's owner is done with it."""
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
@@ -498,18 +498,18 @@ class Connection:
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
-        answer: Moment[Tunnel] = Moment(self.poller)
+        answer: OneShotFuture[Tunnel] = OneShotFuture(self.poller)
         self._answers[stream_id] = answer
         if client is not None and self.engine.peer_early_bytes:
             self._send_early(tunnel, client)
-        self.poller.mark(self)
+        self.poller.schedule_flush(self)
         return waits.answer(tunnel, answer)
 
     def _send_early(self, tunnel: Tunnel, client: PlainSocket) -> None:
         room = self.engine.reserve(tunnel.stream_id, self.engine.peer_early_bytes)
-        if room is not None and (size := client.look(room)):
+        if room is not None and (size := client.peek_into(room)):
             self.engine.commit(tunnel.stream_id, size)
-            tunnel.ahead = (client, size)
+            tunnel.early_sent = (client, size)
 
     def drain(self) -> None:
         """Take no new streams; a server tells the peer in two steps. Open streams go on."""
@@ -517,7 +517,7 @@ class Connection:
             self._closing = True
             if self.role is Role.SERVER and self._established.done():  # else right behind its SETTINGS
                 self.engine.drain()
-                self.poller.mark(self)
+                self.poller.schedule_flush(self)
             self._changed()
 
     def close(self) -> None:
@@ -529,7 +529,7 @@ class Connection:
                 tunnel.close(TunnelClosed("connection closed"))
             self.engine.goaway()
             self.flush()
-        if self.link.tls is not None and not self._over():
+        if self.link.tls is not None and not self._has_ended():
             self.link.tls.close()
             try:
                 self.link.send_tls()
@@ -541,7 +541,7 @@ class Connection:
         """Close without a word (as Rust ztunnel when a pod is deleted or the drain deadline is over)."""
         self._end(TunnelClosed(reason))
 
-    def _over(self) -> bool:
+    def _has_ended(self) -> bool:
         """Asked again after a call that may have ended it: type checkers remember what an attribute was."""
         return self.error is not None
 
@@ -553,11 +553,11 @@ class Connection:
         if self.error is not None:
             return
         self.error = bare(error)
-        if self._round is not None:
-            self._round.leave(self)
+        if self._ping_timer is not None:
+            self._ping_timer.unregister(self)
         if self._first is not None:
             self._first.cancel()
-        self._round = self._first = None
+        self._ping_timer = self._first = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
@@ -568,7 +568,7 @@ class Connection:
             for stream_id, answer in self._answers.items():
                 tunnel = self._tunnels.get(stream_id)
                 # Who refuses our certificate has not looked at the request.
-                early = tunnel is not None and tunnel.ahead is not None and not error.by_peer
+                early = tunnel is not None and tunnel.early_sent is not None and not error.by_peer
                 if not answer.done() and not early:
                     answer.set_exception(error)
         for stream_id in list(self._tunnels):
@@ -577,7 +577,7 @@ class Connection:
                 broken if isinstance(broken, TunnelBroken) else ConnectionBroken(f"connection ended: {error}"),
             )
         self._waiting.clear()
-        self._touched.clear()
+        self._to_flush.clear()
         self._on_established = None
         if not self._closed.done():
             self._closed.set_result(None)
@@ -585,7 +585,7 @@ class Connection:
         self._on_change = None
 
     def _changed(self) -> None:
-        if self._closing and self.error is None and not self.open_streams and self.engine.said_goodbye:
+        if self._closing and self.error is None and not self.open_streams and self.engine.goaway_sent:
             self.poller.loop.call_soon(self.close)
         if self._on_change is not None:
             self._on_change(self)
@@ -596,10 +596,12 @@ class Connection:
         settings = self.settings
         if settings.ping_interval_s is not None and self.error is None:
             self._ping_sent_s = self.poller.loop.time()
-            self._round = self.poller.round(min(settings.ping_interval_s, settings.ping_timeout_s) / _LOOKS)
-            self._round.join(self, self.poller.now_s)
+            self._ping_timer = self.poller.interval_timer(
+                min(settings.ping_interval_s, settings.ping_timeout_s) / _CHECKS_PER_PERIOD
+            )
+            self._ping_timer.register(self, self.poller.now_s)
 
-    def look(self) -> None:
+    def on_interval(self) -> None:
         """A PING every interval; the PONG of the last one must have come within ``ping_timeout_s``."""
         settings, now_s = self.settings, self.poller.loop.time()
         assert settings.ping_interval_s is not None
@@ -614,7 +616,7 @@ class Connection:
             self._ping_payload = os.urandom(8)
             self._ping_sent_s = now_s
             self.engine.ping(self._ping_payload)
-            self.poller.mark(self)
+            self.poller.schedule_flush(self)
 
 
 def _broken(error: Exception, when: str) -> HboneError:

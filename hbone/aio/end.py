@@ -39,7 +39,7 @@ class End(ABC):
 
     # Called by Relay
 
-    def join(self, relay: Relay, peer: End) -> None:
+    def join_relay(self, relay: Relay, peer: End) -> None:
         """Become part of a relay; nothing moves before :meth:`start`."""
         self.relay = relay
         self.peer = peer
@@ -48,7 +48,7 @@ class End(ABC):
     def start(self) -> None:
         """Begin to read; what was pushed back or came early goes first."""
 
-    def leave(self) -> None:
+    def leave_relay(self) -> None:
         """The relay is over; breaks the reference cycle."""
         self.relay = None
         self.peer = None

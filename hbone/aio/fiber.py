@@ -1,13 +1,14 @@
-"""Coroutines of connections, run by the poller: each goes on in the very turn that has something for it.
+"""Coroutines of connections, run by the poller: each resumes in the very turn that has something for it.
 
-A task of asyncio goes on in the next iteration of the loop, and what it then wants to send leaves in the turn
-after that: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and
-a client that waits, waits for as many wake-ups. A :class:`Fiber` that waits for a :class:`Moment` goes on when
-the turn has read its sockets, and before it flushes.
+A task of asyncio resumes in the next iteration of the loop, and what it then wants to send leaves in the turn
+after
+that: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and a client
+that waits is woken up as often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same turn,
+when the sockets have been read and before the output is flushed.
 
-Whatever else a coroutine waits for, futures of asyncio and its timeouts included, works as in a task: a fiber is
-one, by the protocol for tasks of other makes (Python's documentation, "Extending asyncio"). Only context
-variables are those of the moment.
+Anything else a coroutine awaits, futures of asyncio and its timeouts included, works as in a task: a fiber is one,
+by the protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the
+exception: a fiber sees those of the callback that resumes it.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -23,14 +24,17 @@ from hbone.aio.poller import Poller
 
 T = TypeVar("T")
 
-# For tasks of other makes, which typeshed does not know of.
+# The protocol for foreign tasks: what makes current_task() and timeouts work. typeshed does not know it.
 _enter: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._enter_task
 _leave: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._leave_task
 _register: Callable[[Any], None] = asyncio._register_task
 
 
-class Moment(asyncio.Future[T]):
-    """A future for one waiter: a fiber that awaits it goes on in the turn in which it is settled."""
+class OneShotFuture(asyncio.Future[T]):
+    """Single-waiter future; the awaiting fiber resumes in the same poller iteration that resolves it.
+
+    Further waiters, and waiters that are no fibers, are woken up as by any :class:`asyncio.Future`.
+    """
 
     __slots__ = ("fiber",)
 
@@ -41,33 +45,37 @@ class Moment(asyncio.Future[T]):
     def set_result(self, result: T, /) -> None:
         """See :class:`asyncio.Future`."""
         super().set_result(result)
-        self._settled()
+        self._wake()
 
     def set_exception(self, exception: type | BaseException, /) -> None:
         """See :class:`asyncio.Future`."""
         super().set_exception(exception)
-        self._settled()
+        self._wake()
 
     def cancel(self, msg: Any | None = None) -> bool:
         """See :class:`asyncio.Future`."""
         cancelled = super().cancel(msg)
-        self._settled()
+        self._wake()
         return cancelled
 
-    def _settled(self) -> None:
+    def _wake(self) -> None:
+        # Not step(): the caller is a callback of the poller in the middle of a read, whose scratch buffers a fiber
+        # must not find in use. The poller runs its steps when all sockets have been read.
         fiber, self.fiber = self.fiber, None
         if fiber is not None:
-            fiber.poller.soon(fiber)
+            fiber.poller.call_soon(fiber)
 
 
 class Fiber(asyncio.Future[None]):
-    """A coroutine under way; begins in this turn of the poller, or the next if none is running.
+    """Runs a coroutine; begins in this turn of the poller, or in the next one if none is running.
+
+    A fiber that is cancelled before its first step runs to its first await, which raises the CancelledError.
 
     Args:
         poller: runs it.
         coroutine: what to run.
         name: for debugging.
-        ended: called with the fiber as soon as it is done, before anybody who waits for it.
+        ended: called with the fiber as soon as it is done, before its waiters are woken up.
     """
 
     __slots__ = (
@@ -100,7 +108,7 @@ class Fiber(asyncio.Future[None]):
         self._message: Any | None = None
         self._cancelling = 0
         _register(self)
-        poller.soon(self)
+        poller.call_soon(self)
 
     # As asyncio.Task
 
@@ -138,9 +146,9 @@ class Fiber(asyncio.Future[None]):
     # Running
 
     def step(self) -> None:
-        """Go on until it waits again. Called by the poller and the loop."""
+        """Resume the coroutine until its next await; called by the poller and by the loop."""
         if self.done():
-            return
+            return  # a second wake-up: by the future it waited for, and by cancel()
         self._waiting = None
         loop = self.poller.loop
         _enter(loop, self)
@@ -151,10 +159,11 @@ class Fiber(asyncio.Future[None]):
                     CancelledError(*(() if self._message is None else (self._message,)))
                 )
             else:
-                # A coroutine that was cancelled before its first step begins all the same, and its first await
-                # raises (see _wait): thrown in here, the error would skip its ``finally``, and what it was given
-                # (a socket, its entry in a table of running handlers) would leak. HEADERS and RST_STREAM in one
-                # read of a peer are enough for that. asyncio.Task differs; see hbone.aio.started_task.
+                # Cancelled before its first step, a coroutine begins all the same, and its first await raises (see
+                # _wait). An error thrown into it here would skip its ``finally``, and what it was given (a socket,
+                # its entry in a table of running handlers) would leak: HEADERS and RST_STREAM in one read of a
+                # peer are enough for that. asyncio.Task throws at once; hbone.aio.started_task has one that does
+                # not.
                 self._begun = True
                 waits_for = self._coroutine.send(None)
         except StopIteration:
@@ -167,8 +176,9 @@ class Fiber(asyncio.Future[None]):
         except (KeyboardInterrupt, SystemExit) as error:
             super().set_exception(error)
             raise
-        except BaseException as error:  # noqa: BLE001  whoever waits for the fiber gets it
-            # Without this frame, by which fiber and error would hold each other.
+        except BaseException as error:  # noqa: BLE001  the waiters of the fiber get it
+            # Without this frame, through which fiber and error would keep each other alive until the collector
+            # runs: errors are frequent (each reset is one), and nothing may outlive its connection.
             super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._wait(waits_for)
@@ -182,15 +192,20 @@ class Fiber(asyncio.Future[None]):
         del self
 
     def _wait(self, future: Any) -> None:
-        if future is None:  # asyncio.sleep(0)
+        if future is None:  # asyncio.sleep(0): a bare yield asks for one iteration of the loop
             self.poller.loop.call_soon(self.step)
             return
         future._asyncio_future_blocking = False
         self._waiting = future
-        if type(future) is Moment and future.fiber is None and not future.done():
+        # The one place where a fiber differs from a task. A OneShotFuture keeps the fiber itself and hands it to
+        # the poller, where a done callback would go through the loop and resume in its next iteration. The class
+        # is compared by identity: a subclass may settle by other means.
+        if type(future) is OneShotFuture and future.fiber is None and not future.done():
             future.fiber = self
         else:
             future.add_done_callback(self._woken)
+        # Cancelled while it ran, or before its first step: delivered here, at the await, as asyncio does. A future
+        # that is done already refuses, and then the next step throws.
         if self._must_cancel and future.cancel(self._message):
             self._must_cancel = False
 

@@ -145,7 +145,7 @@ class Link:
             sent = 0
         if sent < len(data):
             self._unsent += data[sent:]
-            self.poller.await_room(self.sock.fileno())
+            self.poller.watch_writable(self.sock.fileno())
 
     def discard(self) -> None:
         """Forget what waits for a network that is gone."""

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from hbone.aio.rounds import Round
+from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.spin import Spin, SpinSettings
 from hbone.output import BUFFER_BYTES
 from hbone.tls import sealed_bytes
@@ -78,7 +78,7 @@ class Poller:
         self._handlers: dict[int, Handler] = {}
         self._most = 0
         self._filled: set[int] = set()
-        self._again: list[Handler] = []
+        self._requeued: list[Handler] = []
         self._steps: deque[Steps] = deque()
         self._dirty: list[Flushable] = []
         self._scheduled = False
@@ -86,7 +86,7 @@ class Poller:
         self._closed = False
         self._free: list[memoryview] = []
         self._unused = 0
-        self._rounds: dict[float, Round] = {}
+        self._timers: dict[float, IntervalTimer] = {}
         self._spin = Spin(spin) if spin is not None and spin.limit_s > 0 else None
         self.ciphertext = memoryview(bytearray(BUFFER_BYTES))
         # One record may have been left from the read before.
@@ -116,14 +116,14 @@ class Poller:
     def register(self, fd: int, handler: Handler) -> None:
         """Watch ``fd``, edge-triggered, for bytes and ends; it must be non-blocking.
 
-        What is there already is an event of the next turn. Room is not: see :meth:`await_room`.
+        What is there already is an event of the next turn. Room is not: see :meth:`watch_writable`.
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
         if len(self._handlers) > self._most:
             self._most = len(self._handlers)
 
-    def await_room(self, fd: int) -> None:
+    def watch_writable(self, fd: int) -> None:
         """The network took less than it was given: from now on room in it is an event too.
 
         Not from the beginning, since every new socket has room: a turn for each to say so.
@@ -138,7 +138,7 @@ class Poller:
         if self._handlers.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
 
-    def forget(self, fd: int) -> None:
+    def unregister_closing(self, fd: int) -> None:
         """As :meth:`unregister`, for a descriptor that is closed next: the kernel does its part by itself then.
 
         One system call less per socket, which must not have been duplicated.
@@ -146,12 +146,12 @@ class Poller:
         self._filled.discard(fd)
         self._handlers.pop(fd, None)
 
-    def again(self, handler: Handler) -> None:
+    def requeue(self, handler: Handler) -> None:
         """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty."""
-        self._again.append(handler)
+        self._requeued.append(handler)
         self._schedule()
 
-    def soon(self, waiting: Steps) -> None:
+    def call_soon(self, waiting: Steps) -> None:
         """Call ``waiting.step()`` in this turn, when its events have been handled and no buffer is in use."""
         if self._closed:
             self._loop.call_soon(waiting.step)
@@ -159,21 +159,21 @@ class Poller:
             self._steps.append(waiting)
             self._schedule()
 
-    def mark(self, flushable: Flushable) -> None:
+    def schedule_flush(self, flushable: Flushable) -> None:
         """Flush at the end of this turn."""
         if not flushable.dirty:
             flushable.dirty = True
             self._dirty.append(flushable)
             self._schedule()
 
-    def round(self, interval_s: float) -> Round:
+    def interval_timer(self, interval_s: float) -> IntervalTimer:
         """The one of an interval: idle times are few values, from the configuration."""
-        known = self._rounds.get(interval_s)
+        known = self._timers.get(interval_s)
         if known is None:
-            known = self._rounds[interval_s] = Round(self._loop, interval_s)
+            known = self._timers[interval_s] = IntervalTimer(self._loop, interval_s)
         return known
 
-    def take(self) -> memoryview:
+    def acquire(self) -> memoryview:
         """A buffer of 256 KiB."""
         if not self._free:
             return memoryview(bytearray(BUFFER_BYTES))
@@ -182,7 +182,7 @@ class Poller:
             self._unused = len(self._free)
         return buffer
 
-    def give(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Return a buffer of :meth:`take`."""
         if len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)
@@ -202,12 +202,12 @@ class Poller:
             self._epoll.close()
             self._handlers.clear()
             self._filled.clear()
-            self._again.clear()
+            self._requeued.clear()
             self._dirty.clear()
             self._free.clear()
-            for each in self._rounds.values():
+            for each in self._timers.values():
                 each.close()
-            self._rounds.clear()
+            self._timers.clear()
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()
@@ -224,8 +224,8 @@ class Poller:
         self._turning = True
         try:
             self.now_s = self._loop.time()
-            again, self._again = self._again, []
-            for handler in again:
+            requeued, self._requeued = self._requeued, []
+            for handler in requeued:
                 self._call(handler.on_event, 0, handler)
             ready = self._epoll.poll(0, _BATCH)
             spin = self._spin
@@ -260,7 +260,7 @@ class Poller:
                 self.read_bytes = 0
         finally:
             self._turning = False
-        if self._again or len(ready) == _BATCH or (spin is not None and spin.on):
+        if self._requeued or len(ready) == _BATCH or (spin is not None and spin.on):
             self._schedule()
 
     def _is_closed(self) -> bool:

@@ -109,7 +109,7 @@ class Pool:
         """
         headers = tuple(request)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
-            connection_id = self._state.place(key)
+            connection_id = self._state.reserve(key)
             if connection_id is None:
                 connection_id, connection = await self._assigned(key)
             else:
@@ -161,7 +161,7 @@ class Pool:
             raise
         finally:
             self._waiting.pop(waiter, None)
-            self._execute(self._state.give_up(waiter, self._loop.time()))
+            self._execute(self._state.cancel_wait(waiter, self._loop.time()))
 
     def _execute(self, actions: list[Action]) -> None:
         for action in actions:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from hbone.aio import waits
 from hbone.aio.end import End
-from hbone.aio.fiber import Moment
-from hbone.aio.rounds import Round
+from hbone.aio.fiber import OneShotFuture
+from hbone.aio.interval_timer import IntervalTimer
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
 """How long an application may go on writing into a tunnel whose peer is gone (a guess)."""
 
 
-_LOOKS = 8  # at the counters per idle time: a timer moved with each chunk would cost more than the copy
+_CHECKS_PER_TIMEOUT = (
+    8  # at the counters per idle time: a timer moved with each chunk would cost more than the copy
+)
 
 
 class ByteCounts:
@@ -75,11 +77,11 @@ class Relay:
         "_done",
         "_error",
         "_first",
-        "_left",
+        "_idle_timer",
         "_linger",
         "_loop",
+        "_open_sinks",
         "_quiet",
-        "_round",
         "_seen",
         "on_half_close",
     )
@@ -89,22 +91,22 @@ class Relay:
         self._b: End | None = b
         self._counts = counts
         self._loop = a.poller.loop
-        self._done: Moment[RelayEnd] = Moment(a.poller)
+        self._done: OneShotFuture[RelayEnd] = OneShotFuture(a.poller)
         self._first: End | None = None
         self._error: Exception | None = None
-        self._left = {a, b}
+        self._open_sinks = {a, b}
         self._linger: asyncio.TimerHandle | None = None
-        self._round: Round | None = None
+        self._idle_timer: IntervalTimer | None = None
         self._seen = -1
         self._quiet = 0
         self.on_half_close: Callable[[End], None] | None = None
         """Called with the end that will give no more, for each end while the relay runs."""
         counts.follow(a, b)
-        a.join(self, b)
-        b.join(self, a)
+        a.join_relay(self, b)
+        b.join_relay(self, a)
         if idle_timeout_s is not None:
-            self._round = a.poller.round(idle_timeout_s / _LOOKS)
-            self._round.join(self, a.poller.now_s)
+            self._idle_timer = a.poller.interval_timer(idle_timeout_s / _CHECKS_PER_TIMEOUT)
+            self._idle_timer.register(self, a.poller.now_s)
         a.start()
         if not self._done.done():  # of ``self._a`` the compiler believes that it still is what it was
             b.start()
@@ -132,8 +134,8 @@ class Relay:
 
     def write_ended(self, end: End) -> None:
         """Everything for ``end``, its EOF included, has been handed to the network (or is swallowed)."""
-        self._left.discard(end)
-        if not self._left:
+        self._open_sinks.discard(end)
+        if not self._open_sinks:
             self._finish()
 
     def cut(self) -> None:
@@ -155,12 +157,12 @@ class Relay:
             self._error = error
         self._finish()
 
-    def look(self) -> None:
+    def on_interval(self) -> None:
         """Once per eighth of the idle time: end when nothing has moved for all of it."""
         moved = self._counts.sent + self._counts.received
         self._quiet = self._quiet + 1 if moved == self._seen else 0
         self._seen = moved
-        if self._quiet == _LOOKS:
+        if self._quiet == _CHECKS_PER_TIMEOUT:
             self._finish(timed_out=True)
 
     def _finish(self, *, timed_out: bool = False) -> None:
@@ -168,15 +170,15 @@ class Relay:
         if a is None or b is None:
             return
         self._a = self._b = None
-        if self._round is not None:
-            self._round.leave(self)
+        if self._idle_timer is not None:
+            self._idle_timer.unregister(self)
         if self._linger is not None:
             self._linger.cancel()
-        self._round = self._linger = None
+        self._idle_timer = self._linger = None
         self._counts.freeze()
-        a.leave()
-        b.leave()
-        self._left.clear()
+        a.leave_relay()
+        b.leave_relay()
+        self._open_sinks.clear()
         self.on_half_close = None
         if not self._done.done():
             self._done.set_result(RelayEnd(first=self._first, error=self._error, timed_out=timed_out))

@@ -50,7 +50,7 @@ class Request:
             raise LocalProtocolError("only CONNECT can become a tunnel")
         self._answer()
         self.connection.engine.respond(self._tunnel.stream_id, 200, headers)
-        self.connection.poller.mark(self.connection)
+        self.connection.poller.schedule_flush(self.connection)
         return self._tunnel
 
     def refuse(
@@ -71,7 +71,7 @@ class Request:
         self._answer()
         connection, stream_id = self.connection, self._tunnel.stream_id
         connection.engine.respond(stream_id, status, headers, body=body, ended=True, reset_code=reset_code)
-        connection.poller.mark(connection)
+        connection.poller.schedule_flush(connection)
         self._tunnel.close()
 
     def reset(self, code: int) -> None:
@@ -98,13 +98,13 @@ class Requests:
         self._handler = handler
         self._running: dict[Tunnel, tuple[Request, Fiber]] = {}
 
-    def arrived(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
+    def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
         """Start the handler of a new stream."""
         request = Request(connection, tunnel, head, ended=ended)
         fiber = Fiber(connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
         self._running[tunnel] = request, fiber
 
-    def gone(self, tunnel: Tunnel) -> None:
+    def cancel(self, tunnel: Tunnel) -> None:
         """The stream ended under its handler: before the answer there is nothing left to do."""
         entry = self._running.get(tunnel)
         if entry is not None and not entry[0].answered:
@@ -114,7 +114,7 @@ class Requests:
         try:
             await self._handler(request)
         except asyncio.CancelledError:
-            pass  # by gone() or finish(); there is no other caller to pass it on to
+            pass  # by cancel() or wait(); there is no other caller to pass it on to
         except TunnelBroken as error:
             # HEADERS and RST_STREAM may come in one read: the stream is gone before the first step of this fiber,
             # and a handler that answers without waiting has met no await that could have ended it.
@@ -131,12 +131,12 @@ class Requests:
                 tunnel.close()
             self._running.pop(tunnel, None)
 
-    async def finish(self, *, cancel: bool, timeout_s: float | None = None) -> None:
+    async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
         """Wait for every handler: cancelled, or left to deliver what their tunnels have received."""
         fibers = []
         for tunnel, (_, fiber) in list(self._running.items()):
             fibers.append(fiber)
-            tunnel.stop_swallowing()
+            tunnel.end_discarding()
             if cancel:
                 fiber.cancel()
         if fibers:
@@ -176,7 +176,7 @@ async def serve_connection(
         await connection.establish()
         await connection.wait_closed()
         # What the peer sent in full is still delivered; relays whose tunnel is gone end within their linger.
-        await requests.finish(cancel=False, timeout_s=LINGER_S)
+        await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")
-        await requests.finish(cancel=True)
+        await requests.wait(cancel=True)

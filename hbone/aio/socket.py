@@ -82,7 +82,7 @@ class PlainSocket(End):
             await self._next_event()
 
     def _has_something(self) -> bool:
-        return self._look(memoryview(bytearray(1))) is not None
+        return self._peek_into(memoryview(bytearray(1))) is not None
 
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
         """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
@@ -121,15 +121,15 @@ class PlainSocket(End):
         """Bytes that :meth:`read` took too many; the next read or the relay gets them first."""
         self._pushed = data + self._pushed
 
-    def look(self, room: memoryview) -> int:
+    def peek_into(self, room: memoryview) -> int:
         """Copy what has come into ``room``, consuming nothing; how much that was."""
         if self._pushed:
             size = min(len(self._pushed), len(room))
             room[:size] = self._pushed[:size]
             return size
-        return self._look(room) or 0
+        return self._peek_into(room) or 0
 
-    def _look(self, room: memoryview) -> int | None:
+    def _peek_into(self, room: memoryview) -> int | None:
         """How much came; 0 at an EOF or a reset, None when nothing is known."""
         try:
             return self.sock.recv_into(room, 0, socket.MSG_PEEK)
@@ -139,8 +139,8 @@ class PlainSocket(End):
             self.broken = bare(error)  # the kernel tells it once, and says EOF then
             return 0
 
-    def skip(self, size: int) -> None:
-        """Consume bytes that :meth:`look` has shown, as if a relay had read them."""
+    def discard(self, size: int) -> None:
+        """Consume bytes that :meth:`peek_into` has shown, as if a relay had read them."""
         self.read_bytes += size
         if self._pushed:
             self._pushed = self._pushed[size:]
@@ -257,7 +257,7 @@ class PlainSocket(End):
                 # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
                 self._readable = False
                 return
-        self.poller.again(self)
+        self.poller.requeue(self)
 
     def _begin_splicing(self) -> bool:
         """Whether the rest of the flow can stay in the kernel: the other end is a plain socket too."""
@@ -291,7 +291,7 @@ class PlainSocket(End):
         self.read_bytes += size
         self.poller.read_bytes += size
         if self._empty_pipe(pipe, peer):
-            self.poller.again(self)
+            self.poller.requeue(self)
 
     def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
         """Give the sink what the pipe holds; False: it cannot take all, and the flow goes on when it can."""
@@ -299,7 +299,7 @@ class PlainSocket(End):
             if pipe.empty(peer.sock.fileno()):
                 return True
             peer._starving = self._paused = True
-            peer._await_room()
+            peer._watch_writable()
         except OSError as error:
             self._stop_splicing()
             peer._break(error)
@@ -311,7 +311,7 @@ class PlainSocket(End):
         self._pipe.close()
         self._pipe = None
 
-    def leave(self) -> None:
+    def leave_relay(self) -> None:
         """See :class:`End`."""
         self.relay = None
         self.peer = None
@@ -386,7 +386,7 @@ class PlainSocket(End):
                     skip = 0
                 else:
                     skip -= len(chunk)
-            self._await_room()
+            self._watch_writable()
         peer = self.peer
         if peer is not None and sent:
             peer.delivered(sent)
@@ -419,11 +419,11 @@ class PlainSocket(End):
             return
         if sent < len(data):
             self._pending += data[sent:]
-            self._await_room()
+            self._watch_writable()
 
-    def _await_room(self) -> None:
+    def _watch_writable(self) -> None:
         self._watch()  # a header may be sent before the relay
-        self.poller.await_room(self.sock.fileno())
+        self.poller.watch_writable(self.sock.fileno())
 
     def _drain(self) -> None:
         try:
@@ -485,7 +485,7 @@ class PlainSocket(End):
             self.closed = True
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
-            self.poller.forget(self.sock.fileno())
+            self.poller.unregister_closing(self.sock.fileno())
             self.sock.close()
             if self._pipe is not None:
                 self._stop_splicing()

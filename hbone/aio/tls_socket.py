@@ -156,7 +156,7 @@ class TlsSocket(End):
         if self._paused:
             self._paused = False
             if self.link.readable:
-                self.poller.again(self)  # not at once: the scratch buffers may be in use
+                self.poller.requeue(self)  # not at once: the scratch buffers may be in use
 
     def delivered(self, size: int) -> None:
         """Bytes given to the peer have left; reading goes on when all have."""
@@ -188,7 +188,7 @@ class TlsSocket(End):
             if not self.link.readable:
                 self._send_tls()  # a key update asks for an answer
                 return
-        self.poller.again(self)
+        self.poller.requeue(self)
 
     def _give(self, peer: End, plain: memoryview) -> None:
         self.read_bytes += len(plain)
@@ -235,8 +235,8 @@ class TlsSocket(End):
             self._waiting = True
             return None
         if self._output is None:
-            self._output = self.poller.take()
-        self.poller.mark(self)  # also when nothing comes of it: the buffer goes back then
+            self._output = self.poller.acquire()
+        self.poller.schedule_flush(self)  # also when nothing comes of it: the buffer goes back then
         return self._output[self._filled : self._filled + limit]
 
     def commit(self, size: int) -> None:
@@ -268,7 +268,7 @@ class TlsSocket(End):
                 self.link.send([output[:filled]])
             except (OSError, TlsError) as error:
                 self._break(error)
-        self.poller.give(output)
+        self.poller.release(output)
 
     def write_eof(self) -> None:
         """See :class:`End`: close_notify, then the end of the TCP direction."""
@@ -348,6 +348,6 @@ class TlsSocket(End):
             self._established.set_exception(TunnelClosed("socket closed"))
             self._established.exception()
         if self._output is not None:
-            self.poller.give(self._output)
+            self.poller.release(self._output)
             self._output = None
         self.link.close()

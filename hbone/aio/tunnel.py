@@ -35,8 +35,8 @@ class Tunnel(End):
         "_pending",
         "_remote_ended",
         "_started",
-        "ahead",
         "connection",
+        "early_sent",
         "error",
         "headers",
         "on_close",
@@ -57,7 +57,7 @@ class Tunnel(End):
         """Called once, when the owner has closed the tunnel."""
         self.reset_seen = False
         """The stream is gone, by the peer or with the connection."""
-        self.ahead: tuple[PlainSocket, int] | None = None
+        self.early_sent: tuple[PlainSocket, int] | None = None
         """Client: whose bytes went along with the request, and how many."""
         self.error: Exception | None = None
         """Why, when that was no ordinary end."""
@@ -80,7 +80,7 @@ class Tunnel(End):
             self.read_bytes += size
             self._owed += size
             peer.write(chunks, size)
-            self.connection.touch(self)
+            self.connection.flush_after_read(self)
         elif self._early_bytes + size > self._most_early:
             self.connection.acknowledge(self.stream_id, size + self._early_bytes)
             self._early.clear()
@@ -135,7 +135,7 @@ class Tunnel(End):
             else:
                 peer.resume()
 
-    def stop_swallowing(self) -> None:
+    def end_discarding(self) -> None:
         """The connection is gone: the relay ends as soon as the peer has got what was received."""
         if self.reset_seen and self.relay is not None:
             self.relay.write_ended(self)
@@ -202,7 +202,7 @@ class Tunnel(End):
             connection = self.connection
             connection.engine.commit(self.stream_id, size)
             if not connection.dirty:
-                connection.poller.mark(connection)
+                connection.poller.schedule_flush(connection)
 
     def write(self, chunks: list[memoryview], size: int) -> None:
         """See :class:`End`; copies into the output buffer, or when that is full into a queue."""
@@ -293,7 +293,7 @@ class Tunnel(End):
                 served = self.connection.role is Role.SERVER and self._local_ended
                 code = ErrorCode.NO_ERROR if served else ErrorCode.CANCEL
                 self.connection.reset(self, ErrorCode.CONNECT_ERROR if self._cut else code)
-        self.connection.forget(self)
+        self.connection.release(self)
         if self.on_close is not None:
             closed, self.on_close = self.on_close, None
             closed()

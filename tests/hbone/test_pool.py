@@ -66,8 +66,8 @@ def test_a_connection_that_has_carried_its_number_takes_no_more() -> None:
     assert pool.released(first, 0) == []
     assert pool.released(first, 0) == [Close(first)]
     assert pool.released(second, 0) == []
-    assert pool.place("k") == second
-    assert pool.place("k") is None
+    assert pool.reserve("k") == second
+    assert pool.reserve("k") is None
     assert pool.released(second, 0) == [Close(second)]
 
 
@@ -75,11 +75,11 @@ def test_giving_up_hands_the_dial_on_or_cancels_it() -> None:
     pool = PoolState(PoolSettings())
     first, _ = pool.request("k", 0)
     second, _ = pool.request("k", 0)
-    assert pool.give_up(first, 0) == []
+    assert pool.cancel_wait(first, 0) == []
     assert pool.dial_failed("k", BOOM, 0) == [Fail(second, BOOM)]
     third, _ = pool.request("k", 0)
-    assert pool.give_up(third, 0) == [CancelDial("k")]
-    assert pool.give_up(third, 0) == []
+    assert pool.cancel_wait(third, 0) == [CancelDial("k")]
+    assert pool.cancel_wait(third, 0) == []
 
 
 def test_draining_connections_finish_their_streams() -> None:
@@ -117,7 +117,7 @@ def test_what_a_peak_left_idle_beside_another_goes_soon() -> None:
         assert pool.released(connection, at) == []
     assert pool.next_deadline_s() == 30
     assert pool.advance(30) == [Close(newest)]
-    assert pool.place("k") == oldest
+    assert pool.reserve("k") == oldest
     assert pool.released(oldest, 30.5) == []  # whoever is used again begins anew
     assert pool.advance(31) == []
     assert pool.advance(40.5) == [Close(oldest)]
@@ -210,13 +210,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.over)
     @rule(key=st.sampled_from("ab"))
-    def place(self, key: str) -> None:
+    def reserve(self, key: str) -> None:
         room = [
             connection
             for connection, at in self.open.items()
             if at == key and connection not in self.drained and self.streams[connection] < self.limit[connection]
         ]
-        connection = self.pool.place(key)
+        connection = self.pool.reserve(key)
         if key in self.waiting.values():
             assert connection is None, "overtook one that waits"
         else:
@@ -226,10 +226,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def give_up(self, data: st.DataObject) -> None:
+    def cancel_wait(self, data: st.DataObject) -> None:
         waiter = data.draw(st.sampled_from(sorted(self.waiting)))
         del self.waiting[waiter]
-        self.apply(self.pool.give_up(waiter, self.now))
+        self.apply(self.pool.cancel_wait(waiter, self.now))
 
     @precondition(lambda self: self.dials)
     @rule(data=st.data(), limit=st.one_of(st.none(), st.integers(0, 5)))

@@ -19,16 +19,16 @@ ROOT = Authority()
 LEAF = ROOT.issue("spiffe://cluster.local/ns/a/sa/b")
 OUT = memoryview(bytearray(sealed_bytes(300_000)))
 GREETING = b"welcome, whoever you are"
-greeting = b""  # of every server here
+half_rtt_data = b""  # of every server here
 
 
-@pytest.fixture(autouse=True, params=[b"", GREETING], ids=["", "greeting"])
-def _greeting(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=[b"", GREETING], ids=["", "half_rtt_data"])
+def _half_rtt_data(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever is proved or refused does not depend on it."""
-    global greeting
-    greeting = request.param
+    global half_rtt_data
+    half_rtt_data = request.param
     yield
-    greeting = b""
+    half_rtt_data = b""
 
 
 def settings(leaf: Leaf | None = LEAF, trusted: bytes | None = ROOT.pem) -> TlsSettings:
@@ -40,7 +40,7 @@ def settings(leaf: Leaf | None = LEAF, trusted: bytes | None = ROOT.pem) -> TlsS
 
 
 def sessions(client: TlsSettings, server: TlsSettings) -> tuple[TlsSession, TlsSession]:
-    return TlsSession(TlsContext(Role.CLIENT, client)), TlsSession(TlsContext(Role.SERVER, server), greeting)
+    return TlsSession(TlsContext(Role.CLIENT, client)), TlsSession(TlsContext(Role.SERVER, server), half_rtt_data)
 
 
 class Outcome:
@@ -72,7 +72,7 @@ class Outcome:
                     except TlsError as error:
                         setattr(self, name, error)
                 waiting[other[session]] += bytes(OUT[: session.seal(b"", OUT)])
-        assert self.heard == (greeting if server.greeted and client.established else b"")
+        assert self.heard == (half_rtt_data if server.half_rtt_sent and client.established else b"")
 
     @property
     def reasons(self) -> tuple[TlsReason | None, TlsReason | None]:
@@ -97,9 +97,9 @@ def test_handshake_in_pieces_and_facts(piece: int) -> None:
 def test_a_greeting_is_there_before_the_client_has_proved_anything() -> None:
     client, server = sessions(settings(), settings())
     flights_until_established(client, server, 1)
-    assert server.greeted == bool(greeting)
+    assert server.half_rtt_sent == bool(half_rtt_data)
     room = memoryview(bytearray(100))
-    assert bytes(room[: client.read_into(room)]) == greeting
+    assert bytes(room[: client.read_into(room)]) == half_rtt_data
     assert not server.established
 
 
@@ -109,11 +109,11 @@ def test_a_retried_hello_gets_no_greeting(piece: int) -> None:
     other = replace(settings(), groups=("secp384r1",))  # of which the client sends no share at first
     client, server = sessions(settings(), other)
     flights_until_established(client, server, 2)
-    assert not server.greeted
+    assert not server.half_rtt_sent
     client, server = sessions(settings(), other)
     assert Outcome(client, server, piece).reasons == (None, None)
     assert server.facts().group == "secp384r1"
-    assert not server.greeted
+    assert not server.half_rtt_sent
     assert Outcome(*sessions(settings(None), other)).reasons == (TlsReason.NO_CERT, TlsReason.NO_CERT)
 
 
@@ -288,7 +288,7 @@ def test_versions() -> None:
     client, server = sessions(old, both)
     assert Outcome(client, server).reasons == (None, None)
     assert server.facts().version == "TLSv1.2"
-    assert not server.greeted
+    assert not server.half_rtt_sent
     data = bytes(OUT[: client.seal(b"x" * 70_000, OUT)])
     server.receive(memoryview(data))
     assert server.read_into(memoryview(bytearray(80_000))) == 70_000
@@ -347,11 +347,11 @@ def test_keys_are_not_shown() -> None:
 
 def test_nothing_is_resumed() -> None:
     context_client, context_server = TlsContext(Role.CLIENT, settings()), TlsContext(Role.SERVER, settings())
-    client, server = TlsSession(context_client), TlsSession(context_server, greeting)
+    client, server = TlsSession(context_client), TlsSession(context_server, half_rtt_data)
     Outcome(client, server)
     session = client._connection.get_session()
     assert session is not None
-    client, server = TlsSession(context_client), TlsSession(context_server, greeting)
+    client, server = TlsSession(context_client), TlsSession(context_server, half_rtt_data)
     client._connection.set_session(session)
     assert Outcome(client, server).reasons == (None, None)
     assert server.facts().chain  # verified anew

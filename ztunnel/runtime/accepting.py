@@ -83,7 +83,7 @@ class ListeningSocket:
                 self._poller.loop.call_later(_COURTESY_S, self._have_waited)
             return
         if self._accept(most):
-            self._poller.again(self)
+            self._poller.requeue(self)
 
     def leave_to_successor(self) -> bool:
         """Let new connections go to whoever else listens on this port, as far as there is anybody.
@@ -131,7 +131,7 @@ class ListeningSocket:
 
     def _again(self) -> None:
         if self._registered:
-            self._poller.again(self)
+            self._poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
         """See :class:`hbone.aio.poller.Handler`."""

@@ -145,7 +145,7 @@ def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None
                 for size in (10, 200_000):
                     stream_id = engine.open_stream(CONNECT)
                     assert engine.send_data(stream_id, bytes(size)) == size
-                    poller.mark(pair.client)
+                    poller.schedule_flush(pair.client)
                 request = await pair.requests.get()
                 near, inner = tcp_pair()
                 with near, PlainSocket(inner, poller) as end, request.accept() as tunnel:
@@ -174,7 +174,7 @@ def test_data_after_the_answer_is_held_until_somebody_takes_it(*, with_answer: b
                     await asyncio.wait([opening])
                 assert pair.server.engine.send_data(accepted.stream_id, bytes(200_000)) == 200_000
                 accepted.write_eof()
-                poller.mark(pair.server)
+                poller.schedule_flush(pair.server)
                 near, inner = tcp_pair()
                 with near, PlainSocket(inner, poller) as end, await opening as opened:
                     async with asyncio.timeout(5):
@@ -285,7 +285,7 @@ def test_goaway_that_crosses_a_request_says_unprocessed() -> None:
         with polling() as poller:
             async with connected(poller) as pair:
                 pair.server.engine.goaway()
-                poller.mark(pair.server)
+                poller.schedule_flush(pair.server)
                 with pytest.raises(TunnelBroken) as caught:
                     await pair.client.open(CONNECT)
                 assert caught.value.unprocessed
@@ -573,7 +573,7 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
                     sent += count
                     if not count and not engine.output and tunnel.connection.error is None:
                         break  # the window is full: the application has not read
-                    poller.mark(pair.client)
+                    poller.schedule_flush(pair.client)
                     await asyncio.sleep(0.001)
                 tunnel.write_eof()
                 while pair.client.link.blocked or engine.output:

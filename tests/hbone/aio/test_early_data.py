@@ -173,7 +173,7 @@ def test_nothing_goes_along_where_nobody_said_so(ours: ConnectionSettings, their
                     with accepted, await opening:
                         assert end.read_bytes == 0
                         room = memoryview(bytearray(100))
-                        assert bytes(room[: end.look(room)]) == b"question"
+                        assert bytes(room[: end.peek_into(room)]) == b"question"
 
     run(main)
 
@@ -245,7 +245,7 @@ def test_what_was_certainly_not_processed_was_not_delivered() -> None:
             async with pair_of(poller) as pair:
                 with application(poller, b"question") as (_, end):
                     pair.server.engine.goaway()
-                    poller.mark(pair.server)
+                    poller.schedule_flush(pair.server)
                     with pytest.raises(TunnelBroken) as caught:
                         await pair.client.open(CONNECT, end)
                     assert caught.value.unprocessed

@@ -14,7 +14,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hbone.aio.fiber import Fiber, Moment
+from hbone.aio.fiber import Fiber, OneShotFuture
 from hbone.aio.poller import Poller
 from hbone.aio.started_task import StartedTask
 
@@ -51,7 +51,7 @@ class Turns:
     def __init__(self, poller: Poller, notes: list[str]) -> None:
         self.dirty = False
         self._notes = notes
-        poller.mark(self)
+        poller.schedule_flush(self)
 
     def flush(self) -> None:
         self.dirty = False
@@ -61,7 +61,7 @@ class Turns:
 def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run: Run) -> None:
     async def main(poller: Poller) -> None:
         notes: list[str] = []
-        moment: Moment[int] = Moment(poller)
+        moment: OneShotFuture[int] = OneShotFuture(poller)
 
         async def work() -> None:
             notes.append("begun")
@@ -79,7 +79,7 @@ def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run
         assert notes == []  # not in the caller's hands, whose buffers may be in use
         await asyncio.sleep(0.01)
         assert notes == ["begun"]
-        poller.soon(Settles())
+        poller.call_soon(Settles())
         await fiber
         assert notes == ["begun", "settled", "got 7", "flushed"]
 
@@ -88,7 +88,7 @@ def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run
 
 def test_whoever_waits_for_a_moment_otherwise_is_told_too(run: Run) -> None:
     async def main(poller: Poller) -> None:
-        moment: Moment[str] = Moment(poller)
+        moment: OneShotFuture[str] = OneShotFuture(poller)
         heard: list[str] = []
 
         async def listen() -> None:
@@ -108,7 +108,7 @@ def test_whoever_waits_for_a_moment_otherwise_is_told_too(run: Run) -> None:
 
 def test_errors_reach_the_fiber_and_those_who_wait_for_it(run: Run) -> None:
     async def main(poller: Poller) -> None:
-        moment: Moment[None] = Moment(poller)
+        moment: OneShotFuture[None] = OneShotFuture(poller)
         fiber = Fiber(poller, wait_for(moment), "a fiber")
         await asyncio.sleep(0.01)
         moment.set_exception(LookupError("gone"))
@@ -124,7 +124,7 @@ async def wait_for(what: Awaitable[Any]) -> None:
 
 def test_timeouts_sleep_and_the_current_task_work_inside(run: Run) -> None:
     async def main(poller: Poller) -> None:
-        never: Moment[None] = Moment(poller)
+        never: OneShotFuture[None] = OneShotFuture(poller)
         seen: list[object] = []
 
         async def work() -> None:
@@ -154,7 +154,7 @@ def test_timeouts_sleep_and_the_current_task_work_inside(run: Run) -> None:
 @pytest.mark.parametrize("when", ["before it began", "while it waits", "when what it waits for is there"])
 def test_cancelling(run: Run, when: str) -> None:
     async def main(poller: Poller) -> None:
-        moment: Moment[None] = Moment(poller)
+        moment: OneShotFuture[None] = OneShotFuture(poller)
         ended: list[Fiber] = []
         tidied: list[str] = []
 
@@ -282,7 +282,7 @@ def test_an_end_of_the_program_before_the_first_step(start: Start) -> None:
 
 def test_a_fiber_may_cancel_itself_and_may_refuse(run: Run) -> None:
     async def main(poller: Poller) -> None:
-        moment: Moment[None] = Moment(poller)
+        moment: OneShotFuture[None] = OneShotFuture(poller)
 
         async def work() -> None:
             task = asyncio.current_task()
@@ -334,7 +334,7 @@ def test_fibers_outlive_their_poller(run: Run) -> None:
     """A program that ends cancels what still runs, in whatever order things close."""
 
     async def main(poller: Poller) -> None:
-        never: Moment[None] = Moment(poller)
+        never: OneShotFuture[None] = OneShotFuture(poller)
         waiting = Fiber(poller, wait_for(never), "waiting")
         await asyncio.sleep(0.01)
         beginning = Fiber(poller, wait_for(asyncio.sleep(0)), "beginning")
@@ -424,7 +424,7 @@ def test_as_a_task(steps: list[tuple[str, bool]]) -> None:
             with poller() as made:
                 running: asyncio.Future[None]
                 if as_fiber:
-                    running = Fiber(made, program(lambda: Moment(made)), "as a fiber")
+                    running = Fiber(made, program(lambda: OneShotFuture(made)), "as a fiber")
                 else:
                     running = loop.create_task(program(loop.create_future))
                 await asyncio.wait([running])

@@ -156,7 +156,7 @@ def test_a_goaway_that_crosses_the_request_is_retried_elsewhere() -> None:
         async with mesh() as (pool, network):
             (await pool.open("k", CONNECT)).close()
             network.servers[0].engine.goaway()
-            network.poller.mark(network.servers[0])
+            network.poller.schedule_flush(network.servers[0])
             tunnel = await pool.open("k", CONNECT)
             assert network.dials == 2
             assert pool.statistics.retried <= 1

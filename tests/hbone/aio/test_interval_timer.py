@@ -1,4 +1,4 @@
-"""One timer for many: who is looked at, when, and who is not."""
+"""The shared timer: which members are called, when, and which are not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hbone.aio.rounds import _AT_ONCE, Round
+from hbone.aio.interval_timer import CHECKS_PER_TURN, IntervalTimer
 
 
 class Clockwork(asyncio.AbstractEventLoop):
-    """A loop that has timers, and time when it is told."""
+    """A loop with timers only, whose time moves by :meth:`advance`."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -39,7 +39,7 @@ class Clockwork(asyncio.AbstractEventLoop):
         return len(self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; each timer is called at its time, in a turn of its own."""
+        """Move the time; each timer runs at its time, in a turn of its own."""
         until_s = self.now_s + seconds
         while due := [timer for timer in self._timers if timer.when() <= until_s]:
             timer = min(due, key=asyncio.TimerHandle.when)
@@ -51,82 +51,82 @@ class Clockwork(asyncio.AbstractEventLoop):
 
 
 class Seen:
-    """Notes when it was looked at; ``then`` says what a look does besides."""
+    """Notes when it was called; ``then`` is what a call does besides."""
 
     def __init__(self, loop: Clockwork, then: Callable[[Seen], None] | None = None) -> None:
         self.at: list[float] = []
         self._loop = loop
         self._then = then
 
-    def look(self) -> None:
+    def on_interval(self) -> None:
         self.at.append(self._loop.now_s)
         if self._then is not None:
             self._then(self)
 
 
-def test_each_is_looked_at_once_per_interval_from_when_it_joined() -> None:
+def test_each_member_is_called_once_per_interval_from_its_registration() -> None:
     loop = Clockwork()
-    every = Round(loop, 64.0)  # which may be late by a 64th
-    members, joined = [], []
+    every = IntervalTimer(loop, 64.0)  # which may be late by a 64th
+    members, registered = [], []
     for _ in range(3):
         members.append(Seen(loop))
-        joined.append(loop.now_s)
-        every.join(members[-1], loop.now_s)
+        registered.append(loop.now_s)
+        every.register(members[-1], loop.now_s)
         loop.advance(20.0)
     loop.advance(600.0)
-    for start, member in zip(joined, members, strict=True):
+    for start, member in zip(registered, members, strict=True):
         assert len(member.at) >= 9
         assert all(64 <= later - earlier <= 65 for earlier, later in itertools.pairwise([start, *member.at]))
     assert loop.timers == 1
 
 
-def test_looks_that_are_due_close_to_each_other_share_a_timer() -> None:
+def test_calls_that_are_due_close_to_each_other_share_a_timer() -> None:
     loop = Clockwork()
-    every = Round(loop, 64.0)
+    every = IntervalTimer(loop, 64.0)
     members = [Seen(loop) for _ in range(100)]
     for member in members:
-        every.join(member, loop.now_s)
+        every.register(member, loop.now_s)
         loop.advance(0.009)
     loop.advance(70.0)
     assert loop.turns == 1
     assert all(len(member.at) == 1 for member in members)
 
 
-def test_who_has_left_is_not_looked_at_and_an_empty_round_has_no_timer() -> None:
+def test_an_unregistered_member_is_not_called_and_an_empty_timer_does_not_run() -> None:
     loop = Clockwork()
-    every = Round(loop, 10.0)
+    every = IntervalTimer(loop, 10.0)
     stays, leaves = Seen(loop), Seen(loop)
-    every.join(leaves, loop.now_s)
-    every.join(stays, loop.now_s)
-    every.leave(leaves)
-    every.leave(leaves)
+    every.register(leaves, loop.now_s)
+    every.register(stays, loop.now_s)
+    every.unregister(leaves)
+    every.unregister(leaves)
     loop.advance(11.0)
     assert (len(leaves.at), len(stays.at), len(every)) == (0, 1, 1)
-    every.leave(stays)
+    every.unregister(stays)
     loop.advance(20.0)
     assert (loop.timers, len(every)) == (0, 0)
-    every.join(stays, loop.now_s)
+    every.register(stays, loop.now_s)
     loop.advance(11.0)
     assert len(stays.at) == 2
     every.close()
     assert (loop.timers, len(every)) == (0, 0)
 
 
-def test_a_look_may_end_its_member_and_others_and_fail() -> None:
+def test_a_call_may_unregister_its_member_and_others_and_fail() -> None:
     loop = Clockwork()
-    every = Round(loop, 10.0)
+    every = IntervalTimer(loop, 10.0)
 
     def end_both(member: Seen) -> None:
-        every.leave(member)
-        every.leave(victim)
+        every.unregister(member)
+        every.unregister(victim)
 
     def fail(member: Seen) -> None:
-        every.leave(member)
+        every.unregister(member)
         raise ZeroDivisionError
 
     first, victim, broken, last = Seen(loop, end_both), Seen(loop), Seen(loop, fail), Seen(loop)
     for member in (first, victim, broken, last):
-        every.join(member, loop.now_s)
+        every.register(member, loop.now_s)
     with pytest.raises(ZeroDivisionError):  # which a loop logs
         loop.advance(11.0)
     assert loop.timers == 1
@@ -137,23 +137,27 @@ def test_a_look_may_end_its_member_and_others_and_fail() -> None:
 
 def test_many_at_once_leave_room_for_others() -> None:
     loop = Clockwork()
-    every = Round(loop, 10.0)
+    every = IntervalTimer(loop, 10.0)
     turns: list[int] = []
-    members = [Seen(loop, lambda _: turns.append(loop.turns)) for _ in range(3 * _AT_ONCE)]
+    members = [Seen(loop, lambda _: turns.append(loop.turns)) for _ in range(3 * CHECKS_PER_TURN)]
     for member in members:
-        every.join(member, loop.now_s)
+        every.register(member, loop.now_s)
     loop.advance(15.0)
     assert all(len(member.at) == 1 for member in members)
-    assert {turn: turns.count(turn) for turn in turns} == {1: _AT_ONCE, 2: _AT_ONCE, 3: _AT_ONCE}
+    assert {turn: turns.count(turn) for turn in turns} == {
+        1: CHECKS_PER_TURN,
+        2: CHECKS_PER_TURN,
+        3: CHECKS_PER_TURN,
+    }
 
 
 def test_the_clock_of_an_earlier_turn_keeps_the_order() -> None:
     loop = Clockwork()
-    every = Round(loop, 10.0)
+    every = IntervalTimer(loop, 10.0)
     early, late = Seen(loop), Seen(loop)
     turn_s = loop.now_s
-    every.join(early, turn_s)
+    every.register(early, turn_s)
     loop.advance(11.0)
-    every.join(late, turn_s)
+    every.register(late, turn_s)
     loop.advance(11.0)
     assert [len(early.at), len(late.at)] == [2, 1]

@@ -1,0 +1,84 @@
+"""One shared timer per interval, for keepalive and idle checks.
+
+A timer of the loop per relay costs 450 bytes for as long as it runs, a microsecond to create and one to cancel.
+uvloop keeps some cancelled timers, and each of those keeps the allocator's arena around it, up to a megabyte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Final, Protocol
+
+#: Part of an interval by which a check may be late, so that it shares a timer with the checks due after it.
+_SLACK: Final = 1 / 64
+#: Checks in one turn of the loop, before other callbacks run: some hundred microseconds.
+CHECKS_PER_TURN: Final = 256
+
+
+class Member(Protocol):
+    """An object that wants to be called once per interval."""
+
+    def on_interval(self) -> None:
+        """Check; may unregister itself and other members."""
+
+
+class IntervalTimer:
+    """Calls every member once per interval; :meth:`hbone.aio.poller.Poller.interval_timer` has one per interval.
+
+    The first call comes one interval after :meth:`register`, each further one an interval after the last, up to a
+    64th of the interval late.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        #: The time of each member's next call (the loop's clock), soonest first.
+        self._due: OrderedDict[Member, float] = OrderedDict()
+        self._checked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def register(self, member: Member, now_s: float) -> None:
+        """Call ``member`` from now on; ``now_s`` is the loop's time, or that of an earlier turn."""
+        # The poller's clock is as old as its turn, and a check may have run since. Without the maximum this member
+        # would come behind later ones in ``_due``, which must stay sorted: the timer is set by the first alone.
+        self._due[member] = max(now_s, self._checked_s) + self._interval_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._late(self._due[member]), self._check)
+
+    def unregister(self, member: Member) -> None:
+        """Call ``member`` no more; idempotent. The timer keeps running, and finds nothing to do."""
+        self._due.pop(member, None)
+
+    def _check(self) -> None:
+        now_s = self._checked_s = self._loop.time()
+        self._timer = None
+        due = self._due
+        try:
+            for _ in range(min(len(due), CHECKS_PER_TURN)):
+                # Read anew each time: the last call may have removed any member, this one included.
+                member = next(iter(due), None)
+                if member is None or due[member] > now_s:
+                    break
+                due.move_to_end(member)
+                due[member] = now_s + self._interval_s
+                member.on_interval()
+        finally:
+            # Also after a member has raised (the loop logs it): the others must still be called.
+            if due:
+                next_s = due[next(iter(due))]
+                # A member that is overdue was left over by the limit per turn, so it must not wait for the slack.
+                self._timer = self._loop.call_at(next_s if next_s <= now_s else self._late(next_s), self._check)
+
+    def _late(self, due_s: float) -> float:
+        return due_s + self._interval_s * _SLACK
+
+    def close(self) -> None:
+        """Unregister every member and cancel the timer; idempotent."""
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
