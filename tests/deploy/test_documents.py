@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ztunnel.istio.config import config_from
+from ztunnel.istio.environment import config_from
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

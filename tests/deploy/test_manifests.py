@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.programs import needed
-from ztunnel.istio.config import ProxyMode, config_from
+from ztunnel.istio.config import ProxyMode
+from ztunnel.istio.environment import config_from
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kustomize" / "base"

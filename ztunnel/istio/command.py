@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ztunnel.istio.config import AmbientConfig, config_from
+from ztunnel.istio.config import AmbientConfig
+from ztunnel.istio.environment import config_from
 from ztunnel.runtime.tasks import errors_of
 
 

@@ -11,7 +11,7 @@ from xds.model.mesh import Mesh
 from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
 from ztunnel.istio.certificates.fake_ca import FakeCertificateAuthority
 from ztunnel.istio.certificates.manager import CertificateManager
-from ztunnel.istio.config import config_from
+from ztunnel.istio.environment import config_from
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.node import Node

@@ -17,7 +17,7 @@ from xds.model.address import SocketAddress
 from ztunnel.istio.admin.config_dump import build_info, config_entry, logged_config
 from ztunnel.istio.admin.server import Servers
 from ztunnel.istio.app import AmbientProxy
-from ztunnel.istio.config import config_from
+from ztunnel.istio.environment import config_from
 
 ALONE = {"XDS_ADDRESS": "", "FAKE_CA": "true", "IPV6_ENABLED": "false", "INPOD_UDS": "/nowhere/ztunnel.sock"}
 ALWAYS = "hickory_server::server=off"

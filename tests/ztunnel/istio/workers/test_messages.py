@@ -39,7 +39,8 @@ from xds.model.workload import (
     WorkloadUid,
 )
 from xds.proto.istio.security import authorization_pb2 as security
-from ztunnel.istio.config import PodName, config_from
+from ztunnel.istio.config import PodName
+from ztunnel.istio.environment import config_from
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.outcome import Flags
 from ztunnel.istio.workers.messages import (

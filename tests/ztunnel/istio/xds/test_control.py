@@ -13,7 +13,7 @@ from xds.errors import ConfigError
 from xds.model.mesh import Mesh
 from xds.protocol.resource import Update, UpdateRejected
 from ztunnel.control_plane.server import ControlPlane as Server
-from ztunnel.istio.config import config_from
+from ztunnel.istio.environment import config_from
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.xds import control as module
 from ztunnel.istio.xds.control import ADDRESS, AUTHORIZATION, ControlPlane

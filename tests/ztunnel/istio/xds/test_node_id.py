@@ -2,7 +2,7 @@
 
 from google.protobuf.json_format import MessageToDict
 
-from ztunnel.istio.config import config_from
+from ztunnel.istio.environment import config_from
 from ztunnel.istio.xds.node_id import node_message
 
 

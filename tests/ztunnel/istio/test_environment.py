@@ -6,18 +6,9 @@ from typing import Any
 
 import pytest
 
-from ztunnel.istio.config import (
-    ISTIOD,
-    MESH_CONFIG,
-    AmbientConfig,
-    OriginalSource,
-    PodName,
-    ProxyMode,
-    SocketConfig,
-    config_from,
-    duration_s,
-)
-from ztunnel.runtime.settings import SettingsError
+from ztunnel.istio.config import AmbientConfig, OriginalSource, PodName, ProxyMode, SocketConfig
+from ztunnel.istio.environment import ISTIOD, MESH_CONFIG, config_from
+from ztunnel.runtime.settings import SettingsError, duration_s
 
 NOTHING: Mapping[str, str] = {}
 DEDICATED = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "ns/name/sa"}

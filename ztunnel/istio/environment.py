@@ -1,0 +1,453 @@
+"""Reads the environment of the Rust ztunnel into one :class:`AmbientConfig`; all bad values are reported together.
+
+Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
+``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
+``ZTUNNEL_EARLY_DATA`` and ``ZTUNNEL_CONNECT_TIMEOUT``.
+"""
+
+import ipaddress
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ztunnel.istio.certificates.credentials import Endpoint
+from ztunnel.istio.certificates.manager import TlsPolicy
+from ztunnel.istio.config import (
+    DNS_PORT,
+    ROOT_CERT,
+    AmbientConfig,
+    OriginalSource,
+    PodName,
+    ProxyMode,
+    SocketConfig,
+)
+from ztunnel.istio.logs import InvalidLevel, LogFilter
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
+
+MESH_CONFIG = "./etc/istio/config/mesh"
+ISTIOD = "https://istiod.istio-system.svc:15012"
+#: Largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` that Linux takes.
+_KEEPALIVE_LONGEST_S = 32767.0
+#: Most worker processes, and most without being configured.
+MOST_WORKERS = 64
+_MOST_BY_DEFAULT = 8
+
+ValueT = TypeVar("ValueT")
+
+
+def _number(smallest: int, largest: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not smallest <= int(text) <= largest:
+            raise ValueError(f"must be a number from {smallest} to {largest}")
+        return int(text)
+
+    return read
+
+
+def _quantity(text: str) -> int:
+    """CPUs of a Kubernetes quantity, rounded up."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text, re.ASCII)
+    if match is None:
+        raise ValueError("must be a CPU quantity such as 2, 1.5 or 500m")
+    return math.ceil(float(match[1]) / (1000 if match[2] else 1))
+
+
+def _address(text: str) -> str:
+    """An address of the control plane, complete; empty: none."""
+    if not text:
+        return text
+    endpoint = Endpoint.parse(text)
+    return endpoint.target if endpoint.target.startswith("unix:") else text if "://" in text else f"https://{text}"
+
+
+class _Environment:
+    """Reads variables, remembers which ones and what was wrong with them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self.faults: list[str] = []
+        self.warnings: list[str] = []
+        self.asked: set[str] = set()
+
+    def get(self, name: str, read: Callable[[str], ValueT], default: ValueT) -> ValueT:
+        self.asked.add(name)
+        text = self._env.get(name)
+        if text is None:
+            return default
+        try:
+            return read(text)
+        except ValueError as error:
+            self.faults.append(f"invalid env var {name}={text} ({error})")
+            return default
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.get(name, str, default)
+
+    def prefixed(self, prefix: str) -> list[tuple[str, str]]:
+        """``(rest of the name, value)`` of every variable that starts so."""
+        return [
+            (name[len(prefix) :], value) for name, value in sorted(self._env.items()) if name.startswith(prefix)
+        ]
+
+
+#: Read elsewhere, or set by Istio's chart and without meaning here.
+_OTHER_VARIABLES = frozenset(
+    (
+        "INPOD_ENABLED",
+        "RUST_BACKTRACE",
+        "KUBERNETES_SERVICE_HOST",
+        "KUBERNETES_SERVICE_PORT",
+        "ISTIO_META_CLUSTER_ID",
+    )
+)
+_PREFIXES = ("XDS_HEADER_", "CA_HEADER_", "ISTIO_META_", "ISTIO_METAJSON_", "KUBERNETES_")
+#: Variables of Kubernetes service links, for a service named ztunnel.
+_SERVICE_LINK = re.compile(r"ZTUNNEL_(SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?)$")
+
+
+def config_from(
+    env: Mapping[str, str],
+    *,
+    cpus: int,
+    arguments: str = "",
+    read_file: Callable[[str], str | None] = lambda path: Path(path).read_text() if Path(path).exists() else None,
+) -> AmbientConfig:
+    """Read the environment.
+
+    Args:
+        env: of the process.
+        cpus: this process may use.
+        arguments: command line, for the dump.
+        read_file: text of a file, ``None`` when there is none.
+
+    Raises:
+        SettingsError: all unusable values together.
+    """
+    seen = _Environment(env)
+    values: dict[str, Any] = {"arguments": arguments}
+    proxy_config = _proxy_config(seen, read_file)
+    _modes(seen, values)
+    _names(seen, values)
+    metadata = _metadata(seen, proxy_config, values)
+    _control_plane(seen, values, proxy_config)
+    _sockets(seen, values)
+    _tunnels(seen, values)
+    _limits(seen, values, proxy_config, cpus)
+    _dns(seen, values, metadata)
+    values["log_filter"] = seen.get("RUST_LOG", _log_filter, "info")
+    values["log_json"] = seen.get("LOG_FORMAT", _one_of("plain", "json"), "plain") == "json"
+    _validate(seen, values)
+    if seen.faults:
+        raise SettingsError(seen.faults)
+    return AmbientConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.asked)))
+
+
+def _log_filter(text: str) -> str:
+    try:
+        LogFilter(text)
+    except InvalidLevel as error:
+        raise ValueError(f"{error.clause} is neither a level nor target=level") from error
+    return text
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise ValueError("must be one of " + ", ".join(allowed))
+        return text
+
+    return read
+
+
+def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) -> dict[str, Any]:
+    """``defaultConfig`` of the mesh file, ``PROXY_CONFIG`` merged over it."""
+    merged: dict[str, Any] = {}
+    given = False
+    for place, text, key in (
+        (MESH_CONFIG, read_file(MESH_CONFIG), "defaultConfig"),
+        ("PROXY_CONFIG", seen.get("PROXY_CONFIG", str, None), None),
+    ):
+        if text is None:
+            continue
+        import yaml  # 1 MiB that most do not need
+
+        try:
+            loaded = yaml.safe_load(text)
+            if key is not None and isinstance(loaded, dict):
+                loaded = loaded.get(key)
+            loaded = {} if loaded is None else loaded
+        except yaml.YAMLError as error:
+            seen.faults.append(f"{place}: not YAML: {str(error).splitlines()[0]}")
+            continue
+        if not isinstance(loaded, dict):
+            seen.faults.append(f"{place}: must be a mapping")
+            continue
+        given = given or bool(loaded)
+        metadata = {**_string_map(merged.get("proxyMetadata")), **_string_map(loaded.get("proxyMetadata"))}
+        merged |= loaded
+        if metadata or "proxyMetadata" in loaded:
+            merged["proxyMetadata"] = metadata
+    if given and "proxyMetadata" not in merged:
+        seen.faults.append("PROXY_CONFIG: missing field proxyMetadata")
+    return merged
+
+
+def _string_map(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    # YAML reads an unquoted true as a boolean; the metadata means the word.
+    return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
+
+
+def _modes(seen: _Environment, values: dict[str, Any]) -> None:
+    mode = seen.get("PROXY_MODE", _one_of("shared", "dedicated"), "shared")
+    values["proxy_mode"] = ProxyMode.DEDICATED if mode == "dedicated" else ProxyMode.SHARED
+    values["proxy"] = seen.get("ENABLE_PROXY", boolean, True)
+
+    def workload(text: str) -> PodName:
+        pieces = text.split("/")
+        if len(pieces) != 3 or not all(pieces):
+            raise ValueError("must be namespace/name/serviceaccount")
+        return PodName(namespace=pieces[0], name=pieces[1], service_account=pieces[2])
+
+    values["workload"] = seen.get("PROXY_WORKLOAD_INFO", workload, None)
+    if mode == "dedicated" and values["workload"] is None and "PROXY_WORKLOAD_INFO" not in " ".join(seen.faults):
+        seen.faults.append("PROXY_MODE=dedicated needs PROXY_WORKLOAD_INFO=namespace/name/serviceaccount")
+
+
+def _names(seen: _Environment, values: dict[str, Any]) -> None:
+    values["network"] = seen.text("NETWORK")
+    values["node"] = seen.text("NODE_NAME")
+    cluster = seen.text("CLUSTER_ID", "Kubernetes")
+    values["cluster_id"] = seen.text("ISTIO_META_CLUSTER_ID", cluster)
+    values["cluster_domain"] = seen.text("CLUSTER_DOMAIN", "cluster.local")
+    values["trust_domain"] = seen.text("TRUST_DOMAIN", "cluster.local")
+    name, namespace = seen.text("POD_NAME"), seen.text("POD_NAMESPACE")
+    account = seen.text("SERVICE_ACCOUNT")
+    values |= {"pod_name": name, "pod_namespace": namespace, "service_account": account}
+    if name and namespace and account and values["proxy_mode"] is ProxyMode.SHARED:
+        values["own_pod"] = PodName(name=name, namespace=namespace, service_account=account)
+    values["instance_ip"] = seen.text("INSTANCE_IP", "1.1.1.1")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
+    metadata = {
+        key.removeprefix("ISTIO_META_"): value
+        for key, value in _string_map(proxy_config.get("proxyMetadata")).items()
+    }
+    metadata |= dict(seen.prefixed("ISTIO_META_"))
+    values["proxy_metadata"] = metadata
+    parsed = {}
+    for key, text in seen.prefixed("ISTIO_METAJSON_"):
+        try:
+            parsed[key] = json.loads(text, parse_constant=_no_constant)
+        except ValueError as error:
+            # As upstream: the control plane is told less, which is no reason not to start.
+            seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
+    values["metadata_json"] = parsed
+    return metadata
+
+
+def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any]) -> None:
+    default = ISTIOD if seen.text("KUBERNETES_SERVICE_HOST") else "https://localhost:15012"
+    discovery = str(proxy_config.get("discoveryAddress") or "")
+    try:
+        discovery = _address(discovery)
+    except ValueError as error:
+        seen.faults.append(f"PROXY_CONFIG: discoveryAddress: {discovery}: {error}")
+    values["xds_address"] = seen.get("XDS_ADDRESS", _address, discovery or default)
+    values["fake_ca"] = seen.get("FAKE_CA", boolean, False)
+    ca = seen.get("CA_ADDRESS", _address, default)
+    if not ca and not values["fake_ca"]:
+        seen.faults.append("CA_ADDRESS must not be empty (FAKE_CA=true makes certificates for tests)")
+    values["ca_address"] = "" if values["fake_ca"] else ca
+    values["xds_root_ca"] = seen.text("XDS_ROOT_CA", ROOT_CERT)
+    values["ca_root_ca"] = seen.text("CA_ROOT_CA", ROOT_CERT)
+    values["alt_xds_hostname"] = seen.text("ALT_XDS_HOSTNAME")
+    values["alt_ca_hostname"] = seen.text("ALT_CA_HOSTNAME")
+    values["auth_token"] = seen.get("AUTH_TOKEN", str, None)
+    for prefix, name in (("XDS_HEADER_", "xds_headers"), ("CA_HEADER_", "ca_headers")):
+        headers = []
+        for key, value in seen.prefixed(prefix):
+            lower = key.lower()
+            # Values may be credentials and stay out of messages.
+            if not re.fullmatch(r"[0-9a-z_.-]+", lower) or lower.endswith("-bin") or lower.startswith("grpc-"):
+                seen.faults.append(f"invalid env var {prefix}{key} (not the name of a gRPC header)")
+            elif not re.fullmatch(r"[\x20-\x7e]*", value):
+                seen.faults.append(f"invalid env var {prefix}{key} (not a printable ASCII value)")
+            else:
+                headers.append((lower, value))
+        values[name] = tuple(headers)
+    values["xds_on_demand"] = seen.get("XDS_ON_DEMAND", boolean, False)
+    values["local_xds_path"] = seen.text("LOCAL_XDS_PATH")
+    values["local_xds"] = seen.text("LOCAL_XDS")
+    values["secret_ttl_s"] = seen.get("SECRET_TTL", duration_s, 86400.0)
+    values["preferred_service_namespace"] = seen.text("PREFERED_SERVICE_NAMESPACE")
+    values["crl_path"] = seen.text("CRL_PATH")
+
+
+def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
+    shared = values["proxy_mode"] is ProxyMode.SHARED
+    values["inpod_uds"] = seen.text("INPOD_UDS", "/var/run/ztunnel/ztunnel.sock")
+    values["inpod_port_reuse"] = seen.get("INPOD_PORT_REUSE", boolean, True)
+    mark = seen.get("PACKET_MARK", _number(0, 0xFFFFFFFF), 1337 if shared else 0)
+    values["packet_mark"] = mark or None
+    keepalive = seen.get("KEEPALIVE_ENABLED", boolean, True)
+    time_s = _keepalive_s(seen, "KEEPALIVE_TIME")
+    values["socket"] = SocketConfig(
+        keepalive_time_s=time_s if keepalive else None,
+        keepalive_interval_s=_keepalive_s(seen, "KEEPALIVE_INTERVAL"),
+        keepalive_retries=_keepalive_retries(seen),
+        user_timeout=seen.get("USER_TIMEOUT_ENABLED", boolean, False),
+    )
+    wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
+    values["original_source"] = OriginalSource(wanted)
+    values["ipv6"] = seen.get("IPV6_ENABLED", boolean, True)
+
+
+def _keepalive_s(seen: _Environment, name: str) -> float:
+    """Seconds the kernel takes for a keepalive timer, the nearest ones to what the variable says.
+
+    Linux refuses other values (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``). The Rust
+    ztunnel ignores that refusal, and its connections keep the system's two hours.
+    """
+    wanted = seen.get(name, duration_s, 180.0)
+    taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
+    if taken != wanted:
+        seen.warnings.append(f"{name}: Linux takes 1 to {_KEEPALIVE_LONGEST_S:.0f} s; {taken:.0f} s is used")
+    return taken
+
+
+def _keepalive_retries(seen: _Environment) -> int:
+    retries = seen.get("KEEPALIVE_RETRIES", _number(0, 127), 9)
+    if retries == 0:
+        seen.warnings.append("KEEPALIVE_RETRIES: Linux takes 1 to 127; 1 is used")
+    return max(retries, 1)
+
+
+def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
+    values["localhost_app_tunnel"] = seen.get("LOCALHOST_APP_TUNNEL", boolean, True)
+    values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
+    values["pool_max_streams"] = seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(1, 65535), 100)
+    values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
+    # RFC 9113, 6.5.2 and 6.9: what SETTINGS and WINDOW_UPDATE can say.
+    values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(65_535, 2**31 - 1), 4 * 1024 * 1024)
+    values["connection_window"] = seen.get(
+        "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
+    )
+    values["frame_size"] = seen.get("HTTP2_FRAME_SIZE", _number(16_384, 2**24 - 1), 1024 * 1024)
+    values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", boolean, False)
+    compliance = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc"), "")
+    values["post_quantum_only"] = compliance == "pqc"
+    values["tls12"] = seen.get("TLS12_ENABLED", boolean, False)
+    try:
+        TlsPolicy.for_compliance(compliance, tls_1_2=values["tls12"])
+    except ValueError as error:
+        seen.faults.append(str(error))
+    values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", boolean, False)
+    values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
+    values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
+    values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
+    values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean, True)
+    values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", boolean, True)
+    values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)
+
+
+def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, Any], cpus: int) -> None:
+    deadline: float | None = seen.get("CONNECTION_TERMINATION_DEADLINE", duration_s, None)
+    grace: float | None = seen.get("TERMINATION_GRACE_PERIOD_SECONDS", duration_s, None)
+    if deadline is None:
+        deadline = 5.0 if grace is None else grace - 5 if grace > 10 else max(grace - 1, 1.0)
+    values["drain_s"] = deadline
+    values["worker_threads"] = _worker_threads(
+        seen, proxy_config, cpus, dedicated=values["proxy_mode"] is ProxyMode.DEDICATED
+    )
+    for name, key, default in (("admin_port", "proxyAdminPort", 15000), ("stats_port", "statsPort", 15020)):
+        port = proxy_config.get(key, default)
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+            seen.faults.append(f"PROXY_CONFIG: {key}: {port!r} is not a port")
+            port = default
+        values[name] = port
+    values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
+
+
+def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:
+    limit = seen.get("ZTUNNEL_RESOURCE_CPU_LIMIT", _quantity, 0)
+    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked, and no reason for more processes
+    old_limit = seen.get("ZTUNNEL_CPU_LIMIT", _quantity, 0)
+    available = limit or old_limit or cpus
+
+    def threads(text: str) -> int:
+        if text.endswith("%") and text[:-1].isascii() and text[:-1].isdigit():
+            return max(1, math.ceil(available * int(text[:-1]) / 100))
+        count = _number(0, 4096)(text)
+        return count or available
+
+    # Each has the mesh in its memory, unlike upstream's threads: as few as serve, and one for one workload.
+    default = 1 if available <= 2 or dedicated else min(math.ceil(available / 4), _MOST_BY_DEFAULT)
+    concurrency = proxy_config.get("concurrency")
+    if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
+        default = concurrency or available
+    elif concurrency is not None:
+        seen.faults.append(f"PROXY_CONFIG: concurrency: {concurrency!r} is not a number of threads")
+    wanted = seen.get("ZTUNNEL_WORKER_THREADS", threads, default)
+    if wanted > MOST_WORKERS:
+        seen.warnings.append(f"{wanted} worker threads are processes here; {MOST_WORKERS} are started")
+    return min(wanted, MOST_WORKERS)
+
+
+def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]) -> None:
+    capture = metadata.get("DNS_CAPTURE", "true").lower() == "true"
+    values["dns_proxy"] = capture
+    values["dns_host"], values["dns_port"] = "", DNS_PORT
+    address = metadata.get("DNS_PROXY_ADDR")
+    if address is not None:
+        try:
+            values["dns_host"], values["dns_port"] = _dns_address(address)
+        except ValueError:
+            seen.faults.append(f"DNS_PROXY_ADDR={address}: must be localhost:port or ip:port")
+
+
+def _dns_address(text: str) -> tuple[str, int]:
+    """Host and port, the host empty for ``localhost``."""
+    host, _, port = text.rpartition(":")
+    number = _number(1, 65535)(port)
+    if host == "localhost":
+        return "", number
+    bracketed = host.startswith("[") and host.endswith("]")
+    address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+    if bracketed != (address.version == 6):
+        raise ValueError(text)
+    return str(address), number
+
+
+def _validate(seen: _Environment, values: dict[str, Any]) -> None:
+    if values["dns_proxy"] and values["xds_on_demand"]:
+        seen.faults.append("DNS proxy does not currently support on-demand mode")
+    if not values["proxy"] and not values["dns_proxy"]:
+        seen.faults.append("ztunnel run without any servers enabled")
+    if values["local_xds"] and values["local_xds_path"]:
+        seen.faults.append("only one of LOCAL_XDS_PATH and LOCAL_XDS may be set")
+
+
+def _unknown(env: Mapping[str, str], asked: set[str]) -> list[str]:
+    """Variables that were probably meant for us: all unknown ``ZTUNNEL_*``, and near misses of the others."""
+    import difflib  # workers get what was read
+
+    known = asked | _OTHER_VARIABLES
+    warnings = []
+    for name in sorted(env.keys() - known):
+        if name.startswith(_PREFIXES) or _SERVICE_LINK.match(name):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.88)
+        if name.startswith("ZTUNNEL_") or near:
+            hint = f"; did you mean {near[0]}?" if near else ""
+            warnings.append(f"environment variable {name} is not known{hint}")
+    return warnings
