@@ -40,7 +40,7 @@ PURE_APPLICATION = (
     "ztunnel/istio/workers/messages.py",
     "ztunnel/istio/workers/mesh_replica.py",
     "ztunnel/envoy/listeners/client_hello.py",
-    "ztunnel/runtime/faults.py",
+    "ztunnel/runtime/config_reader.py",
     "ztunnel/dataplane/proxy_protocol.py",
     "ztunnel/envoy/stream_info.py",
     "ztunnel/envoy/outcome.py",

@@ -142,8 +142,10 @@ def test_errors_are_one_line_with_what_to_do(lab: Lab, file: Path) -> None:
         assert "no interface 'vethgone' in the host namespace" in error(describe(lab, [], interface="vethgone"))
         assert "no network namespace 'gone'" in error(describe(lab, [], namespace="gone"))
         assert "same namespace" in error(describe(lab, [], namespace=f"{lab.prefix}w1"))
-        assert "'10.0.0.300' is not an IP address" in error(describe(lab, [], addresses=["10.0.0.300"]))
-        assert "not YAML" in error("{")
+        assert "ztunnel.addresses: must be IP addresses, not '10.0.0.300'" in error(
+            describe(lab, [], addresses=["10.0.0.300"])
+        )
+        assert "file: not valid JSON" in error("{")
         unprivileged = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
         assert "needs CAP_SYS_ADMIN; run as root" in error(good, *unprivileged)
         # May enter namespaces, may not change them.

@@ -23,13 +23,10 @@ from typing import Any
 
 from tproxy.inpod import Capture
 from tproxy.resources import Version
-from xds.errors import ConfigError
-from xds.proto.json import load
 from ztunnel.istio.zds.messages import AddPod, request_bytes
 from ztunnel.istio.zds.pods import PodInfo, PodUid
-from ztunnel.runtime.faults import Faults, Reader
+from ztunnel.runtime.config_reader import ConfigReader, Faults
 
-_INTERFACE_BYTES = 15
 _KEYS = (
     "netns",
     "pid",
@@ -81,22 +78,17 @@ def parse_pods(text: str) -> tuple[PodDescription, ...]:
     Raises:
         PodFaults: with every fault.
     """
-    try:
-        document = load(text)
-    except ConfigError as error:
-        raise PodFaults([str(error)]) from None
     reader = _Reader()
-    pods = reader.pods(document)
+    pods = reader.pods(reader.document(text, ("pods",)))
     if reader.faults:
         raise PodFaults(reader.faults)
     return pods
 
 
-class _Reader(Reader):
-    def pods(self, document: object) -> tuple[PodDescription, ...]:
-        top = self.mapping(document, "file", ("pods",))
+class _Reader(ConfigReader):
+    def pods(self, document: Mapping[str, Any]) -> tuple[PodDescription, ...]:
         found = []
-        for name, value in self.mapping(top.get("pods"), "pods", None).items():
+        for name, value in self.mapping(document.get("pods"), "pods", None).items():
             pod = self.pod(str(name), value)
             if pod is not None:
                 found.append(pod)
@@ -155,16 +147,5 @@ class _Reader(Reader):
         return ""
 
     def interfaces(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
-        place = f"{place}.virtual_interfaces"
-        listed = entry.get("virtual_interfaces", [])
-        if not isinstance(listed, list):
-            self.fault(place, f"must be a list, not {listed!r}")
-            return ()
-        for name in listed:
-            if (
-                not isinstance(name, str)
-                or not 0 < len(name.encode()) <= _INTERFACE_BYTES
-                or any(char in "/\0" or char.isspace() for char in name)
-            ):
-                self.fault(place, f"not the name of an interface: {name!r}")
-        return tuple(map(str, listed))
+        listed = self.items(entry, "virtual_interfaces", place)
+        return tuple(self.interface(name, f"{place}.virtual_interfaces") for name in listed)

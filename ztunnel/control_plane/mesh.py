@@ -40,11 +40,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.identity import SpiffeId
-from xds.proto.json import load
-from ztunnel.runtime.faults import Faults, Reader
+from ztunnel.runtime.config_reader import ConfigReader, Faults
 
 
 class MeshFaults(Faults):
@@ -163,24 +161,18 @@ def parse_mesh(text: str) -> Mesh:
     Raises:
         MeshFaults: with every fault.
     """
-    try:
-        document = load(text)
-    except ConfigError as error:
-        raise MeshFaults([str(error)]) from None
     reader = _Reader()
-    mesh = reader.mesh(document)
+    mesh = reader.mesh(reader.document(text, _KEYS))
     if reader.faults:
         raise MeshFaults(reader.faults)
     return mesh
 
 
-class _Reader(Reader):
-    def mesh(self, document: object) -> Mesh:
-        top = self.mapping(
-            document,
-            "mesh file",
-            ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "waypoints", "policies"),
-        )
+_KEYS = ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "waypoints", "policies")
+
+
+class _Reader(ConfigReader):
+    def mesh(self, top: Mapping[str, Any]) -> Mesh:
         domain = self.text(top, "trust_domain", "", "cluster.local")
         nodes = tuple(self.mapping(top.get("nodes"), "nodes", None))
         for section in ("pods", "services", "waypoints", "policies"):
@@ -223,7 +215,7 @@ class _Reader(Reader):
         node = self.text(entry, "node", place, "")
         if node not in nodes:
             self.fault(f"{place}.node", f"no such node: {node!r}")
-        addresses = self.addresses(entry, place)
+        addresses = self.canonical_addresses(entry, place)
         if not addresses:
             self.fault(f"{place}.addresses", "a pod needs at least one address")
         account = self.text(entry, "service_account", place, "default")
@@ -276,7 +268,7 @@ class _Reader(Reader):
         return Service(
             name=short,
             namespace=namespace,
-            addresses=self.addresses(entry, place),
+            addresses=self.canonical_addresses(entry, place),
             ports=tuple(ports),
             pods=self.pod_names(entry, place, namespace, pods),
         )
@@ -340,7 +332,7 @@ class _Reader(Reader):
     def ports(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[int, ...]:
         return tuple(self.port(value, f"{place}.{key}") for value in self.items(entry, key, place))
 
-    def addresses(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    def canonical_addresses(self, entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
         found = []
         for value in self.items(entry, "addresses", place):
             try:

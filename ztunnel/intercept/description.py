@@ -18,28 +18,18 @@
 No input or output here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from typing import Any
 
-import yaml
-
 from tproxy.node import Member, Node
-from tproxy.resources import IpAddress
+from ztunnel.runtime.config_reader import ConfigReader, Faults
 
-_INTERFACE_BYTES = 15
+_UID_CHARACTERS = 120  # what fits into the comment that marks its rules
 
 
-class BadDescription(Exception):
-    """The description is not usable; ``problems`` are all that is wrong with it, a line each."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(tuple(problems))
-        self.problems = tuple(problems)
-
-    def __str__(self) -> str:
-        return "; ".join(self.problems)
+class BadDescription(Faults):
+    """The description of a node cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,58 +55,39 @@ class Flags:
 
 
 def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
-    """Only the two namespaces: all that removal needs.
+    """Return host's and ztunnel's namespace: all that removal needs.
 
     Raises:
         BadDescription: the ztunnel's is missing, or the file is not YAML.
     """
-    problems: list[str] = []
-    data = _document(text, problems)
-    host = flags.host_namespace or _namespace(_part(data, "host", problems), "host", problems)
-    ztunnel = flags.ztunnel_namespace or _namespace(_part(data, "ztunnel", problems), "ztunnel", problems)
-    if ztunnel is None:
-        problems.append("ztunnel.namespace is missing: say --ztunnel-netns NAME|PATH|PID")
-    if problems or ztunnel is None:
-        raise BadDescription(problems)
-    return host, ztunnel
+    reader = _Reader()
+    data = reader.document(text or "", _KEYS)
+    found = reader.namespaces(data, flags)
+    # Other faults of the file are no reason not to remove.
+    faults = [fault for fault in reader.faults if fault.startswith(("file:", *_NAMESPACES))]
+    if faults:
+        raise BadDescription(faults)
+    return found
 
 
 def parse(text: str | None, flags: Flags) -> Description:
     """Read the description.
 
     Args:
-        text: the YAML file, None without one.
+        text: the YAML file, ``None`` without one.
         flags: the command line.
 
     Raises:
-        BadDescription: with every problem found.
+        BadDescription: with every fault.
     """
-    problems: list[str] = []
-    data = _document(text, problems)
-    host = _part(data, "host", problems)
-    ztunnel = _part(data, "ztunnel", problems)
-    _unknown(data, {"host", "ztunnel", "pods"}, "", problems)
-    _unknown(host, {"namespace", "addresses"}, "host.", problems)
-    _unknown(ztunnel, {"namespace", "interface", "uplink", "addresses"}, "ztunnel.", problems)
-    try:
-        host_namespace, ztunnel_namespace = namespaces(text, flags)
-    except BadDescription as error:
-        problems += [problem for problem in error.problems if problem not in problems]
-        host_namespace, ztunnel_namespace = None, ""
-    interface = flags.ztunnel_interface or ztunnel.get("interface")
-    node = Node(
-        host_addresses=_addresses(flags.host_addresses or host.get("addresses"), "host.addresses", problems),
-        ztunnel_addresses=_addresses(
-            flags.ztunnel_addresses or ztunnel.get("addresses"), "ztunnel.addresses", problems
-        ),
-        ztunnel_device=_interface(interface, "ztunnel.interface", problems),
-        uplink=_interface(flags.ztunnel_uplink or ztunnel.get("uplink", "eth0"), "ztunnel.uplink", problems),
-        members=tuple(_members(data.get("pods"), flags.pods, problems)),
-    )
-    if not problems and not node.versions:
-        problems.append("host and ztunnel have no IP version in common")
-    if problems:
-        raise BadDescription(problems)
+    reader = _Reader()
+    data = reader.document(text or "", _KEYS)
+    host_namespace, ztunnel_namespace = reader.namespaces(data, flags)
+    node = reader.node(data, flags)
+    if not reader.faults and not node.versions:
+        reader.fault("addresses", "host and ztunnel have no IP version in common")
+    if reader.faults:
+        raise BadDescription(reader.faults)
     return Description(
         host_namespace=host_namespace,
         ztunnel_namespace=ztunnel_namespace,
@@ -132,98 +103,78 @@ def _served(node: Node) -> tuple[Member, ...]:
     )
 
 
-def _document(text: str | None, problems: list[str]) -> Mapping[str, Any]:
-    if text is None:
-        return {}
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problems.append(f"not YAML: {' '.join(str(error).split())}")
-        return {}
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        problems.append("the description is not a mapping with host, ztunnel and pods")
-        return {}
-    return data
+_KEYS = ("host", "ztunnel", "pods")
+_NAMESPACES = ("host.namespace:", "ztunnel.namespace:")
 
 
-def _part(data: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:
-    part = data.get(name) or {}
-    if not isinstance(part, dict):
-        problems.append(f"{name} is not a mapping")
-        return {}
-    return part
+class _Reader(ConfigReader):
+    def namespaces(self, data: Mapping[str, Any], flags: Flags) -> tuple[str | None, str]:
+        host, ztunnel = (self.mapping(data.get(name), name, None) for name in ("host", "ztunnel"))
+        host_namespace = flags.host_namespace or self.namespace(host.get("namespace"), "host.namespace")
+        given = flags.ztunnel_namespace or ztunnel.get("namespace")
+        ztunnel_namespace = self.namespace(given, "ztunnel.namespace")
+        if given is None:
+            self.fault("ztunnel.namespace", "is missing: give it, or --ztunnel-netns NAME|PATH|PID")
+        return host_namespace, ztunnel_namespace or ""
 
-
-def _unknown(data: Mapping[str, Any], known: set[str], where: str, problems: list[str]) -> None:
-    problems += [f"{where}{name} is not a known key" for name in data if name not in known]
-
-
-def _namespace(part: Mapping[str, Any], where: str, problems: list[str]) -> str | None:
-    value = part.get("namespace")
-    if value is None:
-        return None
-    if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
-        return str(value)
-    problems.append(f"{where}.namespace is not a name, path or process id: {value!r}")
-    return None
-
-
-def _addresses(value: object, where: str, problems: list[str]) -> tuple[IpAddress, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        problems.append(f"{where} is not a list of IP addresses")
-        return ()
-    found = []
-    for item in value:
-        try:
-            found.append(ip_address(item if isinstance(item, str) else ""))
-        except ValueError:
-            problems.append(f"{where}: {item!r} is not an IP address")
-    return tuple(found)
-
-
-def _interface(value: object, where: str, problems: list[str]) -> str:
-    name = value if isinstance(value, str) else ""
-    if not name or len(name.encode()) > _INTERFACE_BYTES or "/" in name or name.split() != [name]:
-        problems.append(f"{where} is not an interface name: {value!r}")
-    return name
-
-
-def _members(value: object, told: Sequence[str], problems: list[str]) -> Iterator[Member]:
-    for position, item in enumerate(told):
-        yield _told_member(item, f"--pod {item!r} (number {position + 1})", problems)
-    if value is None or told:
-        return
-    if not isinstance(value, list):
-        problems.append("pods is not a list")
-        return
-    for position, item in enumerate(value):
-        where = f"pods[{position}]"
-        if not isinstance(item, dict):
-            problems.append(f"{where} is not a mapping")
-            continue
-        _unknown(item, {"uid", "addresses", "interface"}, f"{where}.", problems)
-        uid = item.get("uid")
-        if not isinstance(uid, str) or not uid or len(uid.encode()) > 120 or not uid.isascii():
-            problems.append(f"{where}.uid is not a text of at most 120 ASCII characters: {uid!r}")
-            uid = ""
-        yield Member(
-            uid=uid,
-            addresses=_addresses(item.get("addresses"), f"{where}.addresses", problems),
-            device=_interface(item.get("interface"), f"{where}.interface", problems),
+    def node(self, data: Mapping[str, Any], flags: Flags) -> Node:
+        host = self.part(data, "host", ("namespace", "addresses"))
+        ztunnel = self.part(data, "ztunnel", ("namespace", "interface", "uplink", "addresses"))
+        return Node(
+            host_addresses=self.addresses(flags.host_addresses or host.get("addresses"), "host.addresses"),
+            ztunnel_addresses=self.addresses(
+                flags.ztunnel_addresses or ztunnel.get("addresses"), "ztunnel.addresses"
+            ),
+            ztunnel_device=self.interface(
+                flags.ztunnel_interface or ztunnel.get("interface"), "ztunnel.interface"
+            ),
+            uplink=self.interface(flags.ztunnel_uplink or ztunnel.get("uplink", "eth0"), "ztunnel.uplink"),
+            members=self.members_of(flags) if flags.pods else self.members(data),
         )
 
+    def part(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+        value = data.get(name)
+        # What is no mapping has been reported with the namespaces.
+        return self.mapping(value, name, known) if isinstance(value, Mapping) else {}
 
-def _told_member(item: str, where: str, problems: list[str]) -> Member:
-    """``UID=ADDRESS[,ADDRESS]@INTERFACE``."""
-    uid, _, rest = item.partition("=")
-    addresses, _, interface = rest.rpartition("@")
-    if not uid or not addresses or len(uid.encode()) > 120 or not uid.isascii():
-        problems.append(f"{where} is not UID=ADDRESS[,ADDRESS]@INTERFACE")
-        return Member(uid="", addresses=(), device="")
-    return Member(
-        uid=uid,
-        addresses=_addresses(addresses.split(","), where, problems),
-        device=_interface(interface, where, problems),
-    )
+    def members(self, data: Mapping[str, Any]) -> tuple[Member, ...]:
+        found = []
+        for position, item in enumerate(self.items(data, "pods", "file")):
+            place = f"pods[{position}]"
+            entry = self.mapping(item, place, ("uid", "addresses", "interface"))
+            if not entry:
+                self.fault(place, "must have uid, addresses and interface")
+                continue
+            found.append(
+                Member(
+                    uid=self.uid(entry.get("uid"), f"{place}.uid"),
+                    addresses=self.addresses(entry.get("addresses"), f"{place}.addresses"),
+                    device=self.interface(entry.get("interface"), f"{place}.interface"),
+                )
+            )
+        return tuple(found)
+
+    def members_of(self, flags: Flags) -> tuple[Member, ...]:
+        """Members from ``--pod UID=ADDRESS[,ADDRESS]@INTERFACE``."""
+        found = []
+        for position, item in enumerate(flags.pods):
+            place = f"--pod {item!r} (number {position + 1})"
+            uid, _, rest = item.partition("=")
+            addresses, _, interface = rest.rpartition("@")
+            if not uid or not addresses:
+                self.fault(place, "must be UID=ADDRESS[,ADDRESS]@INTERFACE")
+                continue
+            found.append(
+                Member(
+                    uid=self.uid(uid, place),
+                    addresses=self.addresses(addresses.split(","), place),
+                    device=self.interface(interface, place),
+                )
+            )
+        return tuple(found)
+
+    def uid(self, value: object, place: str) -> str:
+        if isinstance(value, str) and 0 < len(value) <= _UID_CHARACTERS and value.isascii():
+            return value
+        self.fault(place, f"must be a text of at most {_UID_CHARACTERS} ASCII characters, not {value!r}")
+        return ""

@@ -73,8 +73,11 @@ def test_no_pods_is_a_description_too(text: str) -> None:
         ("pods: {/a: {netns: x}}", "pods./a: must be letters, digits,"),
         ("pods: {a/b/c: {netns: x}}", "pods.a/b/c: must be letters, digits,"),
         ("pods: {a: {netns: x, virtual_interfaces: tap0}}", "pods.a.virtual_interfaces: must be a list, not"),
-        ("pods: {a: {netns: x, virtual_interfaces: [a/b]}}", "pods.a.virtual_interfaces: not the name of"),
-        ("pods: {a: {netns: x, virtual_interfaces: [sixteen-letters-]}}", "pods.a.virtual_interfaces: not the"),
+        ("pods: {a: {netns: x, virtual_interfaces: [a/b]}}", "pods.a.virtual_interfaces: must be the name of"),
+        (
+            "pods: {a: {netns: x, virtual_interfaces: [sixteen-letters-]}}",
+            "pods.a.virtual_interfaces: must be the",
+        ),
     ],
 )
 def test_a_fault_is_told_with_its_place(text: str, fault: str) -> None:

@@ -31,7 +31,7 @@ def test_defaults_and_namespaces() -> None:
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"typo": 1}, "mesh file.typo: unknown; known are trust_domain"),
+    ({"typo": 1}, "file.typo: unknown; known are trust_domain"),
     ({"nodes": []}, "nodes: must be a mapping"),
     ({"outbound": "SOME"}, "outbound: must be one of ALLOW_ANY, REGISTRY_ONLY"),
     ({"pods": {"p": {"node": "mars", "addresses": ["10.0.0.1"]}}}, "pods.p.node: no such node: 'mars'"),

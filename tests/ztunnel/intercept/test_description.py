@@ -50,12 +50,16 @@ def test_flags_win_over_the_file() -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "problem"),
     [
-        ("", Flags(), "ztunnel.namespace is missing"),
-        ("[]", Flags(), "not a mapping"),
-        ("a: b: c", Flags(), "not YAML"),
-        (GOOD.replace("namespace: node", "netns: node"), Flags(), "host.netns is not a known key"),
+        ("", Flags(), "ztunnel.namespace: is missing"),
+        ("[]", Flags(), "file: must be a mapping"),
+        ("a: b: c", Flags(), "file: "),
+        (GOOD.replace("namespace: node", "netns: node"), Flags(), "host.netns: unknown"),
         (GOOD.replace("interface: veth1", "interface: a-name-that-is-too-long"), Flags(), "ztunnel.interface"),
-        (GOOD.replace("10.244.1.10", "10.244.1.300"), Flags(), "pods[0].addresses: '10.244.1.300'"),
+        (
+            GOOD.replace("10.244.1.10", "10.244.1.300"),
+            Flags(),
+            "pods[0].addresses: must be IP addresses, not '10.244.1.300'",
+        ),
         (GOOD.replace("uid: a-b", "uid: 7"), Flags(), "pods[0].uid"),
         (GOOD.replace("10.244.1.5", "fd00::5").replace(', "fd00:172:18::2"', ""), Flags(), "no IP version"),
         (GOOD, Flags(pods=("nonsense",)), "UID=ADDRESS"),
@@ -67,10 +71,10 @@ def test_what_is_wrong_is_named(text: str, flags: Flags, problem: str) -> None:
     assert problem in str(failure.value)
 
 
-def test_all_problems_are_reported_together() -> None:
+def test_all_faults_are_reported_together() -> None:
     with pytest.raises(BadDescription) as failure:
         parse("host: 1\nztunnel: {interface: 5}\nextra: 1\npods: {}\n", Flags())
-    assert len(failure.value.problems) >= 6
+    assert len(failure.value.faults) >= 6
 
 
 def test_removal_needs_only_the_namespaces() -> None:

@@ -1,0 +1,153 @@
+"""Reads descriptions that people write: all faults are reported together, each with its place. Pure."""
+
+from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, Final
+
+from xds.errors import ConfigError
+from xds.proto.json import load
+
+#: Longest name of a network interface (``IFNAMSIZ`` without the final NUL).
+INTERFACE_BYTES: Final = 15
+
+
+class Faults(Exception):
+    """A description cannot be used.
+
+    Attributes:
+        faults: one line each, beginning with its place.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
+
+
+class ConfigReader:
+    """Takes values out of a loaded document; notes what is wrong, and returns something harmless instead.
+
+    Attributes:
+        faults: so far.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
+    def fault(self, place: str, reason: str) -> None:
+        """Note what is wrong."""
+        self.faults.append(f"{place}: {reason}")
+
+    def document(self, text: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+        """Load a JSON or YAML document, which must be a mapping of ``known`` keys; an empty one is fine."""
+        try:
+            loaded = load(text)
+        except ConfigError as error:
+            self.fault("file", str(error))
+            return {}
+        return self.mapping(loaded, "file", known)
+
+    def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
+        """Return a mapping, empty when there is none; ``known``: its keys, ``None``: any."""
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.fault(place, f"must be a mapping, not {value!r}")
+            return {}
+        if known is not None:
+            for key in value:
+                if key not in known:
+                    self.fault(f"{place}.{key}", f"unknown; known are {', '.join(known)}")
+        return value
+
+    def items(self, entry: Mapping[str, Any], key: str, place: str) -> list[Any]:
+        """Return a list, empty when there is none."""
+        value = entry.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.fault(f"{place}.{key}", f"must be a list, not {value!r}")
+            return []
+        return value
+
+    def texts(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[str, ...]:
+        """Return a list of texts that are not empty."""
+        values = self.items(entry, key, place)
+        for value in values:
+            if not isinstance(value, str) or not value:
+                self.fault(f"{place}.{key}", f"must be texts, not {value!r}")
+        return tuple(str(value) for value in values)
+
+    def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
+        """Return a text."""
+        value = entry.get(key, default)
+        if not isinstance(value, str):
+            self.fault(f"{place}.{key}".lstrip("."), f"must be text, not {value!r}")
+            return default
+        return value
+
+    def flag(self, entry: Mapping[str, Any], key: str, place: str, *, default: bool) -> bool:
+        """Return true or false."""
+        value = entry.get(key, default)
+        if not isinstance(value, bool):
+            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
+            return default
+        return value
+
+    def choice(self, entry: Mapping[str, Any], key: str, place: str, options: tuple[str, ...]) -> str:
+        """Return one of ``options``, the first unless given."""
+        value = entry.get(key, options[0])
+        if value not in options:
+            self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}, not {value!r}")
+            return options[0]
+        return str(value)
+
+    def port(self, value: object, place: str) -> int:
+        """Return a port."""
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+            self.fault(place, f"must be a port, 1 to 65535, not {value!r}")
+            return 1
+        return value
+
+    def addresses(self, values: object, place: str) -> tuple[IPv4Address | IPv6Address, ...]:
+        """Return IP addresses, at least one."""
+        if not isinstance(values, list | tuple) or not values:
+            self.fault(place, f"must be a list of IP addresses, not {values!r}")
+            return ()
+        found = []
+        for value in values:
+            try:
+                found.append(ip_address(value if isinstance(value, str) else ""))
+            except ValueError:
+                self.fault(place, f"must be IP addresses, not {value!r}")
+        return tuple(found)
+
+    def interface(self, value: object, place: str) -> str:
+        """Return the name of a network interface."""
+        name = value if isinstance(value, str) else ""
+        if (
+            not 0 < len(name.encode()) <= INTERFACE_BYTES
+            or name in (".", "..")
+            or any(char in "/:\0" or char.isspace() for char in name)
+        ):
+            self.fault(place, f"must be the name of an interface, not {value!r}")
+        return name
+
+    def namespace(self, value: object, place: str) -> str | None:
+        """Return a network namespace as a name, a path or a process id; ``None`` when there is none."""
+        if value is None:
+            return None
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
+            return str(value)
+        self.fault(place, f"must be a name, a path or a process id, not {value!r}")
+        return None
+
+    def plain_name(self, name: str, place: str) -> None:
+        """Check a name that may become part of others.
+
+        Names become parts of identities, which are paths, and of cluster names, which are split at underscores.
+        """
+        if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
+            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")
