@@ -15,6 +15,7 @@ import dns.exception
 import dns.message
 import dns.name
 import dns.rcode
+import dns.rdataclass
 import dns.rdatatype
 
 from ztunnel.istio.dns.answer import IpAddress
@@ -109,7 +110,8 @@ def read_query(wire: bytes) -> Query:
     flags, questions, answers, authority, additional = struct.unpack_from(">5H", wire, 2)
     opcode = (flags & _OPCODE) >> 11
     if flags & _QR:
-        raise Malformed("a response", _error(wire, dns.rcode.FORMERR))
+        # Never answered: with a source address that is ours, two servers would answer each other for ever.
+        raise Malformed("a response")
     if opcode != 0:
         return Query(wire=wire, opcode=opcode, type_name=f"OPCODE{opcode}")
     try:
@@ -317,13 +319,13 @@ def answer_count(response: bytes) -> int:
 
 
 def first_address(response: bytes) -> str | None:
-    """The first A or AAAA record of an answer."""
+    """Return the address of the first A or AAAA record of class IN, ``None`` without one."""
     try:
         message = dns.message.from_wire(response, ignore_trailing=True)
     except (dns.exception.DNSException, ValueError):
         return None
     for records in message.answer:
-        if records.rdtype in (dns.rdatatype.A, dns.rdatatype.AAAA):
+        if records.rdclass == dns.rdataclass.IN and records.rdtype in (dns.rdatatype.A, dns.rdatatype.AAAA):
             for record in records:
                 return str(record.address)
     return None

@@ -82,10 +82,10 @@ def test_what_cannot_be_read_is_answered_with_formerr_where_that_is_possible() -
         error = parsed(caught.value.response)
         assert (error.id, error.rcode()) == (4711, dns.rcode.FORMERR)
         assert error.flags & dns.flags.QR
-    with pytest.raises(Malformed) as caught:
-        read_query(dns.message.make_response(dns.message.from_wire(wire)).to_wire())
-    assert caught.value.response is not None
-    assert parsed(caught.value.response).rcode() == dns.rcode.FORMERR
+    for size in range(12, len(wire) + 1):  # whole or not: an answer to an answer may never end
+        with pytest.raises(Malformed) as caught:
+            read_query(dns.message.make_response(dns.message.from_wire(wire)).to_wire()[:size])
+        assert caught.value.response is None
     with pytest.raises(Malformed) as caught:
         read_query(wire[:11])
     assert caught.value.response is None
@@ -264,5 +264,7 @@ def test_questions_of_our_own() -> None:
     assert first_address(local_answer(asked, V6[:1], None, 30, 512)) == "fd00::1"
     assert first_address(local_answer(asked, [], None, 30, 512)) is None
     assert first_address(b"nonsense") is None
+    chaos = dns.message.from_text("id 1\nopcode QUERY\nflags QR\n;QUESTION\nx. CH A\n;ANSWER\nx. 1 CH A y. 1\n")
+    assert first_address(chaos.to_wire()) is None
     with pytest.raises(ValueError, match="no DNS name"):
         address_query("a..b", ipv6=False, number=7)
