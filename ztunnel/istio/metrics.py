@@ -252,9 +252,21 @@ class Metrics:
     # Traffic
 
     def opened(
-        self, labels: tuple[str, ...], workloads: Iterable[str], counts: ByteCounts, now_s: float
+        self,
+        labels: tuple[str, ...],
+        workloads: Iterable[str],
+        counts: ByteCounts,
+        now_s: float,
+        *,
+        foreign: bool = False,
     ) -> TrafficSeries:
-        """Count a connection; its relay moves ``counts``."""
+        """Count a connection; its relay moves ``counts``.
+
+        Args:
+            workloads: uids of the mesh's workloads at its ends.
+            foreign: some labels are a peer's own words. No workload's end would ever end such a series, so it
+                expires by disuse alone.
+        """
         series = self._traffic.get(labels)
         if series is None:
             series = self._new(labels)
@@ -266,6 +278,8 @@ class Metrics:
                 series.workloads.add(uid)
                 self._by_workload[uid].add(series)
                 self._gone.discard(series)
+        if foreign:
+            self._gone.add(series)
         return series
 
     def _new(self, labels: tuple[str, ...]) -> TrafficSeries:
@@ -298,11 +312,17 @@ class Metrics:
                     self._gone.add(series)
 
     def expire(self, now_s: float) -> int:
-        """Drop series that nothing has used for long and whose workloads are gone; how many."""
+        """Drop series that are unused for :data:`EXPIRY_S` and outlived their workloads; return how many."""
         old = [series for series in self._gone if series.idle and now_s - series.used_s > EXPIRY_S]
         for series in old:
             self._gone.discard(series)
             self._traffic.pop(series.labels, None)
+            for uid in series.workloads:
+                users = self._by_workload.get(uid)
+                if users is not None:
+                    users.discard(series)
+                    if not users:
+                        del self._by_workload[uid]
         return len(old)
 
     @property

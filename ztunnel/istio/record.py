@@ -117,11 +117,19 @@ class Record:
         both = (self.source_workload, self.destination_workload)
         return [workload.uid for workload in both if workload is not None]
 
+    def _has_foreign_labels(self) -> bool:
+        """Whether a side's labels are the peer's own words (baggage), with no workload of the mesh behind them."""
+        return (self.source_workload is None and self.source_side.known) or (
+            self.destination_workload is None and self.destination_side.known
+        )
+
     def settled(self) -> None:
         """Who the connection is with does not change any more."""
         if self._series is None:
             now_s = self._node.clock.monotonic()
-            self._series = self._node.metrics.opened(self._labels(), self._workloads(), self.counts, now_s)
+            self._series = self._node.metrics.opened(
+                self._labels(), self._workloads(), self.counts, now_s, foreign=self._has_foreign_labels()
+            )
 
     def complete(self, failure: Failed | None = None) -> None:
         """The connection is over."""

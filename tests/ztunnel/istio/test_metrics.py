@@ -256,6 +256,20 @@ def test_series_in_use_or_used_again_do_not() -> None:
     assert metrics.expire(10 * EXPIRY_S) == 0
 
 
+def test_series_in_a_peers_own_words_expire_by_disuse() -> None:
+    metrics = Metrics("v", 100)
+    for now_s in (0.0, 10.0):  # the local workload lives all the time
+        series = metrics.opened(full(), ("local",), ByteCounts(), now_s, foreign=True)
+    assert metrics.expire(10 * EXPIRY_S) == 0  # it is used
+    series.finished("-", None)
+    series.finished("-", None)
+    assert metrics.expire(EXPIRY_S) == 0
+    assert metrics.expire(10 + EXPIRY_S + 1) == 1
+    assert not metrics.series
+    metrics.changed(gone("local"), [])  # which knows nothing of it any more, and must not mind
+    assert metrics.expire(10 * EXPIRY_S) == 0
+
+
 def test_a_changed_workload_is_still_there() -> None:
     metrics = Metrics("v", 100)
     opened(metrics, full(), "a").finished("-", None)
