@@ -370,16 +370,6 @@ def destination_in(family: Family, set_name: str) -> Phrase:
     return (*family_is(family), _load_destination(family), Lookup(set_name))
 
 
-def destination_is_local() -> Phrase:
-    """``fib daddr type local``."""
-    return (Fib(result=3, flags=2), Compare(host_u32(RTN_LOCAL)))
-
-
-def socket_is_transparent() -> Phrase:
-    """``socket transparent 1``: a transparent socket of this namespace owns the packet's 4-tuple."""
-    return (SocketLookup(key=0), Compare(b"\x01"))
-
-
 def user_is(user: int) -> Phrase:
     """``meta skuid user``: a process of this machine sends, and this user made its socket."""
     return (Meta(MetaKey.SKUID, dreg=1), Compare(host_u32(user)))

@@ -1,9 +1,8 @@
 """What one node needs so that its member pods' TCP passes through its ztunnel, as wanted resources.
 
-Two shapes. :func:`node` is that of the early ambient releases, with a veth pair in place of each Geneve
-tunnel: the proxy lives in a namespace of its own, packets of members are routed there ("out"), packets
-to members too ("in"), and what the proxy sends with a pod's address finds its way back by connection
-mark. :func:`node_in_host_namespace` is the smaller one for a proxy in the node's own namespace.
+It is the shape of the early ambient releases, with a veth pair in place of each Geneve tunnel: the proxy lives
+in a namespace of its own, packets of members are routed there ("out"), packets to members too ("in"), and what
+the proxy sends with a pod's address finds its way back by connection mark.
 
 Marks on the host, each a bit pattern that others contain on purpose: 0x200 "route normally" is part of
 0x210 "sent by the proxy with a foreign source" and of 0x220 "skip both directions of this connection",
@@ -30,9 +29,7 @@ from tproxy.expressions import (
     Family,
     accept,
     ct_mark_is,
-    destination_in,
     destination_is,
-    destination_is_local,
     destination_port,
     family_is,
     input_interface,
@@ -45,7 +42,6 @@ from tproxy.expressions import (
     return_,
     set_ct_mark,
     set_mark,
-    socket_is_transparent,
     source_in,
     source_is,
     tproxy_to,
@@ -385,55 +381,6 @@ def _ztunnel_table(wanted: Node) -> Table:
             Chain("nat_output", (node_local,), output),
         ),
     )
-
-
-def node_in_host_namespace(members: tuple[Member, ...], versions: tuple[Version, ...] = (4, 6)) -> State:
-    """The node's resources when the proxy itself runs in the node's namespace.
-
-    ``socket transparent`` finds both the later packets of captured connections and the replies to
-    connections that the proxy dials with a pod's address, so no connection mark is needed. Listeners
-    must be transparent before bind.
-    """
-    prerouting = [
-        Rule(
-            (*protocol_is(TCP), *socket_is_transparent(), *set_mark(TPROXY_MARK, PROXY_MASK), *accept()),
-            "the proxy's connections",
-        ),
-        Rule((*destination_is_local(), *accept()), "to the node itself"),
-    ]
-    captures = (
-        (source_in, protocol_is(TCP), OUTBOUND_PORT, "sent by members"),
-        (destination_in, destination_port(TCP, INBOUND_PORT), INBOUND_PORT, "tunnels"),
-        (destination_in, protocol_is(TCP), INBOUND_PLAINTEXT_PORT, "plaintext to members"),
-    )
-    prerouting += [
-        Rule(
-            (
-                *whose(_family(version), f"mesh_pods{version}"),
-                *match,
-                *tproxy_to(_family(version), port),
-                *set_mark(TPROXY_MARK, PROXY_MASK),
-                *accept(),
-            ),
-            comment,
-        )
-        for whose, match, port, comment in captures
-        for version in versions
-    ]
-    table = Table(
-        TABLE,
-        Family.INET,
-        chains=(_base("prerouting", prerouting, HookPoint.PREROUTING),),
-        sets=member_sets(members),
-    )
-    rules = {
-        IpRule(version=version, priority=20000, mark=TPROXY_MARK, mask=PROXY_MASK, table=LOCAL_TABLE)
-        for version in versions
-    }
-    routes = {
-        Route(table=LOCAL_TABLE, destination=_DEFAULT[version], device="lo", local=True) for version in versions
-    }
-    return State({HOST: Namespace(tables=(table,), rules=frozenset(rules), routes=frozenset(routes))})
 
 
 def _without_duplicate_detection(devices: Iterable[str], wanted: Node) -> dict[SysctlKey, str]:

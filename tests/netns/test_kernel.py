@@ -12,12 +12,12 @@ import uvloop
 
 from deploy.lab import Lab, Worker
 from tests.netns.dumps import everything
-from tests.netns.toys import WAIT_S, app, ask, serving, toy_ztunnel
+from tests.netns.toys import WAIT_S, app, ask, toy_ztunnel
 from tests.programs import needed
 from tproxy.aio.kernel import BlockingKernel, Kernel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
-from tproxy.aio.sockets import connect, listen, original_destination, peer_address
+from tproxy.aio.sockets import connect
 from tproxy.errors import NotOurs, UnknownInterface
 from tproxy.expressions import (
     TCP,
@@ -29,7 +29,7 @@ from tproxy.expressions import (
     mark_is,
     protocol_is,
 )
-from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, Member, node, node_in_host_namespace
+from tproxy.node import HOST, OWNERSHIP, TABLE, ZTUNNEL, Member, member_sets, node
 from tproxy.operations import (
     AddChain,
     AddTable,
@@ -423,45 +423,6 @@ def test_fifty_applications_from_scratch_disturb_no_connection(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("version", [4, 6])
-def test_proxy_in_the_nodes_own_namespace(lab: Lab, w1: Worker, version: int) -> None:
-    members = w1.wanted(["ratings"]).members
-    client, member, reviews = lab.pod("productpage"), lab.pod("ratings"), lab.pod("reviews")
-    with contextlib.closing(BlockingKernel({HOST: w1.place.netns}, OWNERSHIP)) as kernel:
-        before = everything(w1.place.netns)
-        wanted = node_in_host_namespace(members)
-        kernel.apply(wanted)
-        assert kernel.apply(wanted) == ()
-
-        async def main() -> None:
-            async with contextlib.AsyncExitStack() as stack:
-                for port in (15001, 15006, 15008):
-
-                    async def answer(sock: object, port: int = port) -> bytes:
-                        to = original_destination(sock)  # type: ignore[arg-type]
-                        peer = peer_address(sock)  # type: ignore[arg-type]
-                        return f"{port} from {peer.ip} to {to.ip} {to.port}\n".encode()
-
-                    sock = listen("::", port, transparent=True, netns=w1.place.netns)
-                    await stack.enter_async_context(serving(sock, answer))
-                await stack.enter_async_context(app(member))
-                await stack.enter_async_context(app(reviews))
-                me, them = member.address(version), client.address(version)
-                assert await ask(member, VIP[version], 80) == f"15001 from {me} to {VIP[version]} 80"
-                assert await ask(client, me) == f"15006 from {them} to {me} 8080"
-                assert await ask(reviews, me, 15008) == f"15008 from {reviews.address(version)} to {me} 15008"
-                assert (await ask(client, reviews.address(version))).startswith("app reviews")
-                assert (await ask(w1.place, me)).startswith("app ratings")
-                spoofed = await ask(w1.place, me, source=them)
-                assert spoofed == f"app ratings peer {them}"
-                spoofed = await ask(w1.place, reviews.address(version), source=me)
-                assert spoofed == f"app reviews peer {me}"
-
-        asyncio.run(main())
-        kernel.apply(nothing(wanted))
-        assert everything(w1.place.netns) == before
-
-
 def test_two_thousand_members_fit(lab: Lab) -> None:
     members = tuple(
         Member(uid=f"{number:036d}", addresses=(IPv4Address(0x0A800000 + number),), device="unused")
@@ -470,7 +431,7 @@ def test_two_thousand_members_fit(lab: Lab) -> None:
     with Netns.create() as space, contextlib.closing(BlockingKernel({HOST: space}, OWNERSHIP)) as kernel:
         with NetlinkSocket(NETLINK_ROUTE, space) as link:
             link.request(netlink.set_up(1))
-        wanted = node_in_host_namespace(members)
+        wanted = State({HOST: Namespace(tables=(Table(TABLE, Family.INET, sets=member_sets(members)),))})
         kernel.apply(wanted)
         assert kernel.apply(wanted) == ()
         assert len(kernel.read(wanted).namespaces[HOST].tables[0].sets[0].elements) == 2000

@@ -213,16 +213,6 @@ _NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
 }
 
 
-def judge_all(lists: Iterable[p.PolicyList], facts: ConnectionFacts) -> Decision:
-    """Judge by several lists; all must allow, the first that does not is the answer."""
-    decision = Decision(True)
-    for rules in lists:
-        decision = judge(rules, facts)
-        if not decision.allowed:
-            return decision
-    return decision
-
-
 def reads_port(rules: p.PolicyList) -> bool:
     """Whether any policy of a list depends on the destination port."""
     return any(_reads_port(policy.condition) for tier in rules.tiers for policy in tier.policies)

@@ -9,7 +9,7 @@ from tests.tproxy.nodes import described, member
 from tproxy import expressions as e
 from tproxy.diff import diff
 from tproxy.expressions import TCP, UDP, Family, Phrase
-from tproxy.node import HOST, ZTUNNEL, node, node_in_host_namespace
+from tproxy.node import HOST, ZTUNNEL, node
 from tproxy.render.text import ip_rule_text, operation_text, route_text, rule_text, state_text
 from tproxy.resources import IpRule, Namespace, Route, State, nothing
 
@@ -19,10 +19,6 @@ HERE = Path(__file__).parent
 def test_node_reads_as_reviewed() -> None:
     text = state_text(node(described(member(10), member(11))))
     assert text + "\n" == (HERE / "node.golden").read_text()
-
-
-def test_node_in_host_namespace_reads_as_reviewed() -> None:
-    assert state_text(node_in_host_namespace((member(10),))) + "\n" == (HERE / "host_namespace.golden").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from xds.model import policy as p
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.strings import StringMatch
-from ztunnel.policy.engine import Decision, compiled, holds, judge, judge_all, reads_port
+from ztunnel.policy.engine import Decision, compiled, holds, judge, reads_port
 
 FRONT = "spiffe://cluster.local/ns/shop/sa/front"
 
@@ -135,11 +135,6 @@ def test_allow_lists_deny_what_nothing_matches() -> None:
 def test_deny_lists_allow_what_nothing_matches() -> None:
     assert judge(deny(name(FRONT)), MESH) == Decision(False, "p0")
     assert judge(deny(name(FRONT)), PLAIN) == Decision(True, "")
-
-
-def test_all_lists_must_allow_and_the_first_that_does_not_answers() -> None:
-    assert judge_all([], MESH).allowed
-    assert judge_all([allow(p.Always()), deny(name(FRONT))], MESH) == Decision(False, "p0")
 
 
 @pytest.mark.parametrize(

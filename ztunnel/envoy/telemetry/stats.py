@@ -32,7 +32,6 @@ class Counter:
     family: str
     labels: Labels
     value: int = 0
-    latched: int = 0
 
     @property
     def used(self) -> bool:

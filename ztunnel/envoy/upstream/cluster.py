@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,7 +119,6 @@ class LiveCluster:
         "_contexts",
         "_dropping",
         "_have_endpoints",
-        "_host_gone",
         "_original",
         "_subscription",
         "_subsets",
@@ -165,7 +164,6 @@ class LiveCluster:
         self._dropping: tuple[tuple[str, float], ...] = ()
         self._subscription: Subscription | None = None
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        self._host_gone: list[Callable[[Host], None]] = []
         self.outlier: OutlierDetector | None = None
         if model.outlier is not None:
             self.outlier = OutlierDetector(
@@ -236,10 +234,6 @@ class LiveCluster:
         for context in self._contexts.values():
             context.close()
 
-    def on_host_gone(self, gone: Callable[[Host], None]) -> None:
-        """Call ``gone`` for each host that leaves: its pooled connections take no new work."""
-        self._host_gone.append(gone)
-
     # Endpoints
 
     async def _receive_endpoints(self, update: Update) -> None:
@@ -268,8 +262,6 @@ class LiveCluster:
         for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
             if self.outlier is not None:
                 self.outlier.forget(host)
-            for gone in self._host_gone:
-                gone(host)
         self._health_changed()
         self._have_endpoints.set()
 
