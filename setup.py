@@ -10,6 +10,7 @@ import os
 from setuptools import setup
 
 COMPILED = (
+    "hbone/end_state.py",
     "hbone/engine.py",
     "hbone/events.py",
     "hbone/flow.py",

@@ -219,8 +219,9 @@ class TlsSession:
         return count if count > 0 else 0
 
     def close(self) -> None:
-        """Queue close_notify; :meth:`seal` takes it."""
-        if self.established:
+        """Queue close_notify, once; :meth:`seal` takes it. Idempotent."""
+        # A second call of SSL_shutdown would wait for the peer's alert and read what it sends.
+        if self.established and not self._connection.get_shutdown() & SSL.SENT_SHUTDOWN:
             try:
                 self._connection.shutdown()
             except SSL.Error as error:

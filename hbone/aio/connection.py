@@ -15,14 +15,14 @@ import socket
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hbone.aio import waits
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
-from hbone.aio.tunnel import Tunnel
+from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
 from hbone.errors import (
     ConnectionBroken,
@@ -43,6 +43,7 @@ from hbone.events import (
     GoawayReceived,
     Header,
     PingAcknowledged,
+    RequestHead,
     RequestReceived,
     ResponseReceived,
     SettingsReceived,
@@ -51,12 +52,8 @@ from hbone.events import (
     WindowOpened,
 )
 from hbone.settings import Http2Settings, Role, client_settings, server_settings
-from hbone.tls import PeerFacts, TlsSession
+from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
-
-if TYPE_CHECKING:
-    from hbone.aio.server import Requests
-    from hbone.aio.socket import PlainSocket
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +81,17 @@ def default_client() -> ConnectionSettings:
     return ConnectionSettings(http2=client_settings())
 
 
-class Connection:
+class RequestSink(Protocol):
+    """Server: takes the requests of a connection."""
+
+    def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
+        """Handle a new stream; ``ended``: END_STREAM came with the request."""
+
+    def cancel(self, tunnel: Tunnel) -> None:
+        """Stop handling: the stream is gone. Idempotent; nothing once the request was answered."""
+
+
+class Connection(TunnelCarrier):
     """See the module. Made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
 
     __slots__ = (
@@ -104,14 +111,7 @@ class Connection:
         "_to_flush",
         "_tunnels",
         "_waiting",
-        "dirty",
-        "engine",
-        "error",
-        "facts",
         "link",
-        "local_name",
-        "poller",
-        "role",
         "settings",
     )
 
@@ -123,7 +123,7 @@ class Connection:
         settings: ConnectionSettings,
         poller: Poller,
         *,
-        requests: Requests | None = None,
+        requests: RequestSink | None = None,
         on_established: Callable[[Connection], None] | None = None,
     ) -> None:
         self.role = role
@@ -136,13 +136,10 @@ class Connection:
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, self.engine.opening if early else b"")
         self.link = Link(sock, tls, poller)
-        self.facts: PeerFacts | None = None
-        """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
-        self.error: Exception | None = None
-        """Why the connection ended, once it has."""
+        self.facts = None
+        self.error = None
         name = sock.getsockname()  # of two parts, of four for IPv6, a path for a socket pair
-        self.local_name: tuple[str, int] = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
-        """Address and port of our end, asked once for all tunnels; of a socket pair nothing."""
+        self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
         self.dirty = False
         self._requests = requests
         self._on_established = on_established
@@ -387,6 +384,12 @@ class Connection:
 
     # For tunnels
 
+    @property
+    def early_limit(self) -> int:
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`: a server holds little, for it has not agreed yet."""
+        http2 = self.settings.http2
+        return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
+
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
         """Room for payload of ``tunnel``; None: it is called when there may be some."""
         if not self.link.blocked:
@@ -472,7 +475,7 @@ class Connection:
         return self.error is None and not self._closing and self.engine.accepts_streams
 
     def open(
-        self, headers: Iterable[Header], client: PlainSocket | None = None
+        self, headers: Iterable[Header], client: EarlySource | None = None
     ) -> Coroutine[object, object, Tunnel]:
         """Client: send CONNECT, wait for its 200.
 
@@ -505,7 +508,7 @@ class Connection:
         self.poller.schedule_flush(self)
         return waits.answer(tunnel, answer)
 
-    def _send_early(self, tunnel: Tunnel, client: PlainSocket) -> None:
+    def _send_early(self, tunnel: Tunnel, client: EarlySource) -> None:
         room = self.engine.reserve(tunnel.stream_id, self.engine.peer_early_bytes)
         if room is not None and (size := client.peek_into(room)):
             self.engine.commit(tunnel.stream_id, size)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from hbone.aio import waits
-from hbone.aio.end import End
+from hbone.aio.end import End, RelayObserver
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.errors import TunnelClosed
@@ -67,7 +67,7 @@ class RelayEnd:
     timed_out: bool = False
 
 
-class Relay:
+class Relay(RelayObserver):
     """A running relay: await it once for its :class:`RelayEnd`; cancelling that aborts it."""
 
     __slots__ = (
@@ -138,8 +138,8 @@ class Relay:
         if not self._open_sinks:
             self._finish()
 
-    def cut(self) -> None:
-        """An end has sent everything before a reset, or a reset itself: neither direction can go on."""
+    def reset_sent(self) -> None:
+        """See :class:`hbone.aio.end.RelayObserver`."""
         self._finish()
 
     def sink_broken(self, end: End, error: Exception) -> None:

@@ -37,7 +37,7 @@ class Request:
     @property
     def gone(self) -> bool:
         """The client reset the stream, or the connection ended."""
-        return self._tunnel.reset_seen
+        return self._tunnel.gone
 
     def accept(self, headers: Iterable[Header] = ()) -> Tunnel:
         """Answer 200; the stream is a tunnel from now on, and the caller's to close.

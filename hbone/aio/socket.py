@@ -10,6 +10,7 @@ import struct
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.splice import SPLICE_AFTER_BYTES, SplicePipe
+from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import TunnelClosed, bare
 
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
@@ -32,9 +33,6 @@ class PlainSocket(End):
     """
 
     __slots__ = (
-        "_cut",
-        "_ended",
-        "_eof",
         "_gather",
         "_gathered",
         "_hung_up",
@@ -56,6 +54,8 @@ class PlainSocket(End):
         self.poller = poller
         self.peer = None
         self.relay = None
+        self.source = SourceState.OPEN
+        self.sink = SinkState.OPEN
         self.read_bytes = 0
         self.broken: OSError | None = None
         self.closed = False
@@ -63,9 +63,6 @@ class PlainSocket(End):
         self._watched = False
         self._hung_up = False
         self._paused = False
-        self._ended = False
-        self._eof = False
-        self._cut = False
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
@@ -219,7 +216,7 @@ class PlainSocket(End):
         """Nothing: the kernel's buffers need no credit."""
 
     def _pump(self) -> None:
-        if self._ended or self.closed:
+        if self.source is not SOURCE_OPEN or self.closed:
             return
         if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
             self._splice()
@@ -319,22 +316,18 @@ class PlainSocket(End):
             self._stop_splicing()
 
     def _end(self, error: OSError | None) -> None:
-        self._ended = True
         self._readable = False
-        relay, peer = self.relay, self.peer
-        if relay is None or peer is None:
-            return
-        relay.read_ended(self, error, clean=True)
-        # EPIPE says that an end came before the reset (tcp(7)): everything was read. The kernel tells of a
-        # reset once, be it to a send or to a receive, so that the caller gives what a send was told.
-        if error is None or isinstance(error, BrokenPipeError):
-            peer.write_eof()
-            if error is not None:
-                relay.write_ended(self)  # gone both ways: nothing more can reach it
-            return
-        if self.broken is None:
+        # The kernel reports a reset once, to a send or to a receive, and says EOF from then on: the callers pass
+        # what a send was told. EPIPE means that a FIN came before the reset (tcp(7)), so everything was read,
+        # and only our direction is broken.
+        if error is None:
+            self.advance(EndEvent.READ_EOF)
+        elif isinstance(error, BrokenPipeError):
+            self.advance(EndEvent.READ_EOF, error)
             self._break(error)
-        peer.write_reset()
+        else:
+            self.broken = bare(error)
+            self.advance(EndEvent.READ_RESET, error)
 
     # As a sink
 
@@ -393,16 +386,17 @@ class PlainSocket(End):
 
     def write_eof(self) -> None:
         """See :class:`End`."""
-        self._eof = True
+        self.advance(EndEvent.WRITE_EOF)
         if not self._pending:
-            self._shut()
+            self.advance(EndEvent.DRAINED)
 
     def write_reset(self) -> None:
         """See :class:`End`."""
-        self._cut = True
         if not self.closed:
             abort_on_close(self.sock)
-        self.write_eof()
+        self.advance(EndEvent.WRITE_RESET)
+        if not self._pending:
+            self.advance(EndEvent.DRAINED)
 
     def _send(self, data: memoryview) -> None:
         if self._pending:
@@ -434,41 +428,34 @@ class PlainSocket(End):
             self._break(error)
             return
         del self._pending[:sent]
-        self._after_drain(sent)
-
-    def _after_drain(self, sent: int) -> None:
         peer = self.peer
         if peer is not None and sent:
             peer.delivered(sent)
         if not self._pending:
-            self._pending = bytearray()  # gives back what a stall had grown
-            if self._eof:
-                self._shut()
+            self._pending = bytearray()  # gives back the memory that a stall has taken
+            if self.sink is not SINK_OPEN:
+                self.advance(EndEvent.DRAINED)
             elif peer is not None:
                 peer.resume()
 
     def _break(self, error: OSError) -> None:
-        """The network takes nothing more: swallow, and let the other direction end by itself."""
+        """Discard from now on; the other direction ends by itself."""
         self.broken = bare(error)
-        dropped, self._pending = len(self._pending), bytearray()
-        if self.relay is not None:
-            self.relay.sink_broken(self, error)
-        self._after_drain(dropped)
-        if self._ended and self.relay is not None:
-            self.relay.write_ended(self)
+        self.advance(EndEvent.BREAK, error)
 
-    def _shut(self) -> None:
-        if self._cut:
-            if self.relay is not None:
-                self.relay.cut()
-            return
+    def _drop_pending(self) -> int:
+        dropped, self._pending = len(self._pending), bytearray()
+        return dropped
+
+    def _send_eof(self) -> None:
         if self.broken is None and not self.closed:
             try:
                 self.sock.shutdown(socket.SHUT_WR)
             except OSError as error:
                 self.broken = bare(error)
-        if self.relay is not None:
-            self.relay.write_ended(self)
+
+    def _send_reset(self) -> None:
+        """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
 
     def detach(self) -> socket.socket:
         """Give the socket up to another owner, as it is; only before a relay, and with nothing pushed back."""

@@ -10,6 +10,7 @@ from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.socket import abort_on_close
+from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import ConnectionBroken, TlsError, TunnelClosed, bare
 from hbone.tls import PeerFacts, TlsSession
 from hbone.tls_context import TlsContext
@@ -26,18 +27,13 @@ class TlsSocket(End):
     """
 
     __slots__ = (
-        "_cut",
         "_early",
-        "_ended",
-        "_eof",
         "_established",
         "_filled",
         "_in_flight",
-        "_notified",
         "_output",
         "_owed",
         "_paused",
-        "_shut_done",
         "_waiting",
         "broken",
         "closed",
@@ -51,6 +47,8 @@ class TlsSocket(End):
         self.link = Link(sock, TlsSession(tls_context), poller)
         self.peer = None
         self.relay = None
+        self.source = SourceState.OPEN
+        self.sink = SinkState.OPEN
         self.read_bytes = 0
         self.facts: PeerFacts | None = None
         self.broken: Exception | None = None
@@ -58,17 +56,12 @@ class TlsSocket(End):
         self.dirty = False
         self._established: asyncio.Future[None] = poller.loop.create_future()
         self._early = b""
-        self._ended = False
-        self._eof = False
-        self._cut = False
         self._paused = False
         self._waiting = False
         self._output: memoryview | None = None
         self._filled = 0
         self._in_flight = 0
         self._owed = 0
-        self._shut_done = False
-        self._notified = False
         poller.register(sock.fileno(), self)
 
     async def establish(self, timeout_s: float = 10.0) -> PeerFacts:
@@ -165,7 +158,7 @@ class TlsSocket(End):
             self.resume()
 
     def _pump(self) -> None:
-        if self._ended or self.closed:
+        if self.source is not SOURCE_OPEN or self.closed:
             return
         for _ in range(READS_PER_TURN):
             peer = self.peer
@@ -197,25 +190,16 @@ class TlsSocket(End):
         peer.flush()
 
     def _end(self, error: Exception) -> None:
-        self._ended = True
-        relay, peer = self.relay, self.peer
-        if relay is None or peer is None:
-            return
-        if isinstance(error, LinkClosed):
-            if error.notified:
-                relay.read_ended(self, None, clean=True)
-            else:
-                # Without close_notify an attacker may have cut the stream (RFC 8446, 6.1).
-                relay.read_ended(self, ConnectionBroken("peer ended TLS without close_notify"), clean=False)
+        if not isinstance(error, LinkClosed):
+            self.broken = bare(error)
+            self.advance(EndEvent.READ_RESET, error, clean=isinstance(error, OSError))
+        elif error.notified:
+            self.advance(EndEvent.READ_EOF)
         else:
-            relay.read_ended(self, error, clean=isinstance(error, OSError))
-            if self.broken is None:
-                self._break(error)
-            peer.write_reset()
-            return
-        peer.write_eof()
-        if self.broken is not None or not isinstance(error, LinkClosed):
-            relay.write_ended(self)  # gone both ways: nothing more can reach it
+            # A FIN without close_notify: an attacker may have cut the stream (RFC 8446, 6.1). Many applications
+            # end so, hence the peer gets an EOF all the same, and the relay the error.
+            truncated = ConnectionBroken("peer ended TLS without close_notify")
+            self.advance(EndEvent.READ_EOF, truncated, clean=False)
 
     def _send_tls(self) -> None:
         try:
@@ -272,16 +256,27 @@ class TlsSocket(End):
 
     def write_eof(self) -> None:
         """See :class:`End`: close_notify, then the end of the TCP direction."""
-        self._eof = True
+        self.advance(EndEvent.WRITE_EOF)
         self.flush()
-        if not self.link.blocked:
-            self._shut()
+        self._drained()
 
     def write_reset(self) -> None:
-        """See :class:`End`: no close_notify, which would call it complete."""
-        self._cut = self._notified = True
-        abort_on_close(self.link.sock)
-        self.write_eof()
+        """See :class:`End`: no close_notify, which would call the stream complete."""
+        if not self.closed:
+            abort_on_close(self.link.sock)
+        self.advance(EndEvent.WRITE_RESET)
+        self.flush()
+        self._drained()
+
+    def _drained(self) -> None:
+        """Go on with an end that was asked for, as far as the network takes it; idempotent."""
+        if self.sink is SinkState.EOF_PENDING and not self.link.blocked:
+            # The alert is pending output, too: the FIN follows when the network has taken it, in a later call.
+            assert self.link.tls is not None
+            self.link.tls.close()
+            self._send_tls()
+        if self.sink is not SINK_OPEN and not self.link.blocked:
+            self.advance(EndEvent.DRAINED)
 
     def _unblock(self) -> None:
         try:
@@ -295,43 +290,31 @@ class TlsSocket(End):
         owed, self._owed = self._owed, 0
         if owed and self.peer is not None:
             self.peer.delivered(owed)
-        if self._eof:
-            self._shut()
-        elif self._waiting and self.peer is not None:
+        self._drained()
+        if self._waiting and self.peer is not None:
             self._waiting = False
             self.peer.resume()
 
     def _break(self, error: Exception) -> None:
         self.broken = bare(error)
-        self.link.discard()
-        if self.relay is not None:
-            self.relay.sink_broken(self, error)
-            if self._ended:
-                self.relay.write_ended(self)
+        self.advance(EndEvent.BREAK, error)
 
-    def _shut(self) -> None:
-        """Runs again after a full network took the close_notify."""
-        if self._shut_done:
-            return
-        if self._cut:
-            if self.relay is not None:
-                self.relay.cut()
-            return
+    def _drop_pending(self) -> int:
+        self.link.discard()
+        self._waiting = False
+        self._filled = 0
+        owed, self._owed = self._owed, 0
+        return owed
+
+    def _send_eof(self) -> None:
         if self.broken is None and not self.closed:
-            assert self.link.tls is not None
-            if not self._notified:
-                self._notified = True
-                self.link.tls.close()
-                self._send_tls()
-            if self.link.blocked:
-                return
             try:
                 self.link.sock.shutdown(socket.SHUT_WR)
             except OSError as error:
                 self.broken = bare(error)
-        self._shut_done = True
-        if self.relay is not None:
-            self.relay.write_ended(self)
+
+    def _send_reset(self) -> None:
+        """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
 
     def close(self, error: Exception | None = None) -> None:
         """Say close_notify if the network takes it, close."""
@@ -340,7 +323,8 @@ class TlsSocket(End):
         self.closed = True
         if self.relay is not None:
             self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
-        if self._established.done() and self.broken is None and not self._notified:
+        orderly = self.sink is SINK_OPEN or self.sink is SinkState.EOF_PENDING
+        if self._established.done() and self.broken is None and orderly:
             assert self.link.tls is not None
             self.link.tls.close()
             self._send_tls()

@@ -2,20 +2,85 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hbone.aio.end import CHUNK_BYTES, End
+from hbone.aio.poller import Poller
+from hbone.end_state import SINK_BROKEN, SINK_OPEN, EndEvent, SinkState, SourceState
+from hbone.engine import Engine
 from hbone.errors import ErrorCode, TunnelBroken, TunnelClosed
 from hbone.events import Headers
 from hbone.settings import Role
-
-if TYPE_CHECKING:
-    from hbone.aio.connection import Connection
-    from hbone.aio.socket import PlainSocket
+from hbone.tls import PeerFacts
 
 _CLEAN_CODES = (ErrorCode.NO_ERROR, ErrorCode.CANCEL)
 _SMALL_FRAME = 64 * 1024
+
+
+class EarlySource(Protocol):
+    """Where a client's early data comes from: bytes that can be read twice."""
+
+    def peek_into(self, room: memoryview) -> int:
+        """Copy what has come into ``room``, consuming nothing; return how much that was."""
+
+    def discard(self, size: int) -> None:
+        """Consume ``size`` bytes that :meth:`peek_into` has shown."""
+
+
+class TunnelCarrier(ABC):
+    """The connection of a tunnel. A base class and no protocol: compiled, its calls need no look-up."""
+
+    __slots__ = ("dirty", "engine", "error", "facts", "local_name", "poller", "role")
+
+    engine: Engine
+    poller: Poller
+    role: Role
+    dirty: bool
+    error: Exception | None
+    """Why the connection ended, once it has."""
+    facts: PeerFacts | None
+    """What TLS proved about the peer; None without TLS, or before the handshake is finished."""
+    local_name: tuple[str, int]
+    """Address and port of our end, read once for all tunnels; ("", 0) for a socket pair."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send everything queued; see :class:`hbone.aio.poller.Flushable`."""
+
+    @property
+    @abstractmethod
+    def early_limit(self) -> int:
+        """Bytes of one stream that are held before its relay starts."""
+
+    @abstractmethod
+    def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
+        """Return room for payload of ``tunnel``; None: :meth:`Tunnel.on_room` follows when there may be some."""
+
+    @abstractmethod
+    def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
+        """As :meth:`reserve`, one view per frame."""
+
+    @abstractmethod
+    def flush_after_read(self, tunnel: Tunnel) -> None:
+        """Flush the tunnel's peer before the buffers of this read are used again."""
+
+    @abstractmethod
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """Return credit for ``size`` received bytes."""
+
+    @abstractmethod
+    def end_stream(self, tunnel: Tunnel) -> None:
+        """Send END_STREAM."""
+
+    @abstractmethod
+    def reset(self, tunnel: Tunnel, code: int) -> None:
+        """Send RST_STREAM, unless the stream is gone."""
+
+    @abstractmethod
+    def release(self, tunnel: Tunnel) -> None:
+        """Forget the tunnel: its owner has closed it."""
 
 
 class Tunnel(End):
@@ -26,62 +91,58 @@ class Tunnel(End):
     """
 
     __slots__ = (
-        "_cut",
         "_early",
         "_early_bytes",
-        "_eof",
-        "_local_ended",
         "_owed",
         "_pending",
-        "_remote_ended",
         "_started",
         "connection",
         "early_sent",
         "error",
         "headers",
         "on_close",
-        "reset_seen",
         "stream_id",
     )
 
-    def __init__(self, connection: Connection, stream_id: int) -> None:
+    def __init__(self, connection: TunnelCarrier, stream_id: int) -> None:
         self.connection = connection
         self.poller = connection.poller
         self.stream_id = stream_id
         self.peer = None
         self.relay = None
+        self.source = SourceState.OPEN
+        self.sink = SinkState.OPEN
         self.read_bytes = 0
         self.headers: Headers = ()
         """Client: the response's header fields."""
         self.on_close: Callable[[], None] | None = None
         """Called once, when the owner has closed the tunnel."""
-        self.reset_seen = False
-        """The stream is gone, by the peer or with the connection."""
-        self.early_sent: tuple[PlainSocket, int] | None = None
-        """Client: whose bytes went along with the request, and how many."""
+        self.early_sent: tuple[EarlySource, int] | None = None
+        """Client: the source of the early data that left with the request, and its size."""
         self.error: Exception | None = None
-        """Why, when that was no ordinary end."""
+        """Why the stream ended, when that was no ordinary end."""
         self._early: list[bytes] = []
         self._early_bytes = 0
         self._owed = 0  # bytes given to the peer whose credit the connection has not got back
         self._pending = bytearray()
-        self._eof = False
-        self._cut = False
-        self._local_ended = False
-        self._remote_ended = False
         self._started = False
+
+    @property
+    def gone(self) -> bool:
+        """The stream takes nothing any more: it was reset by either side, or its connection ended."""
+        return self.sink is SINK_BROKEN or self.sink is SinkState.RESET_SENT
 
     # From the connection
 
     def on_data(self, chunks: list[memoryview], size: int) -> None:
-        """Payload; the connection flushes the peer when the read is processed."""
+        """Take payload; the connection flushes the peer when the read is processed."""
         peer = self.peer
         if peer is not None and self._started:
             self.read_bytes += size
             self._owed += size
             peer.write(chunks, size)
             self.connection.flush_after_read(self)
-        elif self._early_bytes + size > self._most_early:
+        elif self._early_bytes + size > self.connection.early_limit:
             self.connection.acknowledge(self.stream_id, size + self._early_bytes)
             self._early.clear()
             self._early_bytes = 0
@@ -92,63 +153,41 @@ class Tunnel(End):
             self._early_bytes += size
 
     def on_end(self) -> None:
-        """END_STREAM of the peer."""
-        self._remote_ended = True
-        relay, peer = self.relay, self.peer
-        if self._started and relay is not None and peer is not None:
-            peer.flush()
-            relay.read_ended(self, None, clean=True)
-            peer.write_eof()
+        """Note END_STREAM of the peer."""
+        if self._started:
+            self.advance(EndEvent.READ_EOF)
+        elif self.source is SourceState.OPEN:
+            self.source = SourceState.ENDED  # start() reports it
 
     def on_reset(self, error: TunnelBroken) -> None:
-        """RST_STREAM, or the end of the connection."""
-        if self.reset_seen:
+        """Note RST_STREAM, or the end of the connection; idempotent."""
+        if self.gone:
             return
-        self.reset_seen = True
-        ended = self._remote_ended
-        self._remote_ended = True
+        # NO_ERROR and CANCEL end a stream that has done its work, as in Rust ztunnel: a server that answered in
+        # full before the request was (RFC 9113, 8.1), a client whose application closed. What came before is
+        # complete, so the application gets a FIN; with any other code it gets a RST.
         clean = error.code in _CLEAN_CODES
         if not clean:
             self.error = error
-        relay, peer = self.relay, self.peer
-        dropped, self._pending = len(self._pending), bytearray()
-        if not self._started or relay is None or peer is None:
-            return
-        if not ended:
-            peer.flush()
-            relay.read_ended(self, error, clean=clean)
-        relay.sink_broken(self, error)
-        if dropped:
-            peer.delivered(dropped)
-        if not ended and not clean:
-            peer.write_reset()
-            return
-        if not ended:
-            peer.write_eof()
-        # What the application still writes is swallowed until it ends (see End).
-        peer = self.peer
-        if peer is not None:
-            # A client that gave up is told nothing more; a server's last words may still be on their way through
-            # our application's socket, which closing under its unread bytes would reset.
-            if self._eof or self.connection.role is Role.SERVER:
-                relay.write_ended(self)
-            else:
-                peer.resume()
+        if not self._started:
+            if self.source is SourceState.OPEN:
+                self.source = SourceState.ENDED if clean else SourceState.CUT
+            self.sink = SINK_BROKEN  # start() reports both
+        elif clean:
+            self.advance(EndEvent.READ_EOF, error)
+            self.advance(EndEvent.BREAK, error)
+        else:
+            self.advance(EndEvent.READ_RESET, error, clean=False)
 
     def end_discarding(self) -> None:
-        """The connection is gone: the relay ends as soon as the peer has got what was received."""
-        if self.reset_seen and self.relay is not None:
+        """Let the relay end as soon as its peer has got what was received: the connection is gone."""
+        if self.gone and self.relay is not None:
             self.relay.write_ended(self)
-
-    @property
-    def _most_early(self) -> int:
-        http2 = self.connection.settings.http2
-        return http2.early_bytes if self.connection.role is Role.SERVER else http2.stream_window_bytes
 
     # As a source
 
     def start(self) -> None:
-        """See :class:`End`."""
+        """See :class:`End`; also reports what happened to the stream before."""
         peer, relay = self.peer, self.relay
         assert peer is not None
         assert relay is not None
@@ -160,14 +199,17 @@ class Tunnel(End):
             peer.write(chunks, self._early_bytes)
             self._early_bytes = 0
             peer.flush()
-        if self.reset_seen:
+        source, gone = self.source, self.gone
+        if gone:
             relay.sink_broken(self, self.error or TunnelClosed("stream was reset"))
-        if self._remote_ended:
+        if source is not SourceState.OPEN:
             relay.read_ended(self, self.error, clean=self.error is None)
-            if self.error is None:
-                peer.write_eof()
-            else:
+            if source is SourceState.CUT:
                 peer.write_reset()
+            else:
+                peer.write_eof()
+        if gone:
+            self._both_over()
 
     def resume(self) -> None:
         """Nothing: what arrives is pushed, and bounded by the window."""
@@ -181,8 +223,8 @@ class Tunnel(End):
 
     def reserve(self, limit: int) -> memoryview | None:
         """See :class:`End`."""
-        if self.reset_seen:
-            return self.connection.poller.plaintext[:CHUNK_BYTES]  # swallowed by commit
+        if self.sink is not SINK_OPEN and self.gone:
+            return self.poller.plaintext[:CHUNK_BYTES]  # discarded by commit
         if self._pending:
             return None
         return self.connection.reserve(self, limit)
@@ -190,7 +232,7 @@ class Tunnel(End):
     @property
     def scatters(self) -> bool:
         """The peer takes small frames only: fill several with one system call."""
-        return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and not self.reset_seen
+        return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
         """See :class:`End`."""
@@ -198,7 +240,7 @@ class Tunnel(End):
 
     def commit(self, size: int) -> None:
         """See :class:`End`."""
-        if not self.reset_seen:
+        if self.sink is SINK_OPEN or not self.gone:
             connection = self.connection
             connection.engine.commit(self.stream_id, size)
             if not connection.dirty:
@@ -206,7 +248,7 @@ class Tunnel(End):
 
     def write(self, chunks: list[memoryview], size: int) -> None:
         """See :class:`End`; copies into the output buffer, or when that is full into a queue."""
-        if self.reset_seen:
+        if self.sink is not SINK_OPEN and self.gone:
             peer = self.peer
             if peer is not None:
                 peer.delivered(size)
@@ -226,17 +268,18 @@ class Tunnel(End):
 
     def write_eof(self) -> None:
         """See :class:`End`."""
-        self._eof = True
+        self.advance(EndEvent.WRITE_EOF)
         if not self._pending:
-            self._end_stream()
+            self.advance(EndEvent.DRAINED)
 
     def write_reset(self) -> None:
         """See :class:`End`."""
-        self._cut = True
-        self.write_eof()
+        self.advance(EndEvent.WRITE_RESET)
+        if not self._pending:
+            self.advance(EndEvent.DRAINED)
 
     def on_room(self) -> None:
-        """The connection has room again, perhaps."""
+        """Write on: the connection may have room again."""
         while self._pending:
             sent = self._copy(memoryview(bytes(self._pending[:CHUNK_BYTES])))
             if not sent:
@@ -244,8 +287,8 @@ class Tunnel(End):
             del self._pending[:sent]
             if self.peer is not None:
                 self.peer.delivered(sent)
-        if self._eof:
-            self._end_stream()
+        if self.sink is not SINK_OPEN:
+            self.advance(EndEvent.DRAINED)
         elif self.peer is not None:
             self.peer.resume()
 
@@ -261,39 +304,53 @@ class Tunnel(End):
             sent += size
         return sent
 
-    def _end_stream(self) -> None:
-        if not self._local_ended:
-            self._local_ended = True
-            if self._cut and not self.reset_seen:
-                self.reset_seen = True
-                self.connection.reset(self, ErrorCode.CONNECT_ERROR)
-            elif not self.reset_seen:
-                self.connection.end_stream(self)
-            if self.relay is not None:
-                if self._cut:
-                    self.relay.cut()
-                else:
-                    self.relay.write_ended(self)
+    def _drop_pending(self) -> int:
+        dropped, self._pending = len(self._pending), bytearray()
+        return dropped
+
+    def _send_eof(self) -> None:
+        self.connection.end_stream(self)
+
+    def _send_reset(self) -> None:
+        self.connection.reset(self, ErrorCode.CONNECT_ERROR)
+
+    def _both_over(self) -> None:
+        # A client's stream that is gone is over: it reads nothing more. A server's last bytes may still wait in
+        # the kernel for our application, and a close under bytes of the application that nothing has read would
+        # reset that socket and destroy them. So a client's side of the tunnel discards until the application
+        # ends, or the relay's linger does.
+        if self.connection.role is Role.SERVER:
+            super()._both_over()
 
     def close(self, error: Exception | None = None) -> None:
-        """Let go of the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel)."""
+        """Release the stream: RST_STREAM unless both sides ended it (codes as Rust ztunnel); idempotent."""
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        # What the peer still held when the relay ended is lost; its credit must not be, or a connection would
-        # stand still after so many tunnels cut off.
+        # What the peer still held when the relay ended is lost; its credit must not be, or the connection's window
+        # would shrink with every tunnel that is cut off, until the connection stands still.
         lost, self._owed = early + self._owed, 0
         if lost:
             self.connection.acknowledge(self.stream_id, lost)
-        if not self.reset_seen:
-            self.reset_seen = True
+        if not self.gone:
+            # Reported first: the relay leaves, and nothing of what follows reaches its other end.
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("tunnel closed during a relay"))
-            finished = self._local_ended and self._remote_ended
-            if not finished:
-                served = self.connection.role is Role.SERVER and self._local_ended
-                code = ErrorCode.NO_ERROR if served else ErrorCode.CANCEL
-                self.connection.reset(self, ErrorCode.CONNECT_ERROR if self._cut else code)
+            code = self._close_code()
+            if code is not None:
+                self.connection.reset(self, code)
+            self.advance(EndEvent.BREAK)
         self.connection.release(self)
         if self.on_close is not None:
             closed, self.on_close = self.on_close, None
             closed()
+
+    def _close_code(self) -> ErrorCode | None:
+        """The code of the RST_STREAM that releases the stream; None: both sides have ended it."""
+        if self.sink is SinkState.RESET_PENDING:
+            return ErrorCode.CONNECT_ERROR
+        if self.sink is not SinkState.EOF_SENT:
+            return ErrorCode.CANCEL
+        if self.source is not SourceState.OPEN:
+            return None
+        # A server that has answered in full asks the client to stop (RFC 9113, 8.1); a client has no such word.
+        return ErrorCode.NO_ERROR if self.connection.role is Role.SERVER else ErrorCode.CANCEL

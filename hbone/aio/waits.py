@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from hbone.errors import PeerSilent, TunnelClosed
 
-if TYPE_CHECKING:
-    from hbone.aio.relay import Relay, RelayEnd
-    from hbone.aio.tunnel import Tunnel
+T = TypeVar("T")
+
+
+class Closable(Protocol):
+    """A stream that waits for its answer."""
+
+    def close(self) -> None:
+        """Release it."""
+
+
+class Abortable(Protocol):
+    """A relay that runs."""
+
+    def abort(self, reason: str) -> None:
+        """End it in both directions."""
 
 
 async def handshake(
@@ -43,7 +55,7 @@ async def handshake(
         raise
 
 
-async def answer(tunnel: Tunnel, answered: asyncio.Future[Tunnel]) -> Tunnel:
+async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
     """Wait for the answer to a CONNECT; without one the stream is given up."""
     try:
         return await answered
@@ -52,7 +64,7 @@ async def answer(tunnel: Tunnel, answered: asyncio.Future[Tunnel]) -> Tunnel:
         raise
 
 
-async def relay_end(relay: Relay, done: asyncio.Future[RelayEnd]) -> RelayEnd:
+async def relay_end(relay: Abortable, done: asyncio.Future[T]) -> T:
     """Wait until a relay is over; cancelling that aborts it."""
     try:
         return await done

@@ -18,6 +18,7 @@ from cryptography import x509
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.pool import Pool
+from hbone.aio.tunnel import TunnelCarrier
 from hbone.pool import PoolSettings
 from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
@@ -101,7 +102,7 @@ class Live:
         self.protocol = "TCP"
         self.facts: ConnectionFacts | None = None
         self.admitted = False
-        self.connection: Connection | None = None
+        self.connection: TunnelCarrier | None = None
         self.inner: Connection | None = None
         self.peer: WorkloadCertificate | None = None
         self.reason = ""

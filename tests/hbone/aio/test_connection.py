@@ -240,13 +240,13 @@ def test_close_codes_of_tunnels() -> None:
                     connection.engine.reset_stream = spy  # type: ignore[method-assign]
                 opened, accepted = await pair.tunnel()
                 opened.close()  # open both ways
-                while not accepted.reset_seen:
+                while not accepted.gone:
                     await asyncio.sleep(0.001)
                 accepted.close()
                 opened, accepted = await pair.tunnel()
                 accepted.write_eof()
                 accepted.close()  # the server is done, the client is not
-                while not opened.reset_seen:
+                while not opened.gone:
                     await asyncio.sleep(0.001)
                 opened.close()
                 assert seen == [("client", ErrorCode.CANCEL), ("server", ErrorCode.NO_ERROR)]

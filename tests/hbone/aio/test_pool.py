@@ -172,7 +172,7 @@ def test_lost_connections_are_replaced() -> None:
             network.servers[0].abort("crash")
             while pool.statistics.connections:
                 await asyncio.sleep(0.001)
-            assert tunnel.reset_seen
+            assert tunnel.gone
             tunnel.close()
             (await pool.open("k", CONNECT)).close()
             assert network.dials == 2
@@ -277,7 +277,7 @@ def test_drain_fails_waiters_and_keeps_tunnels() -> None:
                 await waiting
             with pytest.raises(PoolClosed):
                 await pool.open("k", CONNECT)
-            assert not tunnel.reset_seen
+            assert not tunnel.gone
             tunnel.close()
             assert pool.statistics.connections == 0
 

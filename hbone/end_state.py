@@ -1,0 +1,176 @@
+"""The half-close matrix of a relay's ends: what each event makes of an end, and what the end must do then.
+
+An end is a source (its network sends to us) and a sink (we send to its network). The two halves close one by
+one, in
+order or cut short, and the network may refuse what we send at any time: :data:`TRANSITIONS` says for each pair of
+states and each event what the pair becomes, and which actions follow, in order. Plain sockets, TLS sockets and
+tunnels (:mod:`hbone.aio.end`) share it; they differ in what the actions do to their networks. ``docs/relay.md``
+prints it.
+
+Some pairs cannot be reached, for example a source that was cut beside a sink that takes bytes: a reset ends both
+directions of TCP and of a stream. They are in the table all the same, so that every event has an answer in every
+state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class SourceState(Enum):
+    """Whether the network of an end still sends."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    """In order: FIN, close_notify, END_STREAM, or a reset with NO_ERROR or CANCEL."""
+    CUT = "cut"
+    """Cut short: RST, a failed TLS session, a stream reset with an error."""
+
+
+class SinkState(Enum):
+    """Whether the network of an end still takes bytes, and what it has been sent last."""
+
+    OPEN = "open"
+    EOF_PENDING = "eof pending"
+    """An EOF was asked for; it leaves behind the bytes that still wait for the network."""
+    EOF_SENT = "eof"
+    RESET_PENDING = "reset pending"
+    """An abortive close was asked for; it, too, leaves behind what waits."""
+    RESET_SENT = "reset"
+    BROKEN = "broken"
+    """The network takes nothing more; what the peer gives is discarded."""
+
+
+class EndEvent(Enum):
+    """What happens to an end."""
+
+    READ_EOF = "read eof"
+    """Its network ended in order."""
+    READ_RESET = "read reset"
+    """Its network was cut short."""
+    WRITE_EOF = "write eof"
+    """The peer has ended: pass that on."""
+    WRITE_RESET = "write reset"
+    """The peer was cut short: pass that on."""
+    DRAINED = "drained"
+    """The network took the last byte that waited."""
+    BREAK = "break"
+    """The network takes nothing more."""
+
+
+class EndAction(Enum):
+    """What an end does about an event."""
+
+    REPORT_READ = "report read"
+    """Tell the relay that the source gives no more."""
+    PASS_EOF = "pass eof"
+    """Write an EOF to the peer."""
+    PASS_RESET = "pass reset"
+    """Write a reset to the peer."""
+    DISCARD = "discard"
+    """Drop what waits, return its credit, report the broken sink, let the peer write into the void."""
+    SEND_EOF = "send eof"
+    """FIN, close_notify, END_STREAM; then report the sink as written."""
+    SEND_RESET = "send reset"
+    """RST, RST_STREAM; the relay ends."""
+    REPORT_WRITTEN = "report written"
+    """Everything for this network, its EOF included, was sent or discarded."""
+    BOTH_OVER = "both over"
+    """The source is over and the sink broken: nothing more can reach this network or come from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The states after an event, and the actions, in order."""
+
+    source: SourceState
+    sink: SinkState
+    actions: tuple[EndAction, ...] = ()
+
+
+#: Aliases for comparisons by identity where bytes flow: a global, not a look-up in the class.
+SOURCE_OPEN: Final = SourceState.OPEN
+SINK_OPEN: Final = SinkState.OPEN
+SINK_BROKEN: Final = SinkState.BROKEN
+
+
+def _transition(source: SourceState, sink: SinkState, event: EndEvent) -> Transition:
+    match event:
+        case EndEvent.READ_EOF:
+            return _read_eof(source, sink)
+        case EndEvent.READ_RESET:
+            return _read_reset(source, sink)
+        case EndEvent.WRITE_EOF:
+            return _write_eof(source, sink)
+        case EndEvent.WRITE_RESET:
+            return _write_reset(source, sink)
+        case EndEvent.DRAINED:
+            return _drained(source, sink)
+        case EndEvent.BREAK:
+            return _break(source, sink)
+
+
+def _read_eof(source: SourceState, sink: SinkState) -> Transition:
+    if source is not SourceState.OPEN:
+        return Transition(source, sink)
+    actions = (EndAction.REPORT_READ, EndAction.PASS_EOF)
+    if sink is SinkState.BROKEN:
+        return Transition(SourceState.ENDED, sink, (*actions, EndAction.BOTH_OVER))
+    return Transition(SourceState.ENDED, sink, actions)
+
+
+def _read_reset(source: SourceState, sink: SinkState) -> Transition:
+    # Both directions are gone. When the source had ended in order before, the peer has got all of it: a reset
+    # would make the complete look truncated, so only the sink breaks.
+    if source is not SourceState.OPEN:
+        return _break(source, sink)
+    broken = _break(SourceState.CUT, sink)
+    return Transition(SourceState.CUT, broken.sink, (EndAction.REPORT_READ, *broken.actions, EndAction.PASS_RESET))
+
+
+def _write_eof(source: SourceState, sink: SinkState) -> Transition:
+    if sink is SinkState.OPEN:
+        return Transition(source, SinkState.EOF_PENDING)
+    if sink is SinkState.BROKEN:
+        return Transition(source, sink, (EndAction.REPORT_WRITTEN,))
+    return Transition(source, sink)
+
+
+def _write_reset(source: SourceState, sink: SinkState) -> Transition:
+    if sink is SinkState.BROKEN:
+        return Transition(source, SinkState.RESET_SENT, (EndAction.SEND_RESET,))
+    if sink in (SinkState.RESET_PENDING, SinkState.RESET_SENT):
+        return Transition(source, sink)
+    return Transition(source, SinkState.RESET_PENDING)
+
+
+def _drained(source: SourceState, sink: SinkState) -> Transition:
+    if sink is SinkState.EOF_PENDING:
+        return Transition(source, SinkState.EOF_SENT, (EndAction.SEND_EOF,))
+    if sink is SinkState.RESET_PENDING:
+        return Transition(source, SinkState.RESET_SENT, (EndAction.SEND_RESET,))
+    return Transition(source, sink)
+
+
+def _break(source: SourceState, sink: SinkState) -> Transition:
+    match sink:
+        case SinkState.BROKEN | SinkState.RESET_SENT:
+            return Transition(source, sink)
+        case SinkState.RESET_PENDING:  # nothing is left that the reset would have to wait for
+            return Transition(source, SinkState.RESET_SENT, (EndAction.SEND_RESET,))
+        case SinkState.EOF_PENDING:
+            return Transition(source, SinkState.BROKEN, (EndAction.DISCARD, EndAction.REPORT_WRITTEN))
+        case SinkState.OPEN | SinkState.EOF_SENT:
+            over = () if source is SourceState.OPEN else (EndAction.BOTH_OVER,)
+            return Transition(source, SinkState.BROKEN, (EndAction.DISCARD, *over))
+
+
+TRANSITIONS: Final[dict[tuple[SourceState, SinkState, EndEvent], Transition]] = {
+    (source, sink, event): _transition(source, sink, event)
+    for source in SourceState
+    for sink in SinkState
+    for event in EndEvent
+}
+"""Every event in every state; a look-up per event, of which a connection has a handful."""
