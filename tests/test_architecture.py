@@ -42,6 +42,8 @@ PURE_APPLICATION = (
     "ztunnel/envoy/listeners/client_hello.py",
     "ztunnel/runtime/config_reader.py",
     "ztunnel/dataplane/proxy_protocol.py",
+    "ztunnel/dataplane/agreement.py",
+    "ztunnel/dataplane/attempts.py",
     "ztunnel/envoy/stream_info.py",
     "ztunnel/envoy/outcome.py",
     "ztunnel/envoy/secrets/verify.py",

@@ -3,7 +3,7 @@
 Names that are no workload identity count for nothing, on either side; a leaf with several is any of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cryptography import x509
 
@@ -27,27 +27,47 @@ def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
     return tuple(found)
 
 
+def is_of_trust_domain(trust_domain: str) -> Callable[[Iterable[str]], bool]:
+    """Return whether one of a leaf's URI names is an identity of exactly this trust domain."""
+
+    def accepts(names: Iterable[str]) -> bool:
+        return any(identity.trust_domain == trust_domain for identity in identities_of(names))
+
+    return accepts
+
+
+def is_one_of(identities: Sequence[str]) -> Callable[[Iterable[str]], bool]:
+    """Return whether one of a leaf's URI names is one of these identities; of none of them, none is."""
+    expected = frozenset(identities)
+
+    def accepts(names: Iterable[str]) -> bool:
+        return any(str(identity) in expected for identity in identities_of(names))
+
+    return accepts
+
+
 def of_trust_domain(trust_domain: str) -> Verify:
     """For servers: the peer has an identity of exactly this trust domain."""
+    accepts = is_of_trust_domain(trust_domain)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
-        shown = identities_of(uri_sans(chain[0]))
-        if any(identity.trust_domain == trust_domain for identity in shown):
+        names = uri_sans(chain[0])
+        if accepts(names):
             return None
-        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(shown)}"
+        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(identities_of(names))}"
 
     return verify
 
 
 def one_of(identities: Sequence[str]) -> Verify:
     """For clients: the peer is one of these; of none of them nobody is right."""
-    expected = frozenset(identities)
+    accepts = is_one_of(identities)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
-        shown = identities_of(uri_sans(chain[0]))
-        if any(str(identity) in expected for identity in shown):
+        names = uri_sans(chain[0])
+        if accepts(names):
             return None
-        return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(shown)}"
+        return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(identities_of(names))}"
 
     return verify
 

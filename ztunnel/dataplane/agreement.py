@@ -1,0 +1,123 @@
+"""Whether two certificates of this process would accept each other in a handshake. Pure.
+
+A tunnel between two pods of one node can skip TLS and HTTP/2, but only where the handshake would have succeeded;
+where it would not, the caller goes over the wire, and the handshake fails there with the right alert and counter.
+So the answer errs to ``False``: a rule that cannot be judged without a handshake must make it so.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from hbone.tls import uri_sans
+
+Chain = Sequence[x509.Certificate]
+
+
+def none_revoked(chain: Chain) -> bool:
+    """Return that no certificate is revoked: for credentials without revocation lists."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credentials:
+    """What one side shows in handshakes, and by what it verifies the other. Compared by identity: make one per
+    certificate and keep it, because what two of them agree on is remembered.
+
+    Attributes:
+        chain: its certificates, the leaf first.
+        anchors: roots that the peer's chain must lead to; ``None``: the peer is not verified.
+        is_revoked: judges a verified chain, leaf first and root last.
+        names: URI names of the leaf.
+    """
+
+    chain: tuple[x509.Certificate, ...]
+    anchors: tuple[x509.Certificate, ...] | None
+    is_revoked: Callable[[Chain], bool] = none_revoked
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
+
+
+class Party(NamedTuple):
+    """One side of a handshake.
+
+    Attributes:
+        credentials: see there.
+        accepts: whether the URI names of the peer's leaf are those of an expected peer.
+    """
+
+    credentials: Credentials
+    accepts: Callable[[tuple[str, ...]], bool]
+
+
+class Validity(NamedTuple):
+    """A period, both ends included."""
+
+    first: datetime
+    last: datetime
+
+    def covers(self, now: datetime) -> bool:
+        """Whether ``now`` is in the period.
+
+        RFC 5280, 4.1.2.5: from notBefore through notAfter, inclusive; certificates count in whole seconds.
+        """
+        return self.first <= now.replace(microsecond=0) <= self.last
+
+
+def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
+    """Return whether a handshake of the two would succeed at ``now`` (aware, UTC).
+
+    A server that verifies no client agrees with none: its policies would judge a peer without identity.
+    """
+    if server.credentials.anchors is None:
+        return False
+    return _accepts(server, client.credentials, now) and _accepts(client, server.credentials, now)
+
+
+def _accepts(judge: Party, shown: Credentials, now: datetime) -> bool:
+    if judge.credentials.anchors is None:
+        return True
+    validity = _verified(shown, judge.credentials)
+    return validity is not None and validity.covers(now) and judge.accepts(shown.names)
+
+
+@lru_cache(maxsize=4096)  # once per joined connection, about few pairs; signatures cost 0.1 ms each
+def _verified(shown: Credentials, judge: Credentials) -> Validity | None:
+    """Return when the shown chain is valid to the judge; ``None``: never. Independent of the time."""
+    path = _path(shown.chain, judge.anchors or ())
+    if path is None or judge.is_revoked(path):
+        return None
+    return Validity(
+        max(certificate.not_valid_before_utc for certificate in path),
+        min(certificate.not_valid_after_utc for certificate in path),
+    )
+
+
+def _path(chain: Chain, anchors: Chain) -> Chain | None:
+    """Return the verified path from the leaf to an anchor; ``None``: the chain leads to none."""
+    path: list[x509.Certificate] = []
+    for certificate in chain:
+        if path and not _issued(path[-1], certificate):
+            return None
+        path.append(certificate)
+        if certificate in anchors:
+            return path
+        for anchor in anchors:
+            if _issued(certificate, anchor):
+                return [*path, anchor]
+    return None
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
