@@ -1,14 +1,11 @@
 """HTTP connection manager: only what terminates CONNECT tunnels."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xds.model.access_log import AccessLog
 from xds.model.strings import StringMatch
 from xds.model.tls import ConfigSource
-
-if TYPE_CHECKING:
-    from xds.model.listener import WeightedCluster
+from xds.model.weighted_cluster import WeightedCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Route:
     name: str
     path: StringMatch | None
     headers: tuple[HeaderMatch, ...] = ()
-    clusters: "tuple[WeightedCluster, ...]" = ()
+    clusters: tuple[WeightedCluster, ...] = ()
     tunnel: bool = False
     allow_post: bool = False
     timeout_s: float | None = None

@@ -14,6 +14,7 @@ from xds.model.http import HttpConnectionManager
 from xds.model.matcher import Matcher
 from xds.model.policy import PolicyList
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
+from xds.model.weighted_cluster import WeightedCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +203,6 @@ class Tunneling:
     hostname: FormatString
     headers: tuple[HeaderToAdd, ...] = ()
     propagate_response_headers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedCluster:
-    """One choice of ``weighted_clusters``."""
-
-    name: str
-    weight: int
-    metadata_match: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

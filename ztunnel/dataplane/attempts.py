@@ -33,9 +33,9 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Try again, after a pause of ``after_s`` seconds."""
+    """Try again; ``failures`` attempts have failed, from which a caller that backs off takes the pause."""
 
-    after_s: float = 0.0
+    failures: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,6 @@ class GiveUp:
     """Report the error."""
 
     reason: Reason
-
-
-def at_once(attempt: int) -> float:
-    """Return no pause, for any attempt."""
-    return 0.0
 
 
 @dataclass(slots=True)
@@ -58,16 +53,15 @@ class Attempts(Generic[EndpointT]):
         retries_left: how many attempts may follow the first.
         repeatable: whether an error may be answered by another attempt.
         until_s: on the caller's clock; later failures are not followed by another attempt.
-        pause_s: of the number of failures so far, the pause before the next attempt.
         avoid: endpoints that have failed; the next attempt should take others.
+        failures: attempts that have failed.
     """
 
     retries_left: int
     repeatable: Callable[[Exception], bool]
     until_s: float = math.inf
-    pause_s: Callable[[int], float] = at_once
     avoid: frozenset[EndpointT] = field(default_factory=frozenset)
-    _failures: int = 0
+    failures: int = 0
 
     def failed(self, error: Exception, now_s: float, endpoint: EndpointT | None = None) -> Again | GiveUp:
         """Decide what follows a failed attempt.
@@ -77,6 +71,7 @@ class Attempts(Generic[EndpointT]):
             now_s: the caller's clock.
             endpoint: what was tried; ``None`` when nothing else could be.
         """
+        self.failures += 1
         if endpoint is None or not self.repeatable(error):
             return GiveUp(Reason.FINAL_ERROR)
         self.avoid |= {endpoint}
@@ -85,5 +80,4 @@ class Attempts(Generic[EndpointT]):
         if now_s > self.until_s:
             return GiveUp(Reason.TIME_LIMIT)
         self.retries_left -= 1
-        self._failures += 1
-        return Again(self.pause_s(self._failures))
+        return Again(self.failures)

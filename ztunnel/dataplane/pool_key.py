@@ -37,7 +37,7 @@ async def dial_connection(
     settings: ConnectionSettings,
     poller: Poller,
 ) -> Connection:
-    """Open one connection for tunnels: TCP, TLS and the client's side of HTTP/2. Both front ends' pools dial by it.
+    """Open one connection for tunnels: TCP, TLS, the client's side of HTTP/2. The pools' dial functions call it.
 
     Args:
         context_for: makes the TLS context, or ``None`` for cleartext.

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +29,7 @@ from ztunnel.envoy.datapath import Datapath, Timeouts
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners import manager as listener_manager
 from ztunnel.envoy.listeners.manager import ListenerManager
+from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.settings import Settings, TunnelSource
 from ztunnel.envoy.sources import Sources
@@ -38,6 +39,7 @@ from ztunnel.envoy.terminate import Terminator
 from ztunnel.envoy.upstream import manager as cluster_manager
 from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.envoy.upstream.connect import Connector
+from ztunnel.envoy.upstream.dial import Dialler
 from ztunnel.envoy.upstream.grpc import GrpcClusters, tls_of
 from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime import heap
@@ -122,7 +124,36 @@ class Proxy:
             strict_tls=switches.strict_tls,
         )
         self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
+        # From the sockets up: each object has all that it calls when it is made.
+        table, dialler = ListenerTable(), Dialler(self.poller)
+        terminator = Terminator(
+            self.clusters,
+            dialler,
+            rng,
+            check_authority=switches.check_authority,
+            own_ports=lambda: table.own_ports,
+            judge_ports=switches.judge_ports,
+        )
+        internal = InternalListeners(
+            table,
+            self.connections,
+            terminator,
+            self.clock,
+            _SHORTCUT_PORTS if switches.node_local_shortcut else {},
+        )
+        self.connector = Connector(
+            self.clusters,
+            dialler,
+            internal,
+            self.poller,
+            rng,
+            keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
+            early_data=switches.early_data,
+        )
         self.datapath = Datapath(
+            table,
+            self.connector,
+            terminator,
             connections=self.connections,
             poller=self.poller,
             clock=self.clock,
@@ -130,6 +161,7 @@ class Proxy:
             tunnel_settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
         )
         self.listeners = ListenerManager(
+            table,
             surroundings=surroundings,
             sources=self.sources,
             secrets=self.secrets,
@@ -141,29 +173,6 @@ class Proxy:
             accepted=self.datapath.accepted,
             drain_s=settings.drain_s,
         )
-        internal = InternalListeners(
-            self.listeners,
-            self.connections,
-            self.clock,
-            _SHORTCUT_PORTS if switches.node_local_shortcut else {},
-        )
-        self.connector = Connector(
-            self.clusters,
-            internal,
-            self.poller,
-            rng,
-            keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
-            early_data=switches.early_data,
-        )
-        internal.terminator = self.datapath.terminator = Terminator(
-            self.clusters,
-            self.connector,
-            check_authority=switches.check_authority,
-            own_ports=lambda: self.listeners.own_ports,
-            judge_ports=switches.judge_ports,
-        )
-        self.datapath.connector = self.connector
-        self.datapath.listeners = self.listeners
         self._server_stats()
 
     def _server_stats(self) -> None:
@@ -339,13 +348,14 @@ class Proxy:
         await asyncio.sleep(0)  # what was accepted just now enters the table
         for connection in self.connections:
             connection.leave()
-        await self.connections.drained(max(deadline_s - self.clock.monotonic(), 0.0))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):
+                await self.connections.emptied()
         left = len(self.connections)
         if left:
             log.warning("drain duration expired with %d connections, closing them", left)
             for connection in self.connections:
-                if connection.abort is not None:
-                    connection.abort("connection closed due to connection drain")
+                connection.end("connection closed due to connection drain")
             await asyncio.sleep(0)
 
     async def _close_pools(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +27,7 @@ from hbone.tls import PeerFacts
 from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.facts import ConnectionFacts, PeerCertificate
+from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
 from ztunnel.envoy.connections import Connections, LiveConnection
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import (
@@ -40,12 +40,13 @@ from ztunnel.envoy.listeners.filters import (
     take_proxy_header,
 )
 from ztunnel.envoy.listeners.listener import LiveListener
-from ztunnel.envoy.listeners.manager import ListenerManager
+from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.terminate import Answer, RequestRefused, Terminator
-from ztunnel.envoy.upstream.connect import Connector, Upstream
+from ztunnel.envoy.upstream.connect import Connector
+from ztunnel.envoy.upstream.dial import ClusterUpstream
 from ztunnel.runtime.clock import Clock, utc
 from ztunnel.runtime.tasks import Tasks
 
@@ -64,19 +65,21 @@ class Datapath:
     """Carries connections.
 
     Args:
-        listeners: for hand-off between listeners; set after construction, since it needs :meth:`accepted`.
+        listeners: for hand-off between listeners.
         connector: opens upstreams.
         terminator: ends tunnels.
+        connections: the table that every connection is registered in.
+        poller: of this loop.
+        clock: for times in logs.
         timeouts: see there.
         tunnel_settings: HTTP/2 settings of connections that bring tunnels.
     """
 
-    listeners: ListenerManager
-    connector: Connector
-    terminator: Terminator
-
     def __init__(
         self,
+        listeners: ListenerTable,
+        connector: Connector,
+        terminator: Terminator,
         *,
         connections: Connections,
         poller: Poller,
@@ -84,6 +87,9 @@ class Datapath:
         timeouts: Timeouts,
         tunnel_settings: ConnectionSettings,
     ) -> None:
+        self._listeners = listeners
+        self._connector = connector
+        self._terminator = terminator
         self._connections = connections
         self._poller = poller
         self._clock = clock
@@ -111,8 +117,8 @@ class Datapath:
 
     async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo) -> None:
         end = PlainSocket(sock, self._poller)
-        connection = self._connections.add(info, listener)
-        connection.abort = self._cancel_current(info)
+        connection = LiveConnection(info, listener, self._cancel_current(info))
+        self._connections.add(connection)
         owner = listener
         owner.opened()
         hop = Hop(info, self._clock, listener_sinks=listener.sinks)
@@ -143,19 +149,19 @@ class Datapath:
         finally:
             end.close()
             self._connections.remove(connection)
-            connection.abort = connection.drain = None
+            connection.release()
+            connection.drain = None
             owner.closed()
             hop.finish()
 
     @staticmethod
-    def _cancel_current(info: StreamInfo) -> Callable[[str], None]:
-        """How to end the connection while nothing flows yet: cancel what it waits for."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _cancel_current(info: StreamInfo) -> Abort:
+        """Return what ends a connection while nothing flows yet; the log line has the reason."""
+        cancel = cancels_current_task()
 
         def abort(reason: str) -> None:
             info.termination_details = reason
-            task.cancel(reason)
+            cancel(reason)
 
         return abort
 
@@ -164,7 +170,7 @@ class Datapath:
         transparent = listener.model.transparent or is_transparent(end.sock)
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
-            listener = self.listeners.hand_off(info.destination, listener)
+            listener = self._listeners.hand_off(info.destination, listener)
         try:
             if listener.reads_bytes and listener.model.listener_filters_timeout_s:
                 async with asyncio.timeout(listener.model.listener_filters_timeout_s):
@@ -222,7 +228,7 @@ class Datapath:
             chain.judge(hop.info)
             chain.set_filter_state(hop.info)
             proxy.cx_total.value += 1
-            upstream = await self.connector.open(hop, proxy, downstream)
+            upstream = await self._connector.open(hop, proxy, downstream)
             try:
                 await self._carry(hop, connection, proxy, downstream, upstream)
             finally:
@@ -238,13 +244,13 @@ class Datapath:
         connection: LiveConnection,
         proxy: LiveTcpProxy,
         downstream: End,
-        upstream: Upstream,
+        upstream: ClusterUpstream,
     ) -> None:
         """Relay until both sides are done; then everything is counted, for each hop."""
         counts = ByteCounts()
         settings = proxy.model
         running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
-        connection.abort = running.abort
+        connection.aborts_by(running.abort)
         connection.counts = counts
         connection.inner = [inner.info for inner in upstream.hops]
         limit = None
@@ -253,7 +259,6 @@ class Datapath:
         try:
             ended = await running
         finally:
-            connection.abort = None
             if limit is not None:
                 limit.cancel()
             received, sent = counts.sent, counts.received
@@ -262,14 +267,14 @@ class Datapath:
                 each.info.bytes_sent = sent
             proxy.rx_bytes.value += received
             proxy.tx_bytes.value += sent
-            cluster = self.connector.cluster(hop.info.cluster)
+            cluster = self._connector.cluster(hop.info.cluster)
             if cluster is not None:
                 cluster.stats.cx_tx_bytes.value += received
                 cluster.stats.cx_rx_bytes.value += sent
         self._note_end(hop, proxy, ended, upstream)
 
     @staticmethod
-    def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: Upstream) -> None:
+    def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
         """Flags and details of a relay that is over."""
         infos = [hop.info, *(inner.info for inner in upstream.hops)]
         flag: Flag | None = None
@@ -336,7 +341,7 @@ class Datapath:
                 _note_peer(info, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
             try:
-                chain.judge(info, port_known=not self.terminator.judges_ports)
+                chain.judge(info, port_known=not self._terminator.judges_ports)
             except Refused as error:
                 denied.append(error)
                 raise
@@ -344,7 +349,7 @@ class Datapath:
             manager.cx_total.value += 1
             manager.cx_http2.value += 1
             manager.cx_active.stored += 1
-            connection.abort = tunnels.abort
+            connection.aborts_by(tunnels.abort)
             connection.drain = tunnels.drain
             if connection.leaving:
                 connection.leave()
@@ -410,7 +415,7 @@ class Datapath:
         try:
             if head.protocol is not None:
                 raise RequestRefused(Answer(404, "route_not_found"))
-            route, upstream = await self.terminator.open(hop, chain)
+            route, upstream = await self._terminator.open(hop, chain)
             try:
                 tunnel = request.accept(self._response_headers(manager))
                 info.response_code, info.response_details = 200, "via_upstream"
@@ -446,7 +451,7 @@ class Datapath:
         route_timeout_s: float | None,
         route_idle_s: float | None,
         tunnel: End,
-        upstream: Upstream,
+        upstream: ClusterUpstream,
     ) -> None:
         info = hop.info
         idle = route_idle_s if route_idle_s is not None else manager.model.stream_idle_timeout_s
@@ -475,7 +480,7 @@ class Datapath:
             info.bytes_received, info.bytes_sent = received, sent = counts.sent, counts.received
             manager.cx_rx_bytes.value += received
             manager.cx_tx_bytes.value += sent
-            cluster = self.connector.cluster(info.cluster)
+            cluster = self._connector.cluster(info.cluster)
             if cluster is not None:
                 cluster.stats.cx_tx_bytes.value += received
                 cluster.stats.cx_rx_bytes.value += sent

@@ -1,37 +1,27 @@
 """Connections that never leave the process: internal listeners, and tunnels between two pods of this node."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import HttpConnectionManager
+from ztunnel.dataplane.agreement import would_shake_hands
 from ztunnel.envoy.connections import Connections
 from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import Hop, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
-from ztunnel.envoy.secrets.verify import san_matches
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.envoy.terminate import RequestRefused, Terminator
-from ztunnel.envoy.upstream.connect import Upstream
+from ztunnel.envoy.upstream.dial import ClusterUpstream
 from ztunnel.runtime.clock import Clock
 
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
-
-
-class Listeners(Protocol):
-    """What is needed of the listener manager."""
-
-    def internal(self, name: str) -> LiveListener | None:
-        """The internal listener of that name, while it takes connections."""
-
-    def listening_on(self, port: int) -> LiveListener | None:
-        """The socket listener on a port."""
 
 
 @dataclass(slots=True)
@@ -50,19 +40,17 @@ class InternalListeners:
     Args:
         listeners: by name and by port.
         connections: gives connection ids.
+        terminator: the tunnels' end, for the short cut.
         clock: for start times.
         shortcut_ports: destination ports of tunnels that come back to this very proxy, and the listener port
             they come back to (15008, and 15088 by the NAT rule of the node). Empty switches the short cut off.
     """
 
-    listeners: Listeners
+    listeners: ListenerTable
     connections: Connections
+    terminator: Terminator
     clock: Clock
     shortcut_ports: Mapping[int, int] = field(default_factory=dict)
-    terminator: Terminator | None = None
-    _agreements: "weakref.WeakKeyDictionary[LiveContext, dict[LiveContext, tuple[object, bool]]]" = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     def enter(
         self,
@@ -132,7 +120,7 @@ class InternalListeners:
         address: SocketAddress,
         authority: str,
         headers: list[tuple[str, str]],
-    ) -> Upstream | None:
+    ) -> ClusterUpstream | None:
         """Join a tunnel to a pod of this node in-process, if its far end is one.
 
         Both handshakes are judged as TLS would: the client's certificate by the inbound chain's names, the
@@ -145,7 +133,7 @@ class InternalListeners:
             UpstreamFailed: the inbound side refuses.
         """
         port = self.shortcut_ports.get(address.port)
-        if port is None or client is None or self.terminator is None:
+        if port is None or client is None:
             return None
         listener = self.listeners.listening_on(port)
         if listener is None or not listener.model.serves(address.host):
@@ -162,22 +150,21 @@ class InternalListeners:
         chain = listener.chain_for(facts)
         if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
             return None
-        if not self._would_shake_hands(client, chain.tls):
+        if not self._agree(client, chain.tls):
             return None  # the wire refuses it with the right alert and counters
         facts.peer = PeerCertificate(uri_sans=client.local_uri_sans)
         inbound = self._inbound_hop(listener, chain, facts, authority, headers)
         inbound.info.options = listener.options_for(inbound.info)
         return await self._join(inbound, listener, chain, client)
 
-    def _would_shake_hands(self, client: LiveContext, server: LiveContext) -> bool:
-        """The answer for two contexts, asked again when either changed or half a minute has passed."""
-        agreements = self._agreements.setdefault(client, {})
-        state = (client.generation, server.generation, int(self.clock.monotonic() // 30))
-        known = agreements.get(server)
-        if known is None or known[0] != state:
-            now = datetime.fromtimestamp(self.clock.wall(), UTC)
-            known = agreements[server] = (state, _would_shake_hands(client, server, now))
-        return known[1]
+    def _agree(self, client: LiveContext, server: LiveContext) -> bool:
+        """Return whether two contexts of this process would accept each other's certificates now."""
+        if client.current is None or server.current is None:
+            return False
+        ours, theirs = client.party, server.party
+        if ours is None or theirs is None:
+            return False
+        return would_shake_hands(ours, theirs, datetime.fromtimestamp(self.clock.wall(), UTC))
 
     def _inbound_hop(
         self,
@@ -202,11 +189,12 @@ class InternalListeners:
         )
         return Hop(info, self.clock, listener_sinks=(), filter_sinks=chain.sinks)
 
-    async def _join(self, hop: Hop, listener: LiveListener, chain: LiveChain, client: LiveContext) -> Upstream:
+    async def _join(
+        self, hop: Hop, listener: LiveListener, chain: LiveChain, client: LiveContext
+    ) -> ClusterUpstream:
         manager, info = chain.manager, hop.info
         assert manager is not None
         assert chain.tls is not None
-        assert self.terminator is not None
         info.tls = TlsFacts(
             version="in-process",
             peer_uri_sans=client.local_uri_sans,
@@ -242,22 +230,5 @@ class InternalListeners:
             manager.rq_active.stored -= 1
 
         upstream.hops.append(hop)
-        upstream.on_close.append(closed)
+        upstream.on_close(closed)
         return upstream
-
-
-def _would_shake_hands(client: LiveContext, server: LiveContext, now: datetime) -> bool:
-    """Whether two contexts of this process would accept each other's certificates."""
-    if client.current is None or server.current is None or server.validation is None:
-        return False  # an inbound chain that verifies nobody knows no peer to authorise
-    for judge, shown in ((server, client), (client, server)):
-        validation = judge.validation
-        if validation is None:
-            continue  # a client that verifies nothing accepts every server
-        if validation.certificate_hashes or validation.spki_hashes or not shown.trusted_by(validation, now):
-            return False
-        matches = validation.san_matches
-        names = shown.local_uri_sans
-        if matches and not any(san_matches(match, "uri", name) for match in matches for name in names):
-            return False
-    return True

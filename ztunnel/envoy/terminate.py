@@ -3,6 +3,7 @@
 The same for a tunnel that came over the wire and for one that was joined in-process (``internal.shortcut``).
 """
 
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.envoy.outcome import Denied, Hop, NoHealthyHost, Refused, UpstreamFailed
 from ztunnel.envoy.stream_info import Flag, StreamInfo
 from ztunnel.envoy.upstream.cluster import LiveCluster
-from ztunnel.envoy.upstream.connect import Connector, Upstream
+from ztunnel.envoy.upstream.dial import ClusterUpstream, Dialler, count_failure, pick_cluster
 from ztunnel.envoy.upstream.manager import ClusterManager
 
 #: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
@@ -55,9 +56,10 @@ class Terminator:
 
     Args:
         clusters: by name.
-        connector: dials.
-        check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), whoever may reach one
-            pod of the node may reach all of them, judged by the first one's policy.
+        dialler: opens sockets.
+        rng: picks among weighted clusters.
+        check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), a client that may reach
+            one pod of the node may reach all of them, judged by the first one's policy.
         own_ports: ports a tunnel must not lead to: this proxy's listeners.
         judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
             port, 15008, so that a DENY by port never holds for a tunnel.
@@ -66,19 +68,21 @@ class Terminator:
     def __init__(
         self,
         clusters: ClusterManager,
-        connector: Connector,
+        dialler: Dialler,
+        rng: random.Random,
         *,
         check_authority: bool,
         own_ports: Callable[[], Collection[int]],
         judge_ports: bool,
     ) -> None:
         self._clusters = clusters
-        self._connector = connector
+        self._dialler = dialler
+        self._rng = rng
         self._check_authority = check_authority
         self._own_ports = own_ports
         self.judges_ports = judge_ports
 
-    async def open(self, hop: Hop, chain: LiveChain) -> tuple[Route, Upstream]:
+    async def open(self, hop: Hop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
         """Connect to the application a request is for.
 
         Raises:
@@ -87,7 +91,7 @@ class Terminator:
         info, manager = hop.info, chain.manager
         assert manager is not None
         route = self._route(manager, info)
-        name = self._connector.pick(route.clusters)
+        name = pick_cluster(route.clusters, self._rng)
         info.cluster = name
         info.route = route.name
         cluster = self._clusters.get(name)
@@ -117,7 +121,7 @@ class Terminator:
             raise RequestRefused(Answer(403, "upgrade_failed"))
         return route
 
-    async def _dial(self, hop: Hop, chain: LiveChain, cluster: LiveCluster) -> Upstream:
+    async def _dial(self, hop: Hop, chain: LiveChain, cluster: LiveCluster) -> ClusterUpstream:
         info = hop.info
         if self._check_authority and cluster.model.discovery is Discovery.ORIGINAL_DST:
             self._require_own_address(info, cluster)
@@ -134,9 +138,9 @@ class Terminator:
         if self.judges_ports:
             chain.judge_port(info, address)
         try:
-            return await self._connector.dial(info, cluster, host, address, cluster.transport_socket(host))
+            return await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
         except UpstreamFailed as error:
-            self._connector.count_failure(cluster, host, error)
+            count_failure(cluster, host, error)
             raise
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:

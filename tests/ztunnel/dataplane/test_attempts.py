@@ -23,9 +23,9 @@ def some(retries: int = 2, until_s: float = 10.0) -> Attempts[str]:
 def test_every_retry_avoids_what_failed_before() -> None:
     attempts = some()
     assert attempts.avoid == frozenset()
-    assert attempts.failed(OSError(), 1, "a") == Again()
+    assert attempts.failed(OSError(), 1, "a") == Again(1)
     assert attempts.avoid == {"a"}
-    assert attempts.failed(OSError(), 2, "b") == Again()
+    assert attempts.failed(OSError(), 2, "b") == Again(2)
     assert attempts.avoid == {"a", "b"}
     assert attempts.failed(OSError(), 3, "c") == GiveUp(Reason.NO_RETRIES)
 
@@ -45,15 +45,10 @@ def test_what_is_no_endpoint_has_no_alternative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now_s", "expected"), [(10.0, Again()), (10.001, GiveUp(Reason.TIME_LIMIT))], ids=["at", "after"]
+    ("now_s", "expected"), [(10.0, Again(1)), (10.001, GiveUp(Reason.TIME_LIMIT))], ids=["at", "after"]
 )
 def test_the_limit_itself_is_in_time(now_s: float, expected: Again | GiveUp) -> None:
     assert some(until_s=10.0).failed(OSError(), now_s, "a") == expected
-
-
-def test_pauses_are_asked_for_by_number() -> None:
-    attempts = Attempts[str](3, not_a_value_error, pause_s=lambda failures: failures / 4)
-    assert [attempts.failed(OSError(), 0, name) for name in "abc"] == [Again(0.25), Again(0.5), Again(0.75)]
 
 
 def test_one_slow_peer_has_the_time_of_a_row_of_failing_ones() -> None:

@@ -25,6 +25,7 @@ from xds.errors import ConfigError, Unsupported
 from xds.model import http as http_model
 from xds.model import listener as model
 from xds.model.format_string import parse_format
+from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.filters.common.set_filter_state.v3 import set_filter_state_pb2 as state
 from xds.proto.envoy.extensions.filters.http.router.v3.router_pb2 import Router
@@ -117,11 +118,11 @@ def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpPr
     )
 
 
-def _clusters(message: tcp.TcpProxy) -> tuple[model.WeightedCluster, ...]:
+def _clusters(message: tcp.TcpProxy) -> tuple[WeightedCluster, ...]:
     kind = message.WhichOneof("cluster_specifier")
     if kind == "cluster":
         required(message, "cluster")
-        return (model.WeightedCluster(message.cluster, 1),)
+        return (WeightedCluster(message.cluster, 1),)
     if kind == "weighted_clusters":
         choices = []
         with at(kind):
@@ -133,7 +134,7 @@ def _clusters(message: tcp.TcpProxy) -> tuple[model.WeightedCluster, ...]:
                     if choice.weight < 1:
                         raise constraint(choice, "weight", "value must be greater than or equal to 1")
                     subset = metadata(choice.metadata_match).get("envoy.lb", {})
-                    choices.append(model.WeightedCluster(choice.name, choice.weight, subset))
+                    choices.append(WeightedCluster(choice.name, choice.weight, subset))
         return tuple(choices)
     raise constraint(message, "cluster_specifier", "value is required")
 

@@ -15,8 +15,8 @@ from xds.dialects.envoy.reading import (
 )
 from xds.errors import ConfigError, Unsupported
 from xds.model import http as model
-from xds.model.listener import WeightedCluster
 from xds.model.strings import StringMatch
+from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.route.v3 import route_pb2 as proto
 
 _NOT_FOUND_STATUS = {0: 503, 1: 404, 2: 500}

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,6 @@ from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import unpack
 from xds.errors import ConfigError
-from xds.model.address import SocketAddress
 from xds.model.listener import DiscoveredFilter, Listener, WorkloadMetadata
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2
@@ -24,6 +23,7 @@ from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
 from ztunnel.envoy.connections import Connections, LiveConnection
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.envoy.listeners.listener import Accepted, LiveListener, bind
+from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import Refused
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources
@@ -60,12 +60,14 @@ class ListenerManager:
     """Listeners by name.
 
     Args:
+        table: those that serve; written here only.
         accepted: takes each accepted socket.
         drain_s: how long a drained connection may live.
     """
 
     def __init__(
         self,
+        table: ListenerTable,
         *,
         surroundings: Surroundings,
         sources: Sources,
@@ -78,6 +80,7 @@ class ListenerManager:
         accepted: Accepted,
         drain_s: float,
     ) -> None:
+        self._table = table
         self._surroundings = surroundings
         self._sources = sources
         self._secrets = secrets
@@ -89,10 +92,7 @@ class ListenerManager:
         self._accepted = accepted
         self._drain_s = drain_s
         self._tasks = Tasks("listeners")
-        self._active: dict[str, LiveListener] = {}
         self._warming: dict[str, LiveListener] = {}
-        self._by_address: dict[SocketAddress, LiveListener] = {}
-        self._by_port: dict[int, LiveListener] = {}
         self._draining: list[LiveListener] = []
         self._draining_chains = 0
         self._static: set[str] = set()
@@ -113,7 +113,7 @@ class ListenerManager:
         self._create_success = scope.counter("listener_create_success")
         self._create_failure = scope.counter("listener_create_failure")
         self._stops = scope.counter("listener_stopped")
-        scope.gauge("total_listeners_active", lambda: float(len(self._active)))
+        scope.gauge("total_listeners_active", lambda: float(len(self._table)))
         scope.gauge("total_listeners_warming", lambda: float(len(self._warming)))
         scope.gauge("total_listeners_draining", lambda: float(len(self._draining)))
         scope.gauge("total_filter_chains_draining", lambda: float(self._draining_chains))
@@ -124,7 +124,7 @@ class ListenerManager:
     @property
     def active(self) -> list[LiveListener]:
         """Listeners that serve, in the order of arrival."""
-        return list(self._active.values())
+        return list(self._table)
 
     @property
     def warming(self) -> list[LiveListener]:
@@ -139,37 +139,6 @@ class ListenerManager:
     def is_static(self, name: str) -> bool:
         """Whether a listener comes from the bootstrap."""
         return name in self._static
-
-    def internal(self, name: str) -> LiveListener | None:
-        """The internal listener of that name."""
-        listener = self._active.get(name)
-        return listener if listener is not None and listener.model.internal else None
-
-    def listening_on(self, port: int) -> LiveListener | None:
-        """The socket listener on a port."""
-        return self._by_port.get(port)
-
-    def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
-        """Who gets a connection that ``own`` accepted, by its original destination (``use_original_dst``).
-
-        A listener bound to that very address, else one bound to the wildcard address of that port, else ``own``.
-        """
-        found = self._by_address.get(destination)
-        if found is None and destination.port in self._by_port:
-            found = self._by_address.get(SocketAddress("0.0.0.0", destination.port)) or self._by_address.get(
-                SocketAddress("::", destination.port)
-            )
-        return found or own
-
-    @property
-    def own_ports(self) -> Collection[int]:
-        """Ports this proxy listens on."""
-        return self._by_port.keys()
-
-    def _index(self) -> None:
-        """Look listeners up by address from now on; after every change of the active ones."""
-        self._by_address = {a: each for each in self._active.values() for a in each.model.addresses}
-        self._by_port = {address.port: listener for address, listener in self._by_address.items()}
 
     # Applying
 
@@ -207,7 +176,7 @@ class ListenerManager:
                 )
         gone = set(update.removed)
         if update.complete:
-            gone |= {name for name in (*self._active, *self._warming) if name not in seen}
+            gone |= {each.name for each in (*self._table, *self._warming.values()) if each.name not in seen}
         for name in gone - self._static:
             self._remove(name)
         if errors:
@@ -228,7 +197,7 @@ class ListenerManager:
     async def _apply(self, resource: Resource) -> None:
         if resource.name in self._static:
             return
-        current = self._warming.get(resource.name) or self._active.get(resource.name)
+        current = self._warming.get(resource.name) or self._table.get(resource.name)
         if current is not None and current.body == resource.body:  # not of .value, which copies
             current.body, current.version = resource.body, resource.version  # the old one keeps its response alive
             return
@@ -245,7 +214,7 @@ class ListenerManager:
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
         wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
-        for other in (*self._active.values(), *self._warming.values()):
+        for other in (*self._table, *self._warming.values()):
             if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
                 shared = next(iter(both))
                 raise ConfigError(
@@ -257,7 +226,7 @@ class ListenerManager:
 
         An update that leaves the frame alone keeps the chains that did not change.
         """
-        old = self._active.get(model.name)
+        old = self._table.get(model.name)
         in_place = old is not None and old.model.content == model.content
         listener = LiveListener(
             model,
@@ -392,9 +361,8 @@ class ListenerManager:
     # Serving
 
     def _promote(self, listener: LiveListener) -> None:
-        old = self._active.get(listener.name)
-        self._active[listener.name] = listener
-        self._index()
+        old = self._table.get(listener.name)
+        self._table.put(listener)
         self._create_success.value += 1
         if old is None:
             self._added.value += 1
@@ -426,7 +394,7 @@ class ListenerManager:
     def start(self) -> None:
         """Begin to listen, with every listener that is warm; later ones join as they warm."""
         self._listening = True
-        for listener in self._active.values():
+        for listener in self._table:
             self._start(listener)
 
     async def warmed(self) -> None:
@@ -445,8 +413,7 @@ class ListenerManager:
         warming = self._warming.pop(name, None)
         if warming is not None:
             self._discard(warming)
-        listener = self._active.pop(name, None)
-        self._index()
+        listener = self._table.pop(name)
         self._parts.pop(name, None)
         self.failures.pop(name, None)
         if listener is not None:
@@ -457,7 +424,7 @@ class ListenerManager:
 
     def _discard(self, listener: LiveListener) -> None:
         """Drop a version that never served; what it shares with the active one stays."""
-        active = self._active.get(listener.name)
+        active = self._table.get(listener.name)
         shared = set(map(id, active.sockets)) if active is not None else set()
         for sock in listener.sockets:
             if id(sock) not in shared:
@@ -501,8 +468,7 @@ class ListenerManager:
             reason = "connection closed: its destination is no longer served"
         except Refused as error:
             reason = f"connection closed due to policy change: {error.details}"
-        if connection.abort is not None:
-            connection.abort(reason)
+        connection.end(reason)
 
     async def _drain(self, listener: LiveListener | None, chains: Iterable[LiveChain]) -> None:
         chains = list(chains)
@@ -516,10 +482,8 @@ class ListenerManager:
                 break
             await asyncio.sleep(min(left, 1.0))
         for connection in self._connections:
-            if (
-                id(connection.chain) in leaving or (listener and connection.owner is listener)
-            ) and connection.abort:
-                connection.abort("connection closed due to connection drain")
+            if id(connection.chain) in leaving or (listener and connection.owner is listener):
+                connection.end("connection closed due to connection drain")
         for chain in chains:
             chain.close()
         if listener is None:
@@ -530,7 +494,7 @@ class ListenerManager:
 
     async def hand_over(self) -> None:
         """Before :meth:`stop`: see :func:`ztunnel.runtime.accepting.hand_over`."""
-        await hand_over([sock for listener in self._active.values() for sock in listener.sockets])
+        await hand_over([sock for listener in self._table for sock in listener.sockets])
 
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown).
@@ -539,7 +503,7 @@ class ListenerManager:
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)
-        for listener in self._active.values():
+        for listener in self._table:
             if listener.sockets and not keep(listener):
                 listener.stop()
                 self._stops.value += 1
@@ -548,7 +512,7 @@ class ListenerManager:
         """Stop everything."""
         self.stop()
         await self._tasks.close()
-        for listener in [*self._active.values(), *self._warming.values(), *self._draining]:
+        for listener in [*self._table, *self._warming.values(), *self._draining]:
             listener.stop()
             self._unsubscribe(listener)
             for chain in listener.live_chains:

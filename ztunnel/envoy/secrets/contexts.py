@@ -3,11 +3,10 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
@@ -16,8 +15,9 @@ from xds.model.secret import Certificate, SanMatch, Validation
 from xds.model.strings import StringMatch
 from xds.model.tls import SecretRef, TlsVersion
 from xds.model.tls import TlsContext as ContextModel
+from ztunnel.dataplane.agreement import Credentials, Party
 from ztunnel.envoy.secrets.store import SecretHandle, SecretStore, settled
-from ztunnel.envoy.secrets.verify import leaf_of, peer_verifier, subject_alt_names
+from ztunnel.envoy.secrets.verify import leaf_of, peer_verifier, san_matches, subject_alt_names
 from ztunnel.envoy.telemetry.stats import Counter
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class LiveContext:
         self.validation: Validation | None = None
         self.generation = 0
         self.local_uri_sans: tuple[str, ...] = ()
+        self._party: tuple[Party | None] | None = None
         self._role = role
         self._secrets = secrets
         self._updates = updates
@@ -93,24 +94,30 @@ class LiveContext:
             return secret if isinstance(secret, Certificate) else None
         return source
 
-    def trusted_by(self, validation: Validation, now: datetime) -> bool:
-        """Whether a peer that verifies by ``validation`` would trust the own certificate's chain now.
+    @property
+    def party(self) -> Party | None:
+        """What agreements without a handshake are judged by; ``None``: only a handshake can tell.
 
-        Only for contexts without revocation lists, which need a handshake to be judged by.
+        Made when first asked for, because few contexts are those of tunnels within one node.
         """
-        own = self.certificate
-        if own is None or validation.trusted_ca_pem is None or validation.crl_pem is not None:
-            return False
-        chain = certificates_in(own.chain_pem)
-        roots = certificates_in(validation.trusted_ca_pem)
-        for index, certificate in enumerate(chain):
-            if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
-                return False
-            if certificate in roots or any(_issued(certificate, root) for root in roots):
-                return True
-            if index + 1 < len(chain) and not _issued(certificate, chain[index + 1]):
-                return False
-        return False
+        if self._party is None:
+            self._party = (self._make_party(),)
+        return self._party[0]
+
+    def _make_party(self) -> Party | None:
+        own, validation = self.certificate, self.validation
+        chain = tuple(certificates_in(own.chain_pem)) if own is not None else ()
+        if validation is None:
+            return Party(Credentials(chain, None), lambda names: True)
+        if validation.crl_pem is not None or validation.certificate_hashes or validation.spki_hashes:
+            return None
+
+        @lru_cache(maxsize=64)  # per connection, about the few identities of one node
+        def accepts(names: tuple[str, ...]) -> bool:
+            matches = validation.san_matches
+            return not matches or any(san_matches(match, "uri", name) for match in matches for name in names)
+
+        return Party(Credentials(chain, tuple(certificates_in(validation.trusted_ca_pem))), accepts)
 
     def _merged_validation(self) -> Validation | None:
         if self.model.validation_ref is None:
@@ -153,6 +160,7 @@ class LiveContext:
             log.error("TLS context unusable, the last good one stays in force: %s", error)
             return
         self.generation += 1
+        self._party = None
         own = self.certificate
         if own is not None:
             names = subject_alt_names(leaf_of(own))
@@ -195,14 +203,6 @@ class LiveContext:
         if self.model.require_peer_certificate or validation.restricts:
             return ClientCertificate.REQUIRED
         return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
-
-
-def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:

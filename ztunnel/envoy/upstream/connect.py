@@ -12,36 +12,42 @@ import asyncio
 import logging
 import math
 import random
-import socket
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import assert_never
 
-from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.connection import Connection, ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
-from hbone.aio.tls_socket import TlsSocket
-from hbone.errors import ConnectRefused, HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
+from hbone.errors import ConnectRefused, HboneError
 from hbone.pool import PoolFull, PoolSettings
-from tproxy.aio import sockets
-from tproxy.errors import ConnectTimedOut, TproxyError
-from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress, canonical
-from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
-from xds.model.listener import AppendAction, WeightedCluster
-from xds.model.tls import TlsContext as ContextModel
+from tproxy.errors import TproxyError
+from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
+from xds.model.cluster import InternalUpstream, TransportSocket
+from xds.model.listener import AppendAction
+from ztunnel.dataplane.attempts import Attempts, GiveUp, Reason
+from ztunnel.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.envoy.outcome import Hop, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster
+from ztunnel.envoy.upstream.dial import (
+    ClusterUpstream,
+    Dialler,
+    account_connection,
+    address_of,
+    count_failure,
+    failure_of,
+    pick_cluster,
+    ready_context,
+)
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.envoy.upstream.outlier import Result
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.internal import InternalListeners
 
 log = logging.getLogger(__name__)
 
@@ -52,35 +58,8 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-class PoolKey(NamedTuple):
-    """What two tunnels must have in common to share a connection.
-
-    ``generation`` makes a rotated certificate open new connections while tunnels on old ones live on. A tuple,
-    because it is made and hashed for every connection.
-    """
-
-    address: SocketAddress
-    options: UpstreamOptions
-    context: LiveContext | None
-    generation: int
-
-
-@dataclass(slots=True, eq=False)
-class Upstream:
-    """An open upstream: one end for the relay, and what must be settled when it closes.
-
-    ``hops`` are the in-process hops behind the one that asked, outermost first; they end with it.
-    """
-
-    end: End
-    hops: list[Hop] = field(default_factory=list)
-    on_close: list[Callable[[], None]] = field(default_factory=list)
-
-    def close(self, error: Exception | None = None) -> None:
-        """Close the end and give back what was counted."""
-        self.end.close(error)
-        while self.on_close:
-            self.on_close.pop()()
+#: Of Envoy's tunnels: what the TLS context is made from, and the socket options.
+_Key = PoolKey[LiveContext | None, UpstreamOptions]
 
 
 class Connector:
@@ -88,6 +67,7 @@ class Connector:
 
     Args:
         clusters: by name.
+        dialler: opens sockets.
         internal: internal listeners and, for the short cut, inbound chains.
         poller: of this loop.
         rng: picks among weighted clusters.
@@ -99,6 +79,7 @@ class Connector:
     def __init__(
         self,
         clusters: ClusterManager,
+        dialler: Dialler,
         internal: InternalListeners,
         poller: Poller,
         rng: random.Random,
@@ -107,6 +88,7 @@ class Connector:
         early_data: bool,
     ) -> None:
         self._clusters = clusters
+        self._dialler = dialler
         self._internal = internal
         self._poller = poller
         self._rng = rng
@@ -116,7 +98,7 @@ class Connector:
 
     # What a TCP proxy does
 
-    async def open(self, hop: Hop, proxy: LiveTcpProxy, client: End | None = None) -> Upstream:
+    async def open(self, hop: Hop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
         """Connect a hop to its cluster, trying again as often as the filter says.
 
         Args:
@@ -128,7 +110,7 @@ class Connector:
             Refused: nothing could be opened; ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
-        name = info.facts.filter_state.get(CLUSTER_OVERRIDE) or self.pick(model.clusters)
+        name = info.facts.filter_state.get(CLUSTER_OVERRIDE) or pick_cluster(model.clusters, self._rng)
         info.cluster = name
         cluster = self._clusters.get(name)
         if cluster is None:
@@ -136,12 +118,10 @@ class Connector:
             raise NoCluster()
         info.cluster_metadata = cluster.model.metadata
         subset = proxy.subsets.get(name, model.metadata_match)
-        failed: UpstreamFailed | None = None
-        avoid: frozenset[Host] = frozenset()
-        for attempt in range(model.max_connect_attempts):
-            if attempt:
-                await self._back_off(proxy, attempt)
-            host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=avoid)
+        # As Envoy's ``max_connect_attempts``: a number and a back-off, no limit of time.
+        attempts = Attempts[Host](model.max_connect_attempts - 1, _is_repeatable)
+        while True:
+            host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid)
             if host is None:
                 cluster.stats.cx_none_healthy.value += 1
                 raise NoHealthyHost()
@@ -149,40 +129,24 @@ class Connector:
             try:
                 return await self._attempt(hop, proxy, cluster, host, client)
             except UpstreamFailed as error:
-                failed = error
-                avoid |= {host}
-                self.count_failure(cluster, host, error)
-                if error.final:
+                count_failure(cluster, host, error)
+                verdict = attempts.failed(error, 0.0, host)
+                if isinstance(verdict, GiveUp):
+                    if verdict.reason is Reason.NO_RETRIES:
+                        info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
                     raise
-        assert failed is not None
-        info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
-        raise failed
+            await self._back_off(proxy, verdict.failures)
 
-    def pick(self, choices: tuple[WeightedCluster, ...]) -> str:
-        """One of weighted clusters; most chains have one."""
-        if len(choices) == 1:
-            return choices[0].name
-        return self._rng.choices(choices, [choice.weight for choice in choices])[0].name
-
-    async def _back_off(self, proxy: LiveTcpProxy, attempt: int) -> None:
+    async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
+        """Wait before another attempt: exponential with full jitter, as Envoy's ``backoff_options``."""
         base = proxy.model.backoff_base_s
         if base:
             longest = proxy.model.backoff_max_s or base * 10
-            await asyncio.sleep(self._rng.random() * min(longest, base * 2 ** (attempt - 1)))
-
-    @staticmethod
-    def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:
-        """Count a failed attempt and tell outlier detection."""
-        host.cx_connect_fail += 1
-        cluster.stats.cx_connect_fail.value += 1
-        if error.timed_out:
-            cluster.stats.cx_connect_timeout.value += 1
-        gateway = error.status in (502, 503, 504)
-        cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
+            await asyncio.sleep(self._rng.random() * min(longest, base * 2 ** (failures - 1)))
 
     async def _attempt(
         self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
-    ) -> Upstream:
+    ) -> ClusterUpstream:
         info = hop.info
         endpoint = host.endpoint
         info.upstream_host = str(endpoint.address)
@@ -196,9 +160,9 @@ class Connector:
                 if tunnels:
                     upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
                 else:
-                    upstream = await self.dial(info, cluster, host, address, transport)
+                    upstream = await self._dialler.dial(info, cluster, host, address, transport)
             case PipeAddress() as address:
-                upstream = await self._dial_pipe(cluster, host, address.path)
+                upstream = await self._dialler.dial_pipe(cluster, host, address.path)
             case NamedAddress():
                 raise UpstreamFailed("endpoint has no address yet")
             case _:
@@ -216,7 +180,7 @@ class Connector:
         address: InternalAddress,
         transport: TransportSocket,
         client: End | None,
-    ) -> Upstream:
+    ) -> ClusterUpstream:
         """Continue at an internal listener. Whatever goes wrong behind it reads ``Invalid argument`` here."""
         outer = hop.info
         metadata = {}
@@ -245,123 +209,9 @@ class Connector:
             inner.hop.finish()
             raise
         upstream.hops.insert(0, inner.hop)
-        upstream.on_close.append(inner.close)
-        self._account_connection(cluster, host, upstream)
+        upstream.on_close(inner.close)
+        account_connection(cluster, host, upstream)
         return upstream
-
-    # Plain sockets
-
-    async def dial(
-        self,
-        info: StreamInfo,
-        cluster: LiveCluster,
-        host: Host,
-        address: SocketAddress,
-        transport: TransportSocket,
-    ) -> Upstream:
-        """Open a TCP connection to a host, with TLS where the cluster says so.
-
-        Raises:
-            Overflow: the cluster has too many connections.
-            UpstreamFailed: it could not be opened.
-        """
-        breaker = cluster.breaker
-        if breaker.connections >= breaker.limits.max_connections:
-            cluster.stats.cx_overflow.value += 1
-            raise Overflow()
-        if breaker.pending >= breaker.limits.max_pending_requests:
-            cluster.stats.rq_pending_overflow.value += 1
-            raise Overflow()
-        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
-        # Before the first await: a burst must not slip past the limits.
-        breaker.connections += 1
-        breaker.pending += 1
-        try:
-            end = await self._open_socket(info, cluster, address, inner)
-        finally:
-            breaker.connections -= 1
-            breaker.pending -= 1
-        upstream = Upstream(end)
-        self._account_connection(cluster, host, upstream)
-        return upstream
-
-    async def _open_socket(
-        self, info: StreamInfo, cluster: LiveCluster, address: SocketAddress, transport: RawBuffer | ContextModel
-    ) -> End:
-        context = self._ready(cluster, transport)
-        try:
-            if context is None:
-                sock = await self._connect(cluster, address, info.options)
-                info.upstream_local = str(_address(sock.getsockname()))
-                return PlainSocket(sock, self._poller, fresh=True)
-            assert context.current is not None
-            async with asyncio.timeout(cluster.model.connect_timeout_s):
-                sock = await self._connect(cluster, address, info.options)
-                info.upstream_local = str(_address(sock.getsockname()))
-                end = TlsSocket(sock, context.current, self._poller)
-                try:
-                    await end.establish(cluster.model.connect_timeout_s)
-                except BaseException:
-                    end.close()
-                    raise
-                cluster.stats.handshakes.value += 1
-                return end
-        except TimeoutError:
-            raise UpstreamFailed("connection timeout", timed_out=True) from None
-        except (ConnectTimedOut, TproxyError, HboneError) as error:
-            raise self._failure(cluster, error) from error
-
-    async def _connect(
-        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
-    ) -> socket.socket:
-        keepalive = cluster.model.keepalive
-        # A pod that talks to itself cannot be impersonated: source and destination would be one address.
-        source = options.source if options.source != address.host else None
-        return await sockets.connect(
-            (address.host, address.port),
-            source=source or cluster.model.bind_source or None,
-            mark=options.mark or None,
-            timeout_s=cluster.model.connect_timeout_s,
-            keepalive=None
-            if keepalive is None
-            else sockets.Keepalive(
-                idle_s=keepalive.time_s or 7200,
-                interval_s=keepalive.interval_s or 75,
-                probes=keepalive.probes or 9,
-            ),
-        )
-
-    async def _dial_pipe(self, cluster: LiveCluster, host: Host, path: str) -> Upstream:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            async with asyncio.timeout(cluster.model.connect_timeout_s):
-                await self._poller.loop.sock_connect(sock, path)
-        except OSError as error:  # TimeoutError is one
-            sock.close()
-            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
-        except BaseException:
-            sock.close()
-            raise
-        upstream = Upstream(PlainSocket(sock, self._poller, fresh=True))
-        self._account_connection(cluster, host, upstream)
-        return upstream
-
-    @staticmethod
-    def _account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> None:
-        stats = cluster.stats
-        stats.cx_total.value += 1
-        stats.cx_active.stored += 1
-        host.cx_total += 1
-        host.cx_active += 1
-        cluster.breaker.connections += 1
-
-        def closed() -> None:
-            stats.cx_active.stored -= 1
-            host.cx_active -= 1
-            cluster.breaker.connections -= 1
-
-        upstream.on_close.append(closed)
 
     # Tunnels
 
@@ -374,7 +224,7 @@ class Connector:
         address: SocketAddress,
         transport: TransportSocket,
         client: End | None,
-    ) -> Upstream:
+    ) -> ClusterUpstream:
         """Open a CONNECT stream; waits for its 200."""
         info = hop.info
         if cluster.model.http2 is None:
@@ -384,12 +234,13 @@ class Connector:
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
         inner = transport.inner if isinstance(transport, InternalUpstream) else transport
-        context = self._ready(cluster, inner)
+        context = ready_context(cluster, inner)
         local = await self._internal.shortcut(hop, context, address, authority, headers)
         if local is not None:
             self._account_request(cluster, host, local)
             return local
-        key = PoolKey(address, info.options, context, context.generation if context is not None else 0)
+        generation = context.generation if context is not None else 0
+        key = PoolKey(address, context, generation, info.options)
         cluster.breaker.requests += 1
         try:
             tunnel = await self._pool(cluster).open(
@@ -403,21 +254,21 @@ class Connector:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow() from None
         except (HboneError, TproxyError, UpstreamFailed) as error:
-            raise self._failure(cluster, error) from error
+            raise failure_of(cluster, error) from error
         finally:
             cluster.breaker.requests -= 1
-        info.upstream_local = str(_address(tunnel.connection.local_name))
+        info.upstream_local = str(address_of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
             info.facts.filter_state[RESPONSE_HEADERS] = text
-        upstream = Upstream(tunnel)
+        upstream = ClusterUpstream(tunnel)
         self._account_request(cluster, host, upstream)
         return upstream
 
     @staticmethod
-    def _account_request(cluster: LiveCluster, host: Host, upstream: Upstream) -> None:
+    def _account_request(cluster: LiveCluster, host: Host, upstream: ClusterUpstream) -> None:
         stats = cluster.stats
         stats.rq_total.value += 1
         stats.rq_active.stored += 1
@@ -431,7 +282,7 @@ class Connector:
             host.rq_active -= 1
             cluster.breaker.requests -= 1
 
-        upstream.on_close.append(closed)
+        upstream.on_close(closed)
 
     def _pool(self, cluster: LiveCluster) -> Pool:
         pool = self._pools.get(cluster)
@@ -450,51 +301,25 @@ class Connector:
             pool = self._pools[cluster] = Pool(dial, limits)
         return pool
 
-    async def _dial_tunnel(self, cluster: LiveCluster, key: PoolKey, settings: ConnectionSettings) -> Connection:
-        """One connection for tunnels: TCP, TLS and the client's side of HTTP/2."""
-        context = key.context.current if key.context is not None else None
+    async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
+        """Open one connection for tunnels; the pool calls it."""
+        context = key.credentials
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
-                sock = await self._connect(cluster, key.address, key.options)
-                connection = await connect(sock, context, settings, self._poller)
+                connection = await dial_connection(
+                    lambda: context.current if context is not None else None,
+                    lambda: self._dialler.connect(cluster, key.address, key.options),
+                    settings,
+                    self._poller,
+                )
         except TimeoutError:
             raise UpstreamFailed("connection timeout", timed_out=True) from None
         if context is not None:
             cluster.stats.handshakes.value += 1
         return connection
 
-    # Shared
-
-    @staticmethod
-    def _ready(cluster: LiveCluster, transport: RawBuffer | ContextModel) -> LiveContext | None:
-        """The TLS context to use now; ``None`` for plain TCP."""
-        if isinstance(transport, RawBuffer):
-            return None
-        context = cluster.context(transport)
-        if context.current is None:
-            cluster.stats.secrets_not_ready.value += 1
-            raise UpstreamFailed("TLS_error: Secret is not supplied by SDS")
-        return context
-
-    @staticmethod
-    def _failure(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
-        """An error of a library in the words of logs."""
-        if isinstance(error, UpstreamFailed):
-            return error
-        if isinstance(error, TlsError):
-            cluster.stats.ssl_errors.value += 1
-            return UpstreamFailed(f"TLS_error: {error}")
-        timed_out = isinstance(error, ConnectTimedOut | PeerSilent)
-        if timed_out:
-            return UpstreamFailed("connection timeout", timed_out=True)
-        if isinstance(error, PoolClosed):
-            return UpstreamFailed("the cluster is going away")
-        if isinstance(error, TunnelBroken):
-            return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
-        return UpstreamFailed(f"delayed_connect_error: {_reason(error)}")
-
     def cluster(self, name: str) -> LiveCluster | None:
-        """The cluster that serves under a name."""
+        """Return the cluster that serves under a name."""
         return self._clusters.get(name)
 
     def retire(self, cluster: LiveCluster) -> Pool | None:
@@ -560,10 +385,5 @@ def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
 
 
-def _address(name: tuple[str, int]) -> SocketAddress:
-    return SocketAddress(canonical(name[0]), name[1])
-
-
-def _reason(error: Exception) -> str:
-    cause = getattr(error, "error", None)
-    return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
+def _is_repeatable(error: Exception) -> bool:
+    return not (isinstance(error, UpstreamFailed) and error.final)

@@ -1,0 +1,236 @@
+"""Plain sockets to hosts of clusters: TCP, TLS where the cluster says so, pipes; counted and limited.
+
+What a TCP proxy does with them is in ``connect.py``, what a tunnel's end does in ``terminate.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
+from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
+from tproxy.aio import sockets
+from tproxy.errors import ConnectTimedOut, TproxyError
+from xds.model.address import SocketAddress, canonical
+from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
+from xds.model.tls import TlsContext as ContextModel
+from xds.model.weighted_cluster import WeightedCluster
+from ztunnel.dataplane.upstream import Upstream
+from ztunnel.envoy.outcome import Hop, Overflow, UpstreamFailed
+from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.envoy.upstream.cluster import LiveCluster
+from ztunnel.envoy.upstream.host import Host
+from ztunnel.envoy.upstream.outlier import Result
+
+
+class ClusterUpstream(Upstream):
+    """An open upstream of a cluster.
+
+    Attributes:
+        hops: the in-process hops behind the one that asked, outermost first; they end with it.
+    """
+
+    __slots__ = ("hops",)
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.hops: list[Hop] = []
+
+
+class Dialler:
+    """Opens sockets to hosts.
+
+    Args:
+        poller: of this loop.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
+
+    async def dial(
+        self,
+        info: StreamInfo,
+        cluster: LiveCluster,
+        host: Host,
+        address: SocketAddress,
+        transport: TransportSocket,
+    ) -> ClusterUpstream:
+        """Open a TCP connection to a host, with TLS where the cluster says so.
+
+        Raises:
+            Overflow: the cluster has too many connections.
+            UpstreamFailed: it could not be opened.
+        """
+        breaker = cluster.breaker
+        if breaker.connections >= breaker.limits.max_connections:
+            cluster.stats.cx_overflow.value += 1
+            raise Overflow()
+        if breaker.pending >= breaker.limits.max_pending_requests:
+            cluster.stats.rq_pending_overflow.value += 1
+            raise Overflow()
+        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
+        # Before the first await: a burst must not slip past the limits.
+        breaker.connections += 1
+        breaker.pending += 1
+        try:
+            end = await self._open_socket(info, cluster, address, inner)
+        finally:
+            breaker.connections -= 1
+            breaker.pending -= 1
+        upstream = ClusterUpstream(end)
+        account_connection(cluster, host, upstream)
+        return upstream
+
+    async def _open_socket(
+        self, info: StreamInfo, cluster: LiveCluster, address: SocketAddress, transport: RawBuffer | ContextModel
+    ) -> End:
+        context = ready_context(cluster, transport)
+        try:
+            if context is None:
+                sock = await self.connect(cluster, address, info.options)
+                info.upstream_local = str(address_of(sock.getsockname()))
+                return PlainSocket(sock, self._poller, fresh=True)
+            assert context.current is not None
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                sock = await self.connect(cluster, address, info.options)
+                info.upstream_local = str(address_of(sock.getsockname()))
+                end = TlsSocket(sock, context.current, self._poller)
+                try:
+                    await end.establish(cluster.model.connect_timeout_s)
+                except BaseException:
+                    end.close()
+                    raise
+                cluster.stats.handshakes.value += 1
+                return end
+        except TimeoutError:
+            raise UpstreamFailed("connection timeout", timed_out=True) from None
+        except (ConnectTimedOut, TproxyError, HboneError) as error:
+            raise failure_of(cluster, error) from error
+
+    async def connect(
+        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+    ) -> socket.socket:
+        """Connect by TCP with the cluster's socket options, in the client's name where ``options`` say so.
+
+        Raises:
+            TproxyError: refused, unreachable, not within the cluster's connect timeout.
+        """
+        keepalive = cluster.model.keepalive
+        # A pod that talks to itself cannot be impersonated: source and destination would be one address.
+        source = options.source if options.source != address.host else None
+        return await sockets.connect(
+            (address.host, address.port),
+            source=source or cluster.model.bind_source or None,
+            mark=options.mark or None,
+            timeout_s=cluster.model.connect_timeout_s,
+            keepalive=None
+            if keepalive is None
+            else sockets.Keepalive(
+                idle_s=keepalive.time_s or 7200,
+                interval_s=keepalive.interval_s or 75,
+                probes=keepalive.probes or 9,
+            ),
+        )
+
+    async def dial_pipe(self, cluster: LiveCluster, host: Host, path: str) -> ClusterUpstream:
+        """Open a connection to a host on a Unix socket.
+
+        Raises:
+            UpstreamFailed: it could not be opened.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                await self._poller.loop.sock_connect(sock, path)
+        except OSError as error:  # TimeoutError is one
+            sock.close()
+            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
+        except BaseException:
+            sock.close()
+            raise
+        upstream = ClusterUpstream(PlainSocket(sock, self._poller, fresh=True))
+        account_connection(cluster, host, upstream)
+        return upstream
+
+
+def account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> None:
+    """Count an open connection until its upstream closes."""
+    stats = cluster.stats
+    stats.cx_total.value += 1
+    stats.cx_active.stored += 1
+    host.cx_total += 1
+    host.cx_active += 1
+    cluster.breaker.connections += 1
+
+    def closed() -> None:
+        stats.cx_active.stored -= 1
+        host.cx_active -= 1
+        cluster.breaker.connections -= 1
+
+    upstream.on_close(closed)
+
+
+def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:
+    """Count a failed attempt and tell outlier detection."""
+    host.cx_connect_fail += 1
+    cluster.stats.cx_connect_fail.value += 1
+    if error.timed_out:
+        cluster.stats.cx_connect_timeout.value += 1
+    gateway = error.status in (502, 503, 504)
+    cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
+
+
+def ready_context(cluster: LiveCluster, transport: RawBuffer | ContextModel) -> LiveContext | None:
+    """Return the TLS context to use now; ``None`` for plain TCP.
+
+    Raises:
+        UpstreamFailed: a secret of it has not arrived.
+    """
+    if isinstance(transport, RawBuffer):
+        return None
+    context = cluster.context(transport)
+    if context.current is None:
+        cluster.stats.secrets_not_ready.value += 1
+        raise UpstreamFailed("TLS_error: Secret is not supplied by SDS")
+    return context
+
+
+def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
+    """Return an error of a library in the words of logs, counted."""
+    if isinstance(error, UpstreamFailed):
+        return error
+    if isinstance(error, TlsError):
+        cluster.stats.ssl_errors.value += 1
+        return UpstreamFailed(f"TLS_error: {error}")
+    timed_out = isinstance(error, ConnectTimedOut | PeerSilent)
+    if timed_out:
+        return UpstreamFailed("connection timeout", timed_out=True)
+    if isinstance(error, PoolClosed):
+        return UpstreamFailed("the cluster is going away")
+    if isinstance(error, TunnelBroken):
+        return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
+    return UpstreamFailed(f"delayed_connect_error: {_reason(error)}")
+
+
+def pick_cluster(choices: tuple[WeightedCluster, ...], rng: random.Random) -> str:
+    """Return the name of one of weighted clusters; most chains have one."""
+    if len(choices) == 1:
+        return choices[0].name
+    return rng.choices(choices, [choice.weight for choice in choices])[0].name
+
+
+def address_of(name: tuple[str, int]) -> SocketAddress:
+    """Return a socket's own or peer's name as an address."""
+    return SocketAddress(canonical(name[0]), name[1])
+
+
+def _reason(error: Exception) -> str:
+    cause = getattr(error, "error", None)
+    return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
