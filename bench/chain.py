@@ -26,7 +26,7 @@ from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netlink import NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
-from tproxy.render.netlink import DUMP, REQUEST
+from tproxy.render.nftables import DUMP, REQUEST
 from tproxy.wire import Message
 
 VIP = "10.96.0.10"

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import (
     CLONE_NEWNET,
@@ -46,10 +47,7 @@ from tproxy.aio.netns import (
 )
 from tproxy.errors import NeedCapability
 from tproxy.node import Member, Node
-from tproxy.render import netlink
-from tproxy.render.dump import read_link
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
-from tproxy.wire import nest, text, u32
 
 # Away from the small numbers that eth0 has at the other end, see create_pair.
 _FIRST_INDEX = 100
@@ -57,9 +55,8 @@ _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
 _STOP_S = 3.0
 _RUNNING_S = 3.0
-_ALL_LINKS = netlink.rtnetlink_dump(netlink.RTM_GETLINK)
+_ALL_LINKS = rtnetlink.dump_request(rtnetlink.RTM_GETLINK)
 _PREFIX = "pt-"
-_MASTER = 10  # IFLA_MASTER
 _instances = itertools.count(1)
 
 
@@ -189,11 +186,7 @@ class Lab:
 
             def plug(bridge: int) -> None:
                 for port in ports:
-                    link.request(
-                        netlink.link_message(
-                            netlink.RTM_SETLINK, 0, u32(_MASTER, bridge), index=_index(link, port), up=True
-                        )
-                    )
+                    link.request(rtnetlink.join_bridge(_index(link, port), bridge))
 
             plug(0)
             try:
@@ -229,7 +222,7 @@ class Lab:
         for netns in self._open:
             with NetlinkSocket(NETLINK_ROUTE, netns) as link:
                 while time.monotonic() < deadline:
-                    links = [read_link(body) for body in link.dump(_ALL_LINKS)]
+                    links = [rtnetlink.read_link(body) for body in link.dump(_ALL_LINKS)]
                     if all(item.running for item in links if item.kind == "veth"):
                         break
                     time.sleep(0.005)
@@ -269,22 +262,15 @@ class Lab:
                 (conf / "ipv4/ip_forward").write_text("1")
                 (conf / "ipv6/conf/all/forwarding").write_text("1")
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
-            link.request(netlink.set_up(_index(link, "lo")))
+            link.request(rtnetlink.set_up(_index(link, "lo")))
         return netns
 
     def _build(self) -> None:
         fabric = self._namespace("net", forwards=False)
         with NetlinkSocket(NETLINK_ROUTE, fabric) as link:
-            link.request(
-                netlink.link_message(
-                    netlink.RTM_NEWLINK,
-                    netlink.CREATE | netlink.EXCL,
-                    text(3, "br0"),
-                    nest(18, text(1, "bridge")),
-                )
-            )
+            link.request(rtnetlink.create_bridge("br0"))
             bridge = _index(link, "br0")
-            link.request(netlink.set_up(bridge))
+            link.request(rtnetlink.set_up(bridge))
             for number, (name, pods) in enumerate(self._plan.items(), start=1):
                 self._build_node(number, name, pods, fabric, link, bridge)
 
@@ -295,11 +281,9 @@ class Lab:
         place = Place(self, name, netns, _ipv4(f"172.18.0.{number}"), _ipv6(f"fd00:172:18::{number}"), None)
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("net"), f"port{number}"))
-            link.request(netlink.create_pair(cable, fabric.fileno(), peer_index=_FIRST_INDEX + number))
+            link.request(rtnetlink.create_pair(cable, fabric.fileno(), peer_index=_FIRST_INDEX + number))
             port = _index(fabric_link, f"port{number}")
-            fabric_link.request(
-                netlink.link_message(netlink.RTM_SETLINK, 0, u32(_MASTER, bridge), index=port, up=True)
-            )
+            fabric_link.request(rtnetlink.join_bridge(port, bridge))
             _configure(link, "eth0", (f"{place.ipv4}/16", f"{place.ipv6}/64"))
             for other in range(1, len(self._plan) + 1):
                 if other != number:
@@ -320,7 +304,7 @@ class Lab:
         gateways = (f"10.244.{number}.1", f"fd00:10:244:{number}::1")
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("node"), device))
-            link.request(netlink.create_pair(cable, node.fileno(), peer_index=_FIRST_INDEX + position))
+            link.request(rtnetlink.create_pair(cable, node.fileno(), peer_index=_FIRST_INDEX + position))
             _configure(node_link, device, (f"{gateways[0]}/32", f"{gateways[1]}/128"))
             _configure(link, "eth0", (f"{ipv4}/32", f"{ipv6}/128"))
             for gateway, everything in zip(gateways, ("0.0.0.0/0", "::/0"), strict=True):
@@ -403,7 +387,7 @@ def _ipv6(value: str) -> IPv6Address:
 
 def _index(link: NetlinkSocket, device: str) -> int:
     for body in link.dump(_ALL_LINKS):
-        found = read_link(body)
+        found = rtnetlink.read_link(body)
         if found.name == device:
             return found.index
     raise KeyError(device)
@@ -411,9 +395,10 @@ def _index(link: NetlinkSocket, device: str) -> int:
 
 def _configure(link: NetlinkSocket, device: str, addresses: Sequence[str]) -> None:
     index = _index(link, device)
-    link.request(netlink.set_up(index))
+    link.request(rtnetlink.set_up(index))
     for address in addresses:
-        link.request(netlink.address_message(netlink.RTM_NEWADDR, Address(device, ip_interface(address)), index))
+        wanted = Address(device, ip_interface(address))
+        link.request(rtnetlink.address_message(rtnetlink.RTM_NEWADDR, wanted, index))
 
 
 def _route(
@@ -427,7 +412,7 @@ def _route(
         gateway=ip_address(gateway) if gateway is not None else None,
         onlink=onlink,
     )
-    message = netlink.route_message(
-        netlink.RTM_NEWROUTE, route, _STATIC, lambda name: _index(link, name), replace=False
+    message = rtnetlink.route_message(
+        rtnetlink.RTM_NEWROUTE, route, _STATIC, lambda name: _index(link, name), replace=False
     )
     link.request(message)

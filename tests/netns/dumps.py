@@ -2,27 +2,27 @@
 
 from pathlib import Path
 
+from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
-from tproxy.render import netlink
-from tproxy.render.dump import read_link
+from tproxy.render import nftables
 
 
 def everything(netns: Netns) -> dict[str, object]:
     with NetlinkSocket(NETLINK_ROUTE, netns) as route, NetlinkSocket(NETLINK_NETFILTER, netns) as nft:
-        links = [read_link(body) for body in route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK))]
+        links = [rtnetlink.read_link(body) for body in route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))]
         state: dict[str, object] = {"links": sorted((link.name, link.up, link.kind) for link in links)}
-        for name, kind in (("rules", netlink.RTM_GETRULE), ("routes", netlink.RTM_GETROUTE)):
+        for name, kind in (("rules", rtnetlink.RTM_GETRULE), ("routes", rtnetlink.RTM_GETROUTE)):
             state[name] = sorted(
-                body[:12].hex() + _stable(body[12:]) for body in route.dump(netlink.rtnetlink_dump(kind))
+                body[:12].hex() + _stable(body[12:]) for body in route.dump(rtnetlink.dump_request(kind))
             )
         for name, kind in (
-            ("tables", netlink.NFT_GETTABLE),
-            ("chains", netlink.NFT_GETCHAIN),
-            ("rules of chains", netlink.NFT_GETRULE),
-            ("sets", netlink.NFT_GETSET),
+            ("tables", nftables.NFT_GETTABLE),
+            ("chains", nftables.NFT_GETCHAIN),
+            ("rules of chains", nftables.NFT_GETRULE),
+            ("sets", nftables.NFT_GETSET),
         ):
-            state[name] = sorted(nft.dump(netlink.nft_message(kind, 0, netlink.DUMP)))
+            state[name] = sorted(nft.dump(nftables.nft_message(kind, 0, nftables.DUMP)))
     with netns.entered():
         state["sysctls"] = {
             str(path): path.read_text()

@@ -14,6 +14,7 @@ from deploy.lab import Lab, Worker
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S, app, ask, toy_ztunnel
 from tests.programs import needed
+from tproxy.aio import rtnetlink
 from tproxy.aio.kernel import BlockingKernel, Kernel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
@@ -38,7 +39,7 @@ from tproxy.operations import (
     FlushChain,
     NftTransaction,
 )
-from tproxy.render import netlink
+from tproxy.render import nftables
 from tproxy.resources import (
     DSTNAT,
     Chain,
@@ -149,7 +150,7 @@ def test_a_route_of_somebody_else_is_not_replaced(kernel: BlockingKernel, w1: Wo
     theirs = Route(table=100, destination=ip_network("10.244.1.10/32"), device="v-ratings")
     with NetlinkSocket(NETLINK_ROUTE, w1.place.netns) as link:
         index = kernel._places[HOST].index
-        link.request(netlink.route_message(netlink.RTM_NEWROUTE, theirs, STATIC, index))
+        link.request(rtnetlink.route_message(rtnetlink.RTM_NEWROUTE, theirs, STATIC, index))
     with pytest.raises(NotOurs, match=r"10\.244\.1\.10"):
         kernel.apply(node(w1.wanted()))
     kernel.apply(State({HOST: Namespace(), ZTUNNEL: Namespace()}))
@@ -180,19 +181,19 @@ def test_a_refused_transaction_changes_nothing(kernel: BlockingKernel, w1: Worke
 
 def _delete_rules(w1: Worker) -> None:
     with NetlinkSocket(NETLINK_NETFILTER, w1.place.netns) as nft:
-        nft.batch(netlink.nft_batch([FlushChain(Family.INET, "ztunnel", "prerouting")]))
+        nft.batch(nftables.nft_batch([FlushChain(Family.INET, "ztunnel", "prerouting")]))
 
 
 def _delete_element(w1: Worker) -> None:
     element = Element(w1.pods["productpage"].ipv4.packed)
     with NetlinkSocket(NETLINK_NETFILTER, w1.place.netns) as nft:
-        nft.batch(netlink.nft_batch([DeleteElements(Family.INET, "ztunnel", "mesh_pods4", (element,))]))
+        nft.batch(nftables.nft_batch([DeleteElements(Family.INET, "ztunnel", "mesh_pods4", (element,))]))
 
 
 def _add_rule(w1: Worker) -> None:
     foreign = Rule((*protocol_is(TCP), *mark_is(1)), "not ours")
     with NetlinkSocket(NETLINK_NETFILTER, w1.place.netns) as nft:
-        nft.batch(netlink.nft_batch([AppendRule(Family.INET, "ztunnel", "prerouting", foreign)]))
+        nft.batch(nftables.nft_batch([AppendRule(Family.INET, "ztunnel", "prerouting", foreign)]))
 
 
 def _ip(w1: Worker, *words: str) -> None:
@@ -203,7 +204,7 @@ def _delete_tproxy_table(w1: Worker) -> None:
     from tproxy.operations import DeleteTable
 
     with NetlinkSocket(NETLINK_NETFILTER, w1.ztunnel.netns) as nft:
-        nft.batch(netlink.nft_batch([DeleteTable(Family.INET, "ztunnel")]))
+        nft.batch(nftables.nft_batch([DeleteTable(Family.INET, "ztunnel")]))
 
 
 DAMAGE: dict[str, Callable[[Worker], None]] = {
@@ -293,7 +294,7 @@ def test_a_replaced_ztunnel_namespace_gets_new_pairs(lab: Lab, w1: Worker) -> No
             from tproxy.resources import End, VethPair
 
             pair = VethPair(End(HOST, "v-new"), End(ZTUNNEL, "eth0"))
-            link.request(netlink.create_pair(pair, fresh.fileno()))
+            link.request(rtnetlink.create_pair(pair, fresh.fileno()))
         addresses = (ip_address("10.244.1.6"), ip_address("fd00:10:244:1::6"))
         described = replace(w1.wanted(), ztunnel_device="v-new", ztunnel_addresses=addresses)
         replaced = node(described)
@@ -303,7 +304,7 @@ def test_a_replaced_ztunnel_namespace_gets_new_pairs(lab: Lab, w1: Worker) -> No
                     for name in ("lo", "eth0", "v-new"):
                         with contextlib.suppress(UnknownInterface):
                             index = next(p for p in new._places.values() if p.netns is space).index(name)
-                            link.request(netlink.set_up(index))
+                            link.request(rtnetlink.set_up(index))
             # The routes through a device without addresses need one.
             _ip(w1, "addr", "add", "10.244.1.1/32", "dev", "v-new")
             new.apply(replaced)
@@ -430,7 +431,7 @@ def test_two_thousand_members_fit(lab: Lab) -> None:
     )
     with Netns.create() as space, contextlib.closing(BlockingKernel({HOST: space}, OWNERSHIP)) as kernel:
         with NetlinkSocket(NETLINK_ROUTE, space) as link:
-            link.request(netlink.set_up(1))
+            link.request(rtnetlink.set_up(1))
         wanted = State({HOST: Namespace(tables=(Table(TABLE, Family.INET, sets=member_sets(members)),))})
         kernel.apply(wanted)
         assert kernel.apply(wanted) == ()

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, assert_never
 
+from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket, drain, monitor_socket
 from tproxy.aio.netns import Netns
 from tproxy.diff import diff
@@ -43,7 +44,13 @@ from tproxy.operations import (
     SetSysctl,
     SetUp,
 )
-from tproxy.render import dump, netlink
+from tproxy.render import nftables, nftables_dump
+from tproxy.render.nf_tables import (
+    NFTA_RULE_TABLE,
+    NFTA_SET_ELEM_LIST_SET,
+    NFTA_SET_ELEM_LIST_TABLE,
+    NFTA_TABLE_NAME,
+)
 from tproxy.render.text import operation_text
 from tproxy.resources import (
     End,
@@ -83,11 +90,11 @@ class _Place:
         except BaseException:
             self.route.close()
             raise
-        self.links: list[dump.Link] = []
+        self.links: list[rtnetlink.Link] = []
 
-    def read_links(self) -> list[dump.Link]:
-        bodies = self.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK))
-        self.links = [dump.read_link(body) for body in bodies]
+    def read_links(self) -> list[rtnetlink.Link]:
+        bodies = self.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))
+        self.links = [rtnetlink.read_link(body) for body in bodies]
         return self.links
 
     def index(self, device: str) -> int:
@@ -178,40 +185,47 @@ class BlockingKernel:
         protocol = self.ownership.protocol
         names = {link.index: link.name for link in place.links}
         ours = {index: name for index, name in names.items() if name in self.ownership.devices}
-        rules = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETRULE))
-        routes = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETROUTE))
-        addresses = place.route.dump(netlink.rtnetlink_dump(netlink.RTM_GETADDR))
-        tables, remembered = dump.read_tables(self._dump_nft(place), self.ownership)
+        rules = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETRULE))
+        routes = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETROUTE, protocol=protocol))
+        addresses = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETADDR))
+        tables, remembered = nftables_dump.read_tables(self._dump_nft(place), self.ownership)
         keys = set(remembered) | (set(asked.sysctls) if asked is not None else set())
         with place.netns.entered():
             sysctls = {key: value for key in keys if (value := _read_sysctl(key)) is not None}
         return Namespace(
             tables=tables,
-            rules=frozenset(rule for body in rules if (rule := dump.read_rule(body, protocol))),
-            routes=frozenset(route for body in routes if (route := dump.read_route(body, protocol, names))),
-            addresses=frozenset(item for body in addresses if (item := dump.read_address(body, ours))),
+            rules=frozenset(rule for body in rules if (rule := rtnetlink.read_rule(body, protocol))),
+            routes=frozenset(route for body in routes if (route := rtnetlink.read_route(body, protocol, names))),
+            addresses=frozenset(item for body in addresses if (item := rtnetlink.read_address(body, ours))),
             up=frozenset(link.name for link in place.links if link.up and link.index in ours),
             sysctls=sysctls,
             remembered=remembered,
         )
 
-    def _dump_nft(self, place: _Place) -> dump.NftDump:
+    def _dump_nft(self, place: _Place) -> nftables_dump.NftDump:
         ours = self.ownership.tables | {self.ownership.memory_table}
 
         def get(kind: int, *filters: bytes, family: int = 0) -> list[bytes]:
-            message = netlink.nft_message(kind, family, netlink.DUMP, *filters, about="read nftables")
+            message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
-        tables = get(netlink.NFT_GETTABLE)
+        tables = get(nftables.NFT_GETTABLE)
         if not tables:
-            return dump.NftDump((), (), (), (), {})
-        sets = get(netlink.NFT_GETSET)
+            return nftables_dump.NftDump((), (), (), (), {})
+        sets = get(nftables.NFT_GETSET)
         elements = {}
-        for key in map(dump.set_key, sets):
+        for key in map(nftables_dump.set_key, sets):
             family, table, name = key
-            elements[key] = get(netlink.NFT_GETSETELEM, text(1, table), text(2, name), family=family)
-        rules = [body for table in sorted(ours) for body in get(netlink.NFT_GETRULE, text(1, table))]
-        return dump.NftDump(tables, get(netlink.NFT_GETCHAIN), rules, sets, elements)
+            elements[key] = get(
+                nftables.NFT_GETSETELEM,
+                text(NFTA_SET_ELEM_LIST_TABLE, table),
+                text(NFTA_SET_ELEM_LIST_SET, name),
+                family=family,
+            )
+        rules = [
+            body for table in sorted(ours) for body in get(nftables.NFT_GETRULE, text(NFTA_RULE_TABLE, table))
+        ]
+        return nftables_dump.NftDump(tables, get(nftables.NFT_GETCHAIN), rules, sets, elements)
 
     def apply(self, wanted: State) -> tuple[Operation, ...]:
         """Make it so, and return what had to be done: nothing the second time.
@@ -250,45 +264,45 @@ class BlockingKernel:
             case NftTransaction(namespace, steps):
                 self._transaction(namespace, steps)
             case Remember(namespace, values):
-                self._transaction(namespace, netlink.memory_steps(self.ownership.memory_table, values))
+                self._transaction(namespace, nftables.memory_steps(self.ownership.memory_table, values))
             case Forget(namespace, values, everything):
-                steps = netlink.forget_steps(self.ownership.memory_table, values, everything=everything)
+                steps = nftables.forget_steps(self.ownership.memory_table, values, everything=everything)
                 self._transaction(namespace, steps)
             case CreatePair(pair):
                 if pair.right is None:
                     raise ValueError(pair)
                 peer = self._places[pair.right.namespace].netns.fileno()
-                message = netlink.create_pair(pair, peer)
+                message = rtnetlink.create_pair(pair, peer)
                 self._route(pair.left.namespace, operation, lambda place: message, MissingFeature("veth", "veth"))
             case DeletePair(pair):
                 end = pair.left
-                self._route(end.namespace, operation, lambda place: netlink.delete_link(place.index(end.device)))
+                self._route(end.namespace, operation, lambda place: rtnetlink.delete_link(place.index(end.device)))
             case SetUp(namespace, device):
-                self._route(namespace, operation, lambda place: netlink.set_up(place.index(device)))
+                self._route(namespace, operation, lambda place: rtnetlink.set_up(place.index(device)))
             case AddAddress(namespace, address) | DeleteAddress(namespace, address):
-                kind = netlink.RTM_NEWADDR if isinstance(operation, AddAddress) else netlink.RTM_DELADDR
+                kind = rtnetlink.RTM_NEWADDR if isinstance(operation, AddAddress) else rtnetlink.RTM_DELADDR
                 self._route(
                     namespace,
                     operation,
-                    lambda place: netlink.address_message(kind, address, place.index(address.device)),
+                    lambda place: rtnetlink.address_message(kind, address, place.index(address.device)),
                 )
             case AddRoute(namespace, route, replace):
                 self._route(
                     namespace,
                     operation,
-                    lambda place: netlink.route_message(
-                        netlink.RTM_NEWROUTE, route, protocol, place.index, replace=replace
+                    lambda place: rtnetlink.route_message(
+                        rtnetlink.RTM_NEWROUTE, route, protocol, place.index, replace=replace
                     ),
                 )
             case DeleteRoute(namespace, route):
                 self._route(
                     namespace,
                     operation,
-                    lambda place: netlink.route_message(netlink.RTM_DELROUTE, route, protocol, place.index),
+                    lambda place: rtnetlink.route_message(rtnetlink.RTM_DELROUTE, route, protocol, place.index),
                 )
             case AddIpRule(namespace, rule) | DeleteIpRule(namespace, rule):
-                kind = netlink.RTM_NEWRULE if isinstance(operation, AddIpRule) else netlink.RTM_DELRULE
-                self._route(namespace, operation, lambda place: netlink.rule_message(kind, rule, protocol))
+                kind = rtnetlink.RTM_NEWRULE if isinstance(operation, AddIpRule) else rtnetlink.RTM_DELRULE
+                self._route(namespace, operation, lambda place: rtnetlink.rule_message(kind, rule, protocol))
             case SetSysctl(namespace, key, value, restore):
                 place = self._places[namespace]
                 with place.netns.entered():
@@ -328,7 +342,7 @@ class BlockingKernel:
 
     def _transaction(self, namespace: NamespaceName, steps: tuple[NftStep, ...]) -> None:
         try:
-            self._places[namespace].nft.batch(netlink.nft_batch(steps))
+            self._places[namespace].nft.batch(nftables.nft_batch(steps))
         except KernelRefused as error:
             if error.code in (errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, errno.ENOENT):
                 raise MissingFeature(error.doing, _modules(steps)) from error
@@ -338,8 +352,8 @@ class BlockingKernel:
 
 
 def _table_name(body: bytes) -> str:
-    _, parts = dump.nft_parts(body)
-    return parts.get(1, b"").rstrip(b"\0").decode(errors="replace")
+    _, parts = nftables_dump.nft_parts(body)
+    return parts.get(NFTA_TABLE_NAME, b"").rstrip(b"\0").decode(errors="replace")
 
 
 def _modules(steps: tuple[NftStep, ...]) -> str:

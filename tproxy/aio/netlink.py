@@ -3,6 +3,7 @@
 Blocking, because the kernel answers while we are still in ``sendmsg``; one thread owns a socket.
 """
 
+import contextlib
 import errno
 import select
 import socket
@@ -16,7 +17,7 @@ from tproxy.errors import KernelRefused, MissingFeature, NeedCapability, TproxyE
 from tproxy.wire import Message
 
 NETLINK_ROUTE, NETLINK_NETFILTER = 0, 12
-_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, _NETLINK_EXT_ACK, _NETLINK_CAP_ACK = 270, 1, 11, 10
+_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, _NETLINK_CAP_ACK, _NETLINK_GET_STRICT_CHK = 270, 1, 10, 12
 _NLMSG_NOOP, _NLMSG_ERROR, _NLMSG_DONE = 1, 2, 3
 _NLM_F_MULTI, _NLM_F_ACK, _NLM_F_DUMP_INTR = 0x2, 0x4, 0x10
 _BATCH_BEGIN, _BATCH_END = 16, 17
@@ -48,6 +49,8 @@ class NetlinkSocket:
         self._socket.bind((0, 0))
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
         self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
+        with contextlib.suppress(OSError):  # from Linux 4.20 on: dumps are filtered by what their request names
+            self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
         for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
             try:
                 self._socket.setsockopt(socket.SOL_SOCKET, option, _SEND_BUFFER_BYTES)

@@ -26,6 +26,7 @@ from tproxy.expressions import (
     Tproxy,
     Verdict,
 )
+from tproxy.render import nf_tables as nf
 from tproxy.wire import (
     MalformedDump,
     attribute,
@@ -38,10 +39,8 @@ from tproxy.wire import (
     text,
 )
 
-EXPR_NAME, EXPR_DATA = 1, 2
-DATA_VALUE, DATA_VERDICT = 1, 2
-VERDICT_CODE, VERDICT_CHAIN = 1, 2
-LIST_ELEMENT = 1
+#: The register that takes a verdict.
+NFT_REG_VERDICT = 0
 
 
 class _Layout(NamedTuple):
@@ -53,29 +52,60 @@ class _Layout(NamedTuple):
 
 
 _LAYOUTS: dict[type[Any], _Layout] = {
-    Meta: _Layout("meta", {"dreg": 1, "key": 2, "sreg": 3}),
-    Ct: _Layout("ct", {"dreg": 1, "key": 2, "sreg": 4}),
-    Payload: _Layout("payload", {"dreg": 1, "base": 2, "offset": 3, "length": 4}),
-    Bitwise: _Layout("bitwise", {"sreg": 1, "dreg": 2, "length": 3, "mask": 4, "xor": 5}),
-    Compare: _Layout("cmp", {"sreg": 1, "op": 2, "data": 3}),
-    Lookup: _Layout("lookup", {"set_name": 1, "sreg": 2, "flags": 5}),
-    Immediate: _Layout("immediate", {"dreg": 1, "data": 2}),
-    Tproxy: _Layout("tproxy", {"family": 1, "reg_addr": 2, "reg_port": 3}),
+    Meta: _Layout("meta", {"dreg": nf.NFTA_META_DREG, "key": nf.NFTA_META_KEY, "sreg": nf.NFTA_META_SREG}),
+    Ct: _Layout("ct", {"dreg": nf.NFTA_CT_DREG, "key": nf.NFTA_CT_KEY, "sreg": nf.NFTA_CT_SREG}),
+    Payload: _Layout(
+        "payload",
+        {
+            "dreg": nf.NFTA_PAYLOAD_DREG,
+            "base": nf.NFTA_PAYLOAD_BASE,
+            "offset": nf.NFTA_PAYLOAD_OFFSET,
+            "length": nf.NFTA_PAYLOAD_LEN,
+        },
+    ),
+    Bitwise: _Layout(
+        "bitwise",
+        {
+            "sreg": nf.NFTA_BITWISE_SREG,
+            "dreg": nf.NFTA_BITWISE_DREG,
+            "length": nf.NFTA_BITWISE_LEN,
+            "mask": nf.NFTA_BITWISE_MASK,
+            "xor": nf.NFTA_BITWISE_XOR,
+        },
+    ),
+    Compare: _Layout("cmp", {"sreg": nf.NFTA_CMP_SREG, "op": nf.NFTA_CMP_OP, "data": nf.NFTA_CMP_DATA}),
+    Lookup: _Layout(
+        "lookup",
+        {"set_name": nf.NFTA_LOOKUP_SET, "sreg": nf.NFTA_LOOKUP_SREG, "flags": nf.NFTA_LOOKUP_FLAGS},
+    ),
+    Immediate: _Layout("immediate", {"dreg": nf.NFTA_IMMEDIATE_DREG, "data": nf.NFTA_IMMEDIATE_DATA}),
+    Tproxy: _Layout(
+        "tproxy",
+        {
+            "family": nf.NFTA_TPROXY_FAMILY,
+            "reg_addr": nf.NFTA_TPROXY_REG_ADDR,
+            "reg_port": nf.NFTA_TPROXY_REG_PORT,
+        },
+    ),
     Nat: _Layout(
         "nat",
         {
-            "kind": 1,
-            "family": 2,
-            "reg_addr_min": 3,
-            "reg_addr_max": 4,
-            "reg_proto_min": 5,
-            "reg_proto_max": 6,
+            "kind": nf.NFTA_NAT_TYPE,
+            "family": nf.NFTA_NAT_FAMILY,
+            "reg_addr_min": nf.NFTA_NAT_REG_ADDR_MIN,
+            "reg_addr_max": nf.NFTA_NAT_REG_ADDR_MAX,
+            "reg_proto_min": nf.NFTA_NAT_REG_PROTO_MIN,
+            "reg_proto_max": nf.NFTA_NAT_REG_PROTO_MAX,
         },
-        derived_flags=7,
+        derived_flags=nf.NFTA_NAT_FLAGS,
     ),
-    Redirect: _Layout("redir", {"reg_proto_min": 1, "reg_proto_max": 2}, derived_flags=3),
-    Fib: _Layout("fib", {"dreg": 1, "result": 2, "flags": 3}),
-    SocketLookup: _Layout("socket", {"key": 1, "dreg": 2}),
+    Redirect: _Layout(
+        "redir",
+        {"reg_proto_min": nf.NFTA_REDIR_REG_PROTO_MIN, "reg_proto_max": nf.NFTA_REDIR_REG_PROTO_MAX},
+        derived_flags=nf.NFTA_REDIR_FLAGS,
+    ),
+    Fib: _Layout("fib", {"dreg": nf.NFTA_FIB_DREG, "result": nf.NFTA_FIB_RESULT, "flags": nf.NFTA_FIB_FLAGS}),
+    SocketLookup: _Layout("socket", {"key": nf.NFTA_SOCKET_KEY, "dreg": nf.NFTA_SOCKET_DREG}),
 }
 _BY_NAME = {layout.name: (cls, layout) for cls, layout in _LAYOUTS.items()}
 _BYTES = {"mask", "xor", "data"}
@@ -93,11 +123,14 @@ def encode(expression: Expression) -> bytes:
         case Opaque(name, _):
             raise ValueError(f"cannot write an unknown expression {name!r}")
         case Verdict(code, chain):
-            verdict = [be32(VERDICT_CODE, code)]
+            verdict = [be32(nf.NFTA_VERDICT_CODE, code)]
             if chain:
-                verdict.append(text(VERDICT_CHAIN, chain))
-            data = [be32(1, 0), nest(2, nest(DATA_VERDICT, *verdict))]
-            return nest(LIST_ELEMENT, text(EXPR_NAME, "immediate"), nest(EXPR_DATA, *data))
+                verdict.append(text(nf.NFTA_VERDICT_CHAIN, chain))
+            data = [
+                be32(nf.NFTA_IMMEDIATE_DREG, NFT_REG_VERDICT),
+                nest(nf.NFTA_IMMEDIATE_DATA, nest(nf.NFTA_DATA_VERDICT, *verdict)),
+            ]
+            return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "immediate"), nest(nf.NFTA_EXPR_DATA, *data))
         case _:
             layout = _LAYOUTS[type(expression)]
             data = []
@@ -106,12 +139,12 @@ def encode(expression: Expression) -> bytes:
                 if value is None:
                     continue
                 if name in _BYTES:
-                    data.append(nest(number, attribute(DATA_VALUE, value)))
+                    data.append(nest(number, attribute(nf.NFTA_DATA_VALUE, value)))
                 elif name in _TEXT:
                     data.append(text(number, value))
                 else:
                     data.append(be32(number, value))
-            return nest(LIST_ELEMENT, text(EXPR_NAME, layout.name), nest(EXPR_DATA, *data))
+            return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, layout.name), nest(nf.NFTA_EXPR_DATA, *data))
 
 
 def decode_list(payload: bytes) -> Phrase:
@@ -125,8 +158,8 @@ def decode_list(payload: bytes) -> Phrase:
 
 def _decode(element: bytes) -> Expression:
     parts = attribute_map(element)
-    name = read_text(parts.get(EXPR_NAME, b""))
-    data = parts.get(EXPR_DATA, b"")
+    name = read_text(parts.get(nf.NFTA_EXPR_NAME, b""))
+    data = parts.get(nf.NFTA_EXPR_DATA, b"")
     known = _BY_NAME.get(name)
     if known is None:
         return Opaque(name, data)
@@ -141,9 +174,9 @@ def _decode(element: bytes) -> Expression:
             continue
         if field_name in _BYTES:
             inner = attribute_map(payload)
-            if set(inner) != {DATA_VALUE}:
+            if set(inner) != {nf.NFTA_DATA_VALUE}:
                 return Opaque(name, data)
-            values[field_name] = inner[DATA_VALUE]
+            values[field_name] = inner[nf.NFTA_DATA_VALUE]
         elif field_name in _TEXT:
             values[field_name] = read_text(payload)
         else:
@@ -173,11 +206,11 @@ def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
 
 
 def _verdict(found: dict[int, bytes]) -> Verdict | None:
-    inner = attribute_map(found.get(2, b""))
-    if DATA_VERDICT not in inner:
+    inner = attribute_map(found.get(nf.NFTA_IMMEDIATE_DATA, b""))
+    if nf.NFTA_DATA_VERDICT not in inner:
         return None
-    verdict = attribute_map(inner[DATA_VERDICT])
-    if VERDICT_CODE not in verdict:
-        raise MalformedDump(inner[DATA_VERDICT])
-    code = read_be32(verdict[VERDICT_CODE])
-    return Verdict(code - (1 << 32) if code >> 31 else code, read_text(verdict.get(VERDICT_CHAIN, b"")))
+    verdict = attribute_map(inner[nf.NFTA_DATA_VERDICT])
+    if nf.NFTA_VERDICT_CODE not in verdict:
+        raise MalformedDump(inner[nf.NFTA_DATA_VERDICT])
+    code = read_be32(verdict[nf.NFTA_VERDICT_CODE])
+    return Verdict(code - (1 << 32) if code >> 31 else code, read_text(verdict.get(nf.NFTA_VERDICT_CHAIN, b"")))

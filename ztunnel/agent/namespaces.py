@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tproxy.aio import rtnetlink
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
@@ -24,8 +25,6 @@ from tproxy.inpod import (
     pod,
     probes,
 )
-from tproxy.render import netlink
-from tproxy.render.dump import read_address, read_link
 from tproxy.resources import IpAddress, Namespace, State, Version
 from ztunnel.agent.description import PodDescription
 
@@ -101,10 +100,11 @@ def addresses(netns: Netns) -> tuple[IpAddress, ...]:
         TproxyError: they could not be read.
     """
     with NetlinkSocket(NETLINK_ROUTE, netns) as route:
-        links = map(read_link, route.dump(netlink.rtnetlink_dump(netlink.RTM_GETLINK)))
+        links = map(rtnetlink.read_link, route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK)))
         names = {link.index: link.name for link in links if link.name != "lo"}
-        bodies = route.dump(netlink.rtnetlink_dump(netlink.RTM_GETADDR))
-    return tuple(found.interface.ip for body in bodies if (found := read_address(body, names)) is not None)
+        bodies = route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETADDR))
+    found = (rtnetlink.read_address(body, names) for body in bodies)
+    return tuple(address.interface.ip for address in found if address is not None)
 
 
 def versions(netns: Netns) -> tuple[Version, ...]:

@@ -1,0 +1,125 @@
+"""Dumps of nftables -> resources, the way back of ``nftables.py``; what is not ours is left out."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from tproxy.expressions import Family
+from tproxy.render import nf_tables as nf
+from tproxy.render.expressions import decode_list
+from tproxy.render.nftables import NF_DROP, read_comment
+from tproxy.resources import (
+    Chain,
+    ChainKind,
+    Element,
+    Hook,
+    HookPoint,
+    Ownership,
+    Rule,
+    Set,
+    SetKey,
+    SysctlKey,
+    Table,
+)
+from tproxy.wire import MalformedDump, attribute_map, attributes, read_be32, read_text
+
+
+@dataclass(frozen=True, slots=True)
+class NftDump:
+    """The bodies of the five nftables dumps, our tables' only."""
+
+    tables: Iterable[bytes]
+    chains: Iterable[bytes]
+    rules: Iterable[bytes]
+    sets: Iterable[bytes]
+    elements: Mapping[tuple[int, str, str], Iterable[bytes]]
+
+
+def nft_parts(body: bytes) -> tuple[int, dict[int, bytes]]:
+    """Family and attributes of an nftables message."""
+    return body[0], attribute_map(body[4:])
+
+
+def set_key(body: bytes) -> tuple[int, str, str]:
+    """Family, table and name of a dumped set: what its elements are asked for with."""
+    family, parts = nft_parts(body)
+    return family, read_text(parts[nf.NFTA_SET_TABLE]), read_text(parts[nf.NFTA_SET_NAME])
+
+
+def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...], dict[SysctlKey, str]]:
+    """Our tables, and the values that the memory table keeps."""
+    rules: dict[tuple[int, str, str], list[Rule]] = {}
+    for body in dump.rules:
+        family, parts = nft_parts(body)
+        where = (family, read_text(parts[nf.NFTA_RULE_TABLE]), read_text(parts[nf.NFTA_RULE_CHAIN]))
+        expressions = decode_list(parts.get(nf.NFTA_RULE_EXPRESSIONS, b""))
+        rule = Rule(expressions, read_comment(parts.get(nf.NFTA_RULE_USERDATA, b"")))
+        rules.setdefault(where, []).append(rule)
+    chains: dict[tuple[int, str], list[Chain]] = {}
+    for body in dump.chains:
+        family, parts = nft_parts(body)
+        table, name = read_text(parts[nf.NFTA_CHAIN_TABLE]), read_text(parts[nf.NFTA_CHAIN_NAME])
+        found = tuple(rules.get((family, table, name), ()))
+        chains.setdefault((family, table), []).append(Chain(name, found, _hook(parts)))
+    sets: dict[tuple[int, str], list[Set]] = {}
+    for body in dump.sets:
+        family, table, name = set_key(body)
+        _, parts = nft_parts(body)
+        item = _set(name, parts, dump.elements.get((family, table, name), ()))
+        if item is not None:
+            sets.setdefault((family, table), []).append(item)
+    tables = []
+    remembered: dict[SysctlKey, str] = {}
+    for body in dump.tables:
+        family, parts = nft_parts(body)
+        name = read_text(parts[nf.NFTA_TABLE_NAME])
+        if name == ownership.memory_table:
+            remembered.update(_remembered(sets.get((family, name), ())))
+        elif name in ownership.tables and family in set(Family):
+            key = (family, name)
+            tables.append(Table(name, Family(family), tuple(chains.get(key, ())), tuple(sets.get(key, ()))))
+    return tuple(tables), remembered
+
+
+def _hook(parts: Mapping[int, bytes]) -> Hook | None:
+    if nf.NFTA_CHAIN_HOOK not in parts:
+        return None
+    hook = attribute_map(parts[nf.NFTA_CHAIN_HOOK])
+    if not {nf.NFTA_HOOK_HOOKNUM, nf.NFTA_HOOK_PRIORITY} <= set(hook):
+        raise MalformedDump(parts[nf.NFTA_CHAIN_HOOK])
+    priority = read_be32(hook[nf.NFTA_HOOK_PRIORITY])
+    policy = parts.get(nf.NFTA_CHAIN_POLICY)
+    return Hook(
+        kind=cast(ChainKind, read_text(parts.get(nf.NFTA_CHAIN_TYPE, b"filter"))),
+        point=HookPoint(read_be32(hook[nf.NFTA_HOOK_HOOKNUM])),
+        priority=priority - (1 << 32) if priority >> 31 else priority,
+        drop=policy is not None and read_be32(policy) == NF_DROP,
+    )
+
+
+def _set(name: str, parts: Mapping[int, bytes], elements: Iterable[bytes]) -> Set | None:
+    try:
+        key = SetKey(read_be32(parts[nf.NFTA_SET_KEY_TYPE]))
+    except (KeyError, ValueError):
+        return None  # an anonymous or foreign set; the rule that uses it is not ours either
+    found = set()
+    for body in elements:
+        _, listing = nft_parts(body)
+        for _, item in attributes(listing.get(nf.NFTA_SET_ELEM_LIST_ELEMENTS, b"")):
+            inner = attribute_map(item)
+            value = attribute_map(inner.get(nf.NFTA_SET_ELEM_KEY, b"")).get(nf.NFTA_DATA_VALUE, b"")
+            found.add(Element(value, read_comment(inner.get(nf.NFTA_SET_ELEM_USERDATA, b""))))
+    return Set(name, key, frozenset(found))
+
+
+def _remembered(sets: Iterable[Set]) -> dict[SysctlKey, str]:
+    values = {}
+    for item in sets:
+        family, _, leaf = item.name.partition("-")
+        if family not in ("ipv4", "ipv6"):
+            continue
+        for element in item.elements:
+            device = element.key.rstrip(b"\0").decode(errors="replace")
+            version = cast(Literal["ipv4", "ipv6"], family)
+            values[SysctlKey(version, device, leaf)] = element.comment
+    return values
