@@ -20,6 +20,7 @@ COMPILED = (
     "hbone/hpack_cache.py",
     "hbone/output.py",
     "hbone/reader.py",
+    "hbone/stream_state.py",
     "hbone/tls.py",
     "hbone/aio/connection.py",
     "hbone/aio/end.py",

@@ -49,6 +49,17 @@ from hbone.hpack_cache import EMPTY_TABLE, BlockDecoder, BlockEncoder, HeaderBlo
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import Failure, FrameReader
 from hbone.settings import Http2Settings, Role
+from hbone.stream_state import (
+    HALF_CLOSED_LOCAL,
+    HALF_CLOSED_REMOTE,
+    OPEN,
+    RECEIVED,
+    SENT,
+    Scope,
+    StreamFrame,
+    StreamState,
+    Violation,
+)
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
@@ -64,20 +75,18 @@ class _Stream:
     __slots__ = (
         "answered",
         "blocked",
-        "local_open",
         "receive_window",
-        "remote_open",
         "send_window",
+        "state",
         "tunnel",
         "unacknowledged",
     )
 
-    def __init__(self, send_window: int, receive_window: int) -> None:
+    def __init__(self, state: StreamState, send_window: int, receive_window: int) -> None:
+        self.state = state
         self.send_window = send_window
         self.receive_window = receive_window
         self.unacknowledged = 0
-        self.local_open = True
-        self.remote_open = True
         self.answered = False
         self.tunnel = True
         self.blocked = False
@@ -104,6 +113,7 @@ class Engine:
         self.peer_settings_seen = False
         limits = settings.limits
         self._server = role is Role.SERVER
+        self._received = RECEIVED[role]
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
         self._last_peer_id = 0
@@ -190,8 +200,8 @@ class Engine:
             raise LocalProtocolError("no stream may be opened on this connection")
         stream_id = self._next_id
         self._next_id += 2
-        stream = _Stream(self._peer_initial_window, self.settings.stream_window_bytes)
-        stream.local_open = not ended
+        state = SENT[StreamState.IDLE][StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS]
+        stream = _Stream(state, self._peer_initial_window, self.settings.stream_window_bytes)
         stream.tunnel = tunnel
         self._streams[stream_id] = stream
         self._send_headers(stream_id, headers, ended=ended)
@@ -217,7 +227,7 @@ class Engine:
             LocalProtocolError: the stream is gone or already answered.
         """
         stream = self._known(stream_id)
-        if not self._server or stream.answered:
+        if not self._server or stream.answered or StreamFrame.HEADERS not in SENT[stream.state]:
             raise LocalProtocolError(f"stream {stream_id} cannot be answered")
         stream.answered = True
         ends = ended and not body
@@ -237,13 +247,18 @@ class Engine:
 
     def reset_stream(self, stream_id: int, code: int) -> None:
         """RST_STREAM; nothing when the stream is already gone."""
-        if self._streams.pop(stream_id, None) is not None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            # What is left of a DATA frame that the network has cut goes the way of later frames: dropped, with its
+            # credit returned.
+            if stream is self._data_stream:
+                self._data_stream = None
             self._send_reset(stream_id, code)
 
     def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
         """END_STREAM on an empty DATA frame, or on ``trailers``; the other direction goes on."""
         stream = self._known(stream_id)
-        if not stream.local_open:
+        if StreamFrame.DATA_END not in SENT[stream.state]:
             raise LocalProtocolError(f"stream {stream_id} has been ended")
         if trailers:
             self._send_headers(stream_id, trailers, ended=True)
@@ -328,7 +343,8 @@ class Engine:
             self._receive_window += self._unacknowledged
             self._unacknowledged = 0
         stream = self._streams.get(stream_id)
-        if stream is not None and stream.remote_open:
+        # A peer that has ended needs no credit for the stream; the connection's has gone back above.
+        if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
             stream.unacknowledged += size
             if stream.unacknowledged >= self._window_step:
                 self._grant(stream_id, stream.unacknowledged)
@@ -387,7 +403,7 @@ class Engine:
         stream = self._streams.get(stream_id)
         if (
             stream is None
-            or not stream.remote_open
+            or (stream.state is not OPEN and stream.state is not HALF_CLOSED_LOCAL)
             or not (stream.answered or self._server)
             or size > stream.receive_window
             or size > self._receive_window
@@ -408,10 +424,9 @@ class Engine:
         if self._receive_window < 0:
             raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window exceeded")
         stream = self._streams.get(stream_id)
-        if stream is None or not stream.remote_open:
-            self._data_on_closed(stream_id, stream)
+        if self._admit(stream_id, StreamFrame.DATA_END if ended else StreamFrame.DATA) is None:
             stream = None
-        else:
+        elif stream is not None:
             stream.receive_window -= length
             if stream.receive_window < 0:
                 self._stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
@@ -448,7 +463,7 @@ class Engine:
     def data_done(self) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         stream, self._data_stream = self._data_stream, None
-        if self._data_ended and stream is not None and stream.remote_open:
+        if self._data_ended and stream is not None:
             self._remote_ended(self._data_stream_id, stream)
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
@@ -463,31 +478,37 @@ class Engine:
             code = ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR
             raise Failure(code, str(error)) from error
 
-    def _data_on_closed(self, stream_id: int, stream: _Stream | None) -> None:
-        if stream is not None:
-            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
-            return
-        if self._is_idle(stream_id):
-            raise Failure(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
-        if stream_id in self._reset_here or self._ignored(stream_id):
-            return  # was on its way when we reset the stream; the windows bound how much
-        self._charge_reset()
-        self._send_reset(stream_id, ErrorCode.STREAM_CLOSED)
+    def _admit(self, stream_id: int, frame: StreamFrame) -> StreamState | None:
+        """Ask the table about a frame of the peer.
+
+        Returns:
+            The state that the frame leads to; None: it has no effect on the stream, or was answered by RST_STREAM.
+
+        Raises:
+            Failure: it ends the connection.
+        """
+        state = self.stream_state(stream_id)
+        verdict = self._received[state][frame]
+        if isinstance(verdict, StreamState):
+            return verdict
+        if isinstance(verdict, Violation):
+            if verdict.scope is Scope.CONNECTION:
+                raise Failure(verdict.code, f"{frame.value} on a stream that is {state.value}")
+            self._stream_error(stream_id, verdict.code)
+        elif frame is StreamFrame.HEADERS or frame is StreamFrame.HEADERS_END or frame is StreamFrame.RST_STREAM:
+            # Of DATA the windows bound how much can be on its way, and WINDOW_UPDATE pays in any state.
+            self._charge()
+        return None
 
     def _request(self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool) -> None:
         stream = self._streams.get(stream_id)
+        if stream is None and not stream_id & 1:
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
+        state = self._admit(stream_id, StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS)
+        if state is None:
+            return
         if stream is not None:
             self._trailers(stream_id, stream, head, ended=ended)
-            return
-        if not stream_id & 1:
-            raise Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
-        if stream_id <= self._last_peer_id:
-            if stream_id in self._reset_here:
-                self._charge()
-                return
-            raise Failure(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
-        if self._goaway_limit is not None:
-            self._charge()  # after the final GOAWAY: not answered (RFC 9113, 6.8)
             return
         self._last_peer_id = stream_id
         most = self.settings.max_concurrent_streams
@@ -499,23 +520,20 @@ class Engine:
             self._charge_reset()
             self._send_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
             return
-        stream = _Stream(self._peer_initial_window, self.settings.stream_window_bytes)
+        stream = _Stream(state, self._peer_initial_window, self.settings.stream_window_bytes)
         stream.tunnel = head.is_tunnel
         self._streams[stream_id] = stream
         self._events.append(RequestReceived(stream_id, head, ended))
         if ended:
-            self._remote_ended(stream_id, stream)
+            self._events.append(StreamEnded(stream_id))
 
     def _response(self, stream_id: int, head: ResponseHead | Trailers | Malformed, *, ended: bool) -> None:
         stream = self._streams.get(stream_id)
-        if stream is None:
-            if self._is_idle(stream_id):
-                raise Failure(ErrorCode.PROTOCOL_ERROR, "HEADERS on an idle stream")
-            self._charge()
-        elif stream.answered:
+        if self._admit(stream_id, StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS) is None:
+            return
+        assert stream is not None  # without push a server opens none
+        if stream.answered:
             self._trailers(stream_id, stream, head, ended=ended)
-        elif not stream.remote_open:
-            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
         elif not isinstance(head, ResponseHead) or (head.status < 200 and ended) or head.status == 101:
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif head.status < 200:
@@ -528,10 +546,8 @@ class Engine:
                 self._remote_ended(stream_id, stream)
 
     def _trailers(self, stream_id: int, stream: _Stream, head: object, *, ended: bool) -> None:
-        """Trailers; on a tunnel only DATA may follow the heads (RFC 9113, 8.5)."""
-        if not stream.remote_open:
-            self._stream_error(stream_id, ErrorCode.STREAM_CLOSED)
-        elif stream.tunnel or not ended or not isinstance(head, Trailers):
+        """Take a second header block: trailers, but on a tunnel only DATA may follow (RFC 9113, 8.5)."""
+        if stream.tunnel or not ended or not isinstance(head, Trailers):
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         else:
             self._remote_ended(stream_id, stream, head.headers)
@@ -545,9 +561,7 @@ class Engine:
             self._charge()
         if stream_id:
             stream = self._streams.get(stream_id)
-            if stream is None:
-                if self._is_idle(stream_id):
-                    raise Failure(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+            if self._admit(stream_id, StreamFrame.WINDOW_UPDATE) is None or stream is None:
                 return
             if not increment:
                 self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -569,12 +583,10 @@ class Engine:
             self._events.append(WindowOpened(0))
 
     def _reset_frame(self, stream_id: int, code: int) -> None:
-        stream = self._streams.pop(stream_id, None)
-        if stream is None:
-            if self._is_idle(stream_id):
-                raise Failure(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
-            self._charge()
+        stream = self._streams.get(stream_id)
+        if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
+        del self._streams[stream_id]
         if self._server and not stream.answered:
             self._charge_reset()  # rapid reset, CVE-2023-44487
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
@@ -659,17 +671,27 @@ class Engine:
             raise LocalProtocolError(f"stream {stream_id} is not open")
         return stream
 
-    def _is_idle(self, stream_id: int) -> bool:
-        if self._server:
-            return not stream_id & 1 or (stream_id > self._last_peer_id and self._goaway_limit is None)
-        return not stream_id & 1 or stream_id >= self._next_id
-
-    def _ignored(self, stream_id: int) -> bool:
-        return self._goaway_limit is not None and stream_id > self._goaway_limit
+    def stream_state(self, stream_id: int) -> StreamState:
+        """Return the state of any stream; those that are gone are told apart as far as resets are remembered."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            return stream.state
+        # Neither side uses even identifiers: they are the server's, and push is not implemented.
+        last = self._last_peer_id if self._server else self._next_id - 1
+        if not stream_id & 1:
+            return StreamState.IDLE
+        if self._goaway_limit is not None and stream_id > self._goaway_limit:
+            # What came after our final GOAWAY is not answered, as if we had reset it (RFC 9113, 6.8). A client has
+            # only its own streams, and those it has not opened stay idle.
+            return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
+        if stream_id > last:
+            return StreamState.IDLE
+        return StreamState.RESET if stream_id in self._reset_here else StreamState.CLOSED
 
     def _allowed(self, stream_id: int, limit: int) -> int:
         stream = self._streams.get(stream_id)
-        if stream is None or not stream.local_open:
+        # As SENT has it; written out, because it is asked per chunk.
+        if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
         allowed = stream.send_window
         if allowed <= 0:
@@ -699,14 +721,16 @@ class Engine:
             del self._reset_here[next(iter(self._reset_here))]
 
     def _local_ended(self, stream_id: int, stream: _Stream) -> None:
-        stream.local_open = False
-        if not stream.remote_open:
+        stream.state = SENT[stream.state][StreamFrame.DATA_END]
+        if stream.state is StreamState.CLOSED:
             del self._streams[stream_id]
 
     def _remote_ended(self, stream_id: int, stream: _Stream, trailers: Headers = ()) -> None:
-        stream.remote_open = False
-        if not stream.local_open:
-            self._streams.pop(stream_id, None)
+        verdict = self._received[stream.state][StreamFrame.DATA_END]
+        assert isinstance(verdict, StreamState)
+        stream.state = verdict
+        if verdict is StreamState.CLOSED:
+            del self._streams[stream_id]
         self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:

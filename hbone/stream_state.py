@@ -1,0 +1,172 @@
+"""Which frames a stream allows in which state, and what they make of it (RFC 9113, 5.1).
+
+:data:`RECEIVED` answers for frames of the peer, :data:`SENT` for ours; :mod:`hbone.engine` asks both, and
+``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's *closed* is
+two states here, because it asks for two behaviours: frames that were on their way when we sent RST_STREAM must be
+ignored, while a peer that has closed a stream itself breaks the protocol when it goes on.
+
+The table is about order. What else can be wrong with a frame (header fields, windows, sizes, a second response
+head) is up to the engine once the table allows the frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+from hbone.errors import ErrorCode
+from hbone.settings import Role
+
+
+class StreamState(Enum):
+    """RFC 9113, 5.1, without push."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    HALF_CLOSED_LOCAL = "half-closed (local)"
+    """We have sent END_STREAM."""
+    HALF_CLOSED_REMOTE = "half-closed (remote)"
+    """The peer has sent END_STREAM."""
+    CLOSED = "closed"
+    """Both have sent END_STREAM, or the peer RST_STREAM."""
+    RESET = "closed (reset by us)"
+    """We have sent RST_STREAM; the peer may not know yet."""
+
+
+class StreamFrame(Enum):
+    """Frames that a stream can carry; those with END_STREAM apart."""
+
+    HEADERS = "HEADERS"
+    HEADERS_END = "HEADERS, END_STREAM"
+    DATA = "DATA"
+    DATA_END = "DATA, END_STREAM"
+    RST_STREAM = "RST_STREAM"
+    WINDOW_UPDATE = "WINDOW_UPDATE"
+
+
+class Scope(Enum):
+    """What a violation costs the peer (RFC 9113, 5.4)."""
+
+    STREAM = "stream error"
+    """We send RST_STREAM."""
+    CONNECTION = "connection error"
+    """We send GOAWAY and close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The frame is not allowed in this state."""
+
+    scope: Scope
+    code: ErrorCode
+
+
+class Ignored(Enum):
+    """The frame has no effect on the stream; the engine charges a budget for what a peer could repeat."""
+
+    IGNORED = "ignored"
+
+
+Verdict: TypeAlias = StreamState | Violation | Ignored
+
+_S: Final = StreamState
+_F: Final = StreamFrame
+_UNEXPECTED: Final = Violation(Scope.CONNECTION, ErrorCode.PROTOCOL_ERROR)
+_CLOSED: Final = Violation(Scope.STREAM, ErrorCode.STREAM_CLOSED)
+_LATE_HEADERS: Final = Violation(Scope.CONNECTION, ErrorCode.STREAM_CLOSED)
+_NO_TRAILERS: Final = Violation(Scope.STREAM, ErrorCode.PROTOCOL_ERROR)
+_IGNORED: Final = Ignored.IGNORED
+
+_BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
+    _S.IDLE: {
+        _F.HEADERS: _S.OPEN,
+        _F.HEADERS_END: _S.HALF_CLOSED_REMOTE,
+        _F.DATA: _UNEXPECTED,
+        _F.DATA_END: _UNEXPECTED,
+        _F.RST_STREAM: _UNEXPECTED,
+        _F.WINDOW_UPDATE: _UNEXPECTED,
+    },
+    # A second header block of a request is its trailers, and they end it (RFC 9113, 8.1).
+    _S.OPEN: {
+        _F.HEADERS: _NO_TRAILERS,
+        _F.HEADERS_END: _S.HALF_CLOSED_REMOTE,
+        _F.DATA: _S.OPEN,
+        _F.DATA_END: _S.HALF_CLOSED_REMOTE,
+        _F.RST_STREAM: _S.CLOSED,
+        _F.WINDOW_UPDATE: _S.OPEN,
+    },
+    _S.HALF_CLOSED_LOCAL: {
+        _F.HEADERS: _NO_TRAILERS,
+        _F.HEADERS_END: _S.CLOSED,
+        _F.DATA: _S.HALF_CLOSED_LOCAL,
+        _F.DATA_END: _S.CLOSED,
+        _F.RST_STREAM: _S.CLOSED,
+        _F.WINDOW_UPDATE: _S.HALF_CLOSED_LOCAL,
+    },
+    _S.HALF_CLOSED_REMOTE: {
+        _F.HEADERS: _CLOSED,
+        _F.HEADERS_END: _CLOSED,
+        _F.DATA: _CLOSED,
+        _F.DATA_END: _CLOSED,
+        _F.RST_STREAM: _S.CLOSED,
+        _F.WINDOW_UPDATE: _S.HALF_CLOSED_REMOTE,
+    },
+    # RST_STREAM and WINDOW_UPDATE may have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would be a stream
+    # identifier used twice, which ends the connection (5.1.1). Late DATA gets a RST_STREAM only: with our
+    # bounded memory of resets it may be for a stream that we reset, and one confused stream must not end a
+    # hundred tunnels.
+    _S.CLOSED: {
+        _F.HEADERS: _LATE_HEADERS,
+        _F.HEADERS_END: _LATE_HEADERS,
+        _F.DATA: _CLOSED,
+        _F.DATA_END: _CLOSED,
+        _F.RST_STREAM: _IGNORED,
+        _F.WINDOW_UPDATE: _IGNORED,
+    },
+    _S.RESET: dict.fromkeys(_F, _IGNORED),
+}
+
+RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
+    Role.SERVER: _BY_SERVER,
+    # A server opens no streams without push, and may send informational heads before the final one. Its HEADERS
+    # on a stream that is gone answer a request which we gave up.
+    Role.CLIENT: {
+        **_BY_SERVER,
+        _S.IDLE: dict.fromkeys(_F, _UNEXPECTED),
+        _S.OPEN: {**_BY_SERVER[_S.OPEN], _F.HEADERS: _S.OPEN},
+        _S.HALF_CLOSED_LOCAL: {**_BY_SERVER[_S.HALF_CLOSED_LOCAL], _F.HEADERS: _S.HALF_CLOSED_LOCAL},
+        _S.CLOSED: {**_BY_SERVER[_S.CLOSED], _F.HEADERS: _IGNORED, _F.HEADERS_END: _IGNORED},
+    },
+}
+"""By our role: what a frame of the peer makes of a stream in a state."""
+
+SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
+    _S.IDLE: {_F.HEADERS: _S.OPEN, _F.HEADERS_END: _S.HALF_CLOSED_LOCAL},
+    _S.OPEN: {
+        _F.HEADERS: _S.OPEN,
+        _F.HEADERS_END: _S.HALF_CLOSED_LOCAL,
+        _F.DATA: _S.OPEN,
+        _F.DATA_END: _S.HALF_CLOSED_LOCAL,
+        _F.RST_STREAM: _S.RESET,
+        _F.WINDOW_UPDATE: _S.OPEN,
+    },
+    _S.HALF_CLOSED_LOCAL: {_F.RST_STREAM: _S.RESET, _F.WINDOW_UPDATE: _S.HALF_CLOSED_LOCAL},
+    # No WINDOW_UPDATE: the peer sends nothing more that it could be for.
+    _S.HALF_CLOSED_REMOTE: {
+        _F.HEADERS: _S.HALF_CLOSED_REMOTE,
+        _F.HEADERS_END: _S.CLOSED,
+        _F.DATA: _S.HALF_CLOSED_REMOTE,
+        _F.DATA_END: _S.CLOSED,
+        _F.RST_STREAM: _S.RESET,
+    },
+    _S.CLOSED: {_F.RST_STREAM: _S.RESET},
+    _S.RESET: {},
+}
+"""What a frame of ours makes of a stream; a frame that is missing may not be sent (LocalProtocolError). A server
+does not send HEADERS on an idle stream."""
+
+#: The states in which DATA may come or go, for comparisons by identity where bytes flow.
+OPEN: Final = StreamState.OPEN
+HALF_CLOSED_LOCAL: Final = StreamState.HALF_CLOSED_LOCAL
+HALF_CLOSED_REMOTE: Final = StreamState.HALF_CLOSED_REMOTE
