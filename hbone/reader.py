@@ -233,8 +233,9 @@ class FrameReader:
     def _admit_data(self, stream_id: int, length: int) -> None:
         if length > self._settings.max_frame_bytes:
             raise Failure(ErrorCode.FRAME_SIZE_ERROR, "frame longer than announced")
-        if self._block_stream or self._settings_next or not stream_id:
-            raise Failure(ErrorCode.PROTOCOL_ERROR, "DATA out of place")
+        if self._settings_next or self._block_stream or not stream_id:
+            self._check_header(DATA, length, stream_id)  # which knows what is wrong
+            raise Failure(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
 
     def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:
         self._admit_data(stream_id, length)

@@ -206,16 +206,32 @@ class RawPeer:
             self._rest = self._rest[end:]
         return bool(data)
 
-    async def barrier(self) -> None:
-        """Return when the other side has acted on everything sent before, by the answer to a PING.
+    async def skip(self, size: int) -> None:
+        """Read what comes before the first frame."""
+        while len(self._rest) < size:
+            self._rest += await asyncio.wait_for(self._loop.sock_recv(self.sock, size - len(self._rest)), WAIT_S)
+        self._rest = b""
 
-        Fibers that those bytes started or cancelled have run as well: they do before the answer is flushed.
+    async def settle(self, data: bytes) -> bool:
+        """Send ``data`` and wait until the other side has acted on it; False when that ended the connection.
+
+        That is known by the answer to a PING. Fibers that the data started or cancelled have run by then, too:
+        they do before the answer is flushed.
         """
         self._pings += 1
         payload = self._pings.to_bytes(8)
-        await self.send(frames.frame(frames.PING, 0, 0, payload))
-        while (frames.PING, frames.ACK, 0, payload) not in self.received:
-            assert await self.read(), "the connection ended"
+        try:
+            await self.send(data + frames.frame(frames.PING, 0, 0, payload))
+            while (frames.PING, frames.ACK, 0, payload) not in self.received:
+                if not await self.read():
+                    return False
+        except ConnectionError:
+            return False
+        return True
+
+    async def barrier(self) -> None:
+        """Return when the other side has acted on everything sent before."""
+        assert await self.settle(b""), "the connection ended"
 
 
 @contextlib.asynccontextmanager
