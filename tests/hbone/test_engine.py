@@ -678,6 +678,42 @@ def test_limits_are_settings() -> None:
     assert flood(engine, frame(frames.PING, 0, 0, bytes(8)), 10) <= 6
 
 
+@pytest.mark.parametrize(("entries", "cost"), [(0, 1), (10, 1), (11, 2), (21, 2), (22, 3), (600, 57)])
+def test_settings_cost_what_they_make_us_do(entries: int, cost: int) -> None:
+    """One token, and one for each 64 bytes: 682 settings fit into a frame, each applied to every stream."""
+    most = 3
+    engine = server(limits=Limits(control_burst=1 + most * cost, control_rate=0))
+    engine.receive_data(OPENING)  # whose SETTINGS cost 1
+    frame_ = frame(frames.SETTINGS, 0, 0, frames.SETTING.pack(99, 1) * entries)
+    assert flood(engine, frame_, 10) == most + 1
+    one_less = server(limits=Limits(control_burst=most * cost, control_rate=0))
+    one_less.receive_data(OPENING)
+    assert flood(one_less, frame_, 10) == most
+
+
+@pytest.mark.parametrize("kind", ["PING", "SETTINGS", "bad request"])
+def test_answers_that_a_peer_does_not_read_are_limited(kind: str) -> None:
+    """At a rate that no budget minds: the answers wait here, and their number is the limit."""
+
+    def piece(number: int) -> bytes:
+        return {
+            "PING": frame(frames.PING, 0, 0, bytes(8)),
+            "SETTINGS": frame(frames.SETTINGS, 0, 0),
+            "bad request": request(2 * number + 1, (b":method", b"CONNECT"), (b":path", b"/")),
+        }[kind]
+
+    engine = opened(limits=Limits(unsent_frames=20))
+    for number in range(60):
+        assert failure(engine.receive_data(piece(number), float(number))) is None
+        if number % 20 == 19:
+            take(engine)  # it reads now and then
+    for number in range(60, 81):  # 20 answers may wait, and one that is written while 20 do
+        assert failure(engine.receive_data(piece(number), float(number))) is None
+    assert engine.output.frames == 21
+    assert failure(engine.receive_data(piece(81), 81.0)) == ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.output.frames == 22  # no answer, but the GOAWAY
+
+
 def test_idle_engine_borrows_no_buffer() -> None:
     engine = client()
     take(engine)
