@@ -20,7 +20,6 @@ IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _HOSTNAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_]([a-z0-9_-]{0,62}))*\Z")
 _PORT: Final = re.compile(r"[0-9]{1,5}\Z")
-_LOWER_HEX: Final = re.compile(r"[0-9a-fA-F]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +145,6 @@ def parse_baggage(headers: Headers) -> Baggage:
     return Baggage(**values)
 
 
-def format_forwarded(client: IPAddress, port: int, host: str | None = None) -> bytes:
-    """The ``forwarded`` value: the client's address, and the service it meant, if one."""
-    value = f'for="{Authority(client, port)}"'
-    return (f"{value};host={host}" if host else value).encode("ascii")
-
-
 def forwarded_host(headers: Headers) -> str | None:
     """``host=`` of the ``forwarded`` field, quotes stripped (RFC 7239); None: absent or not ASCII."""
     value = first(headers, b"forwarded")
@@ -175,16 +168,6 @@ class TraceParent:
     def encode(self) -> bytes:
         """The ``traceparent`` value, version 00."""
         return f"00-{self.trace_id.hex()}-{self.parent_id.hex()}-{self.flags:02x}".encode("ascii")
-
-
-def parse_traceparent(value: bytes | None) -> TraceParent | None:
-    """None: absent, or not four hexadecimal pieces in 55 bytes; callers then make a new one."""
-    if value is None or len(value) != 55 or not value.isascii():
-        return None
-    pieces = value.decode("ascii").split("-")
-    if [len(piece) for piece in pieces] != [2, 32, 16, 2] or not all(map(_LOWER_HEX.match, pieces)):
-        return None
-    return TraceParent(bytes.fromhex(pieces[1]), bytes.fromhex(pieces[2]), int(pieces[3], 16))
 
 
 def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:

@@ -73,7 +73,6 @@ class ConnectionSettings:
     first_request_timeout_s: float | None = 10.0
     ping_interval_s: float | None = 10.0
     ping_timeout_s: float = 20.0
-    close_timeout_s: float = 2.0
 
 
 def default_client() -> ConnectionSettings:
@@ -458,11 +457,6 @@ class Connection(TunnelCarrier):
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
         """Call when a stream ended, SETTINGS or GOAWAY arrived, or the connection ended."""
         self._on_change = callback
-
-    @property
-    def established(self) -> bool:
-        """The handshake is finished and HTTP/2 started."""
-        return self._established.done() and not self._established.cancelled() and self.error is None
 
     @property
     def open_streams(self) -> int:

@@ -73,14 +73,6 @@ class PlainSocket(End):
 
     # Before a relay
 
-    async def wait_readable(self) -> None:
-        """Return when there is a byte, an EOF or an error to read; consumes nothing."""
-        while not self._pushed and not self._has_something():
-            await self._next_event()
-
-    def _has_something(self) -> bool:
-        return self._peek_into(memoryview(bytearray(1))) is not None
-
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
         """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
 

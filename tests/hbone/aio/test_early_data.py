@@ -115,7 +115,7 @@ def test_every_byte_arrives_once_and_in_order(size: int, later: bytes, pushed: b
             async with pair_of(poller, server_settings=server(8)) as pair:
                 with application(poller, b"" if watched else first) as (app, end):
                     if watched and size:
-                        waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                        waiting = asyncio.get_running_loop().create_task(end.peek(1))
                         await asyncio.sleep(0)
                         await app.send(first)
                         await waiting
@@ -140,7 +140,7 @@ def test_the_rest_follows_without_another_event() -> None:
         with polling() as poller:
             async with pair_of(poller, server_settings=server(8)) as pair:
                 with application(poller, b"") as (app, end):
-                    waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                    waiting = asyncio.get_running_loop().create_task(end.peek(1))
                     await asyncio.sleep(0)
                     await app.send(bytes(1000))
                     await waiting
@@ -264,7 +264,7 @@ def test_a_reset_before_is_none_the_less_a_reset_on_the_other_side(first: bytes,
                 with application(poller, first) as (app, end):
                     app.reset()
                     if looked:
-                        await end.wait_readable()
+                        end.peek_into(memoryview(bytearray(1)))
                     opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT, end))
                     accepted = (await pair.requests.get()).accept()
                     with await opening as opened:

@@ -272,7 +272,7 @@ def test_bytes_before_the_relay_stay_in_the_kernel_and_can_be_looked_at() -> Non
             near, inner = tcp_pair()
             app = App(near)
             with PlainSocket(inner, poller) as end:
-                waiting = asyncio.get_running_loop().create_task(end.wait_readable())
+                waiting = asyncio.get_running_loop().create_task(end.peek(1))
                 await asyncio.sleep(0)
                 assert not waiting.done()
                 await app.send(b"PROXY hello")
