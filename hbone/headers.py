@@ -145,6 +145,12 @@ def parse_baggage(headers: Headers) -> Baggage:
     return Baggage(**values)
 
 
+def format_forwarded(client: str, host: str | None = None) -> bytes:
+    """The ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the service it meant, if one."""
+    value = f'for="{client}"'
+    return (f"{value};host={host}" if host else value).encode("ascii")
+
+
 def forwarded_host(headers: Headers) -> str | None:
     """``host=`` of the ``forwarded`` field, quotes stripped (RFC 7239); None: absent or not ASCII."""
     value = first(headers, b"forwarded")

@@ -14,6 +14,7 @@ from hbone.headers import (
     Baggage,
     TraceParent,
     format_baggage,
+    format_forwarded,
     forwarded_host,
     parse_authority,
     parse_baggage,
@@ -126,6 +127,13 @@ def test_baggage() -> None:
 )
 def test_baggage_as_the_rust_proxy_reads_it(values: list[bytes], expected: Baggage) -> None:
     assert parse_baggage(tuple((b"baggage", value) for value in values)) == expected
+
+
+def test_forwarded() -> None:
+    assert format_forwarded("10.1.0.5:41234") == b'for="10.1.0.5:41234"'
+    value = format_forwarded("[::1]:80", "cart.shop")
+    assert value == b'for="[::1]:80";host=cart.shop'
+    assert forwarded_host(((b"forwarded", value),)) == "cart.shop"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ remembers a reason that came while there was none.
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 #: Ends a connection now, with a reason for its log line.
 Abort = Callable[[str], object]
@@ -87,7 +87,7 @@ class ConnectionTable(Generic[EntryT]):
             await self._emptied.wait()
 
 
-async def all_emptied(*tables: ConnectionTable[EntryT]) -> None:
+async def all_emptied(*tables: ConnectionTable[Any]) -> None:
     """Wait until all tables are empty at the same time: an entry may move from one to another meanwhile."""
     while any(tables):
         for table in tables:

@@ -23,8 +23,8 @@ from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
+from ztunnel.dataplane.resolver import Resolver
 from ztunnel.identity.crl import RevocationFile
-from ztunnel.istio import serving
 from ztunnel.istio.admin.config_dump import build_info, logged_config
 from ztunnel.istio.admin.server import Servers
 from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
@@ -34,8 +34,10 @@ from ztunnel.istio.certificates.manager import CertificateAuthority, Certificate
 from ztunnel.istio.config import AmbientConfig, PodName, ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Gauge, Metrics
+from ztunnel.istio.names import Names
 from ztunnel.istio.node import Node
 from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.istio.xds.control import ControlPlane
 from ztunnel.istio.zds.manager import PodManager, check_privileges
 from ztunnel.istio.zds.pods import PodInfo, PodUid
@@ -111,6 +113,7 @@ class AmbientProxy:
             policy=config.tls_policy,
             revocations=self.revocations,
         )
+        self.control = ControlPlane(config, self.mesh, self.metrics)
         self.node = Node(
             config=config,
             mesh=self.mesh,
@@ -119,10 +122,10 @@ class AmbientProxy:
             clock=self.clock,
             metrics=self.metrics,
             logs=self.logs,
+            names=Names(Resolver(), self.clock),
             revocations=self.revocations,
+            ask=self.control.ask if self.control.on_demand else None,
         )
-        self.control = ControlPlane(config, self.mesh, self.metrics)
-        self.node.ask = self.control.ask if self.control.on_demand else None
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
         tasks = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
@@ -211,17 +214,13 @@ class AmbientProxy:
     async def _start(self, name: PodName, netns: Netns | None) -> PodProxy | WorkerPod:
         if self.workers is not None:
             return await self.workers.start_pod(name, netns)
-        pod = PodProxy(self.node, name, netns)
-        try:
-            if self.config.dns_proxy:
-                from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB that nobody else needs
+        dns = None
+        if self.config.dns_proxy:
+            from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB that a proxy without DNS does not need
 
-                pod.closing.append(PodDns(pod).close)
-            serving.serve(pod)
-        except BaseException:
-            await pod.stop()
-            raise
-        serving.enter(self.node, pod)
+            dns = PodDns(self.node, name, netns)
+        pod = PodProxy(self.node, name, PodSockets(self.node, netns), dns=dns)
+        await pod.start()
         return pod
 
     def _workers_serve(self, serve: bool) -> None:
@@ -337,9 +336,10 @@ class AmbientProxy:
             self._own.append(await self._start(config.workload, None))
         else:
             if config.own_pod is not None:
-                own = PodProxy(self.node, config.own_pod, None, only_tunnels=True)
+                sockets = PodSockets(self.node, None, only_tunnels=True)
+                own = PodProxy(self.node, config.own_pod, sockets)
                 self._own.append(own)
-                serving.serve(own)
+                await own.start()
             await stack.enter_async_context(self.pods)
         self.readiness.done(PROXY)
         self.readiness.done(DNS_PROXY)

@@ -1,4 +1,4 @@
-"""Whether a connection may come in: enforced policies decide, dry-run ones are counted and logged."""
+"""Decides whether a connection may come in: enforced policies decide, dry-run ones are counted and logged."""
 
 import asyncio
 import logging
@@ -13,25 +13,31 @@ from ztunnel.policy.engine import holds, judge
 log = logging.getLogger(__name__)
 
 
-class Rejected(Exception):
-    """Not allowed; the text names the policy, or why there is none that allows."""
+class Denied(Exception):
+    """The connection is not allowed; the text names the policy, or says that none allows it."""
 
 
-class Judge:
-    """Judges connections to workloads of this node."""
+class Authorizer:
+    """Checks connections to workloads of this node against their policies."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
 
-    async def admit(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
-        """Judge a new connection.
+    async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
+        """Check a new connection; returns when it is allowed.
 
-        A policy that the workload names and that is not there lets nobody in; it is waited for first, because
-        control planes announce the workload before the policy.
+        A policy that the workload names and that is not there allows nothing. It is waited for, because control
+        planes announce a workload before the policy that it names.
+
+        Args:
+            workload: that the connection came to.
+            facts: what policies judge.
+            record: gets the verdict of dry-run policies.
+            grace_s: how long missing policies are waited for.
 
         Raises:
-            Rejected: not allowed.
+            Denied: it is not allowed.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing:
@@ -39,14 +45,14 @@ class Judge:
         self._report_dry_run(policies, facts, record)
         refusal = self._refusal(policies, facts)
         if refusal:
-            raise Rejected(refusal)
+            raise Denied(refusal)
 
     def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
-        """Judge a live connection again."""
+        """Check a live connection again, by the current policies."""
         return not self._refusal(self._node.mesh.policies_for(workload), facts)
 
     def _refusal(self, policies: WorkloadPolicies, facts: ConnectionFacts) -> str:
-        """Why not; empty: allowed."""
+        """Return why not; empty: allowed."""
         if policies.missing:
             return f"policy {policies.missing[0]} has not arrived"
         if not policies.enforced.tiers:
@@ -87,7 +93,7 @@ class Judge:
         counts[key] = counts.get(key, 0) + 1
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
-        """The workload's policies once none is missing, or as they are after ``grace_s``."""
+        """Return the workload's policies once none is missing, or as they are after ``grace_s``."""
         mesh = self._node.mesh
         arrived = asyncio.Event()
 

@@ -1,7 +1,7 @@
 """START HERE for what comes to a pod: tunnels on 15008, captured plain connections on 15006.
 
-Both read top to bottom: who comes, what they want, may they, the application, the bytes. A connection is in the
-table before it is judged, so that a policy that changes in between still finds it.
+Both read top to bottom: the peer, what it asks for, whether it may, the application, the bytes. A connection is in
+the table before it is authorized, so that a policy that changes in between still finds it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ import logging
 import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from hbone.aio.connection import Connection
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason
+from hbone.events import Headers
 from hbone.headers import first, forwarded_host, parse_baggage
-from tproxy.aio import sockets
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
 from xds.model.mesh import WorkloadPolicies
 from xds.model.workload import AppProtocol, Workload
+from ztunnel.dataplane.agreement import Party, would_shake_hands
+from ztunnel.dataplane.connection_entry import cancels_current_task
 from ztunnel.dataplane.proxy_protocol import encode_header
-from ztunnel.istio.authorizer import Judge, Rejected
-from ztunnel.istio.certificates.manager import IdentityError, Revocations, WorkloadCertificate
+from ztunnel.identity.peer import is_of_trust_domain, is_one_of
+from ztunnel.istio.authorizer import Authorizer, Denied
+from ztunnel.istio.certificates.manager import IdentityError, WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
+from ztunnel.istio.connections import Phase, PodConnection
 from ztunnel.istio.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
-from ztunnel.istio.metrics import Side
-from ztunnel.istio.node import Described
+from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
+from ztunnel.istio.metrics import PeerLabels
 from ztunnel.istio.outcome import (
     POLICY_CHANGE,
     RECURSIVE_CALL,
@@ -42,13 +47,15 @@ from ztunnel.istio.outcome import (
     of_reason,
     of_relay,
 )
-from ztunnel.istio.pod import Live, PodProxy, ends_this_task, is_revoked
+from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.record import Direction, Record
+from ztunnel.istio.workload_labels import WorkloadLabels
 
 log = logging.getLogger(__name__)
 
-#: Policies that arrive a moment after the workload that names them are waited for.
-_POLICY_GRACE_S = 5.0
+#: How long policies are waited for that a workload names and that have not come; control planes send them a moment
+#: after the workload.
+_POLICY_GRACE_S: Final = 5.0
 
 
 class _Refusal(Exception):
@@ -68,7 +75,15 @@ class _Refusal(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Who is at the other end of a tunnel connection."""
+    """The other end of a tunnel connection.
+
+    Attributes:
+        source: its address.
+        local: the address of this pod that it came to.
+        connection: carries its tunnels; ``None`` when a tunnel is joined.
+        names: URI names of its certificate.
+        identity: the first of them that is one.
+    """
 
     source: SocketAddress
     local: SocketAddress
@@ -77,60 +92,45 @@ class _Peer:
     identity: SpiffeId | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Joined:
-    """The inbound half of a tunnel that never left the node."""
-
-    end: PlainSocket
-    live: Live
-    inbound: Inbound
-
-    def finish(self, failure: Failed | None) -> Failed | None:
-        """Account for it; what the outbound half says of its end."""
-        ended_here = self.live.reason
-        self.inbound.left(self.live, of_reason(ended_here) if ended_here else failure)
-        # Over the wire the client's side sees CANCEL, an ordinary end.
-        return None if ended_here else failure
-
-
 class Inbound:
-    """Connections that come to one pod."""
+    """Connections that come to one pod; a :class:`~ztunnel.istio.join.JoinTarget` for tunnels of this node."""
 
-    def __init__(self, pod: PodProxy) -> None:
+    def __init__(self, pod: PodContext) -> None:
         self._pod = pod
         self._node = pod.node
-        self._judge = Judge(pod.node)
-        self._again: asyncio.TimerHandle | None = None
-        pod.on_policies = self._policies_changed
-        pod.join = self.join
+        self._authorizer = Authorizer(pod.node)
+        self._policies: WorkloadPolicies | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        pod.local.watch(self._mesh_changed)
 
     # Accepting
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """A tunnel connection; returns at once."""
-        self._pod.arriving.add(sock)
+        """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
+        self._pod.connections.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._tunnels(sock, peer), "inbound")
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """A captured plain connection; returns at once."""
-        self._pod.arriving.add(sock)
+        """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
+        self._pod.connections.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
     # Tunnels
 
     async def _tunnels(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """One connection that brings tunnels, until it ends."""
-        node, pod = self._node, self._pod
+        """Serve one connection that brings tunnels, until it ends."""
+        node, pod, connections = self._node, self._pod, self._pod.connections
         try:
             source, local = _address(peer), _address(sock.getsockname())
         except OSError:
-            pod.arrived(sock)
+            connections.arriving.remove(sock)
             sock.close()
             return
-        node.sockets("destination", +1)
+        node.count_sockets("destination", +1)
         owned: socket.socket | None = sock
         try:
             certificate = await pod.certificate((await pod.local.get()).workload)
+            context = certificate.server_context()
             here = _Peer(source, local)
 
             def established(connection: Connection) -> None:
@@ -138,16 +138,13 @@ class Inbound:
                 assert facts is not None
                 here.connection, here.names = connection, facts.uri_sans
                 here.identity = _first_identity(facts.uri_sans)
-                pod.tunnels[connection] = facts.chain
-                pod.arrived(sock)
-                if pod.draining:
-                    connection.drain()
+                connections.established(sock, connection)
 
             owned = None
             try:
                 await serve_connection(
                     sock,
-                    certificate.server_context(),
+                    context,
                     node.server_settings,
                     node.poller,
                     lambda request: self._request(here, request),
@@ -155,7 +152,7 @@ class Inbound:
                 )
             finally:
                 if here.connection is not None:
-                    pod.tunnel_left(here.connection)
+                    connections.tunnels.remove(here.connection)
         except EarlyDeny as denial:
             self._denied(source, local, str(denial))
         except IdentityError as error:
@@ -169,8 +166,8 @@ class Inbound:
         except HboneError as error:
             log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
-            pod.arrived(sock)
-            node.sockets("destination", -1)
+            connections.arriving.remove(sock)
+            node.count_sockets("destination", -1)
             if owned is not None:
                 owned.close()
 
@@ -178,26 +175,27 @@ class Inbound:
         Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
 
     async def _request(self, peer: _Peer, request: Request) -> None:
-        """One request of a tunnel connection: usually a CONNECT, carried to the application."""
+        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
         record = Record(node, Direction.INBOUND, peer.source, peer.local)
-        live = Live(record, ends_this_task())
-        live.connection = peer.connection
+        entry = PodConnection(record, cancels_current_task())
+        entry.connection = peer.connection
         failure: Failed | None = None
         try:
             if head.method != b"CONNECT" or head.protocol is not None:
                 raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")
-            authority = (head.authority or b"").decode("latin-1")
-            who = await self._described_now()
-            self._describe(record, peer, who, head.headers)
-            application = await self._admit(live, who, authority, forwarded_host(head.headers), peer)
+            tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
+            labels = await self._labels_now()
+            self._describe_peer(record, peer, head.headers)
+            _describe_pod(record, labels)
+            application = await self._admit(entry, labels, tunnel, peer)
             try:
-                baggage = ((b"baggage", who.baggage),) if node.config.baggage else ()
+                baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
                 running = relay(request.accept(baggage), application, record.counts)
-                live.ends_by(running.abort)
+                entry.aborts_by(running.abort)
                 ended = await running
-                if live.reason:
-                    failure = of_reason(live.reason)
+                if entry.reason:
+                    failure = of_reason(entry.reason)
                 elif ended.error is not None:
                     failure = of_relay(ended.error, from_client=ended.first is not application)
             finally:
@@ -210,15 +208,17 @@ class Inbound:
         except HboneError as error:
             failure = Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
         except asyncio.CancelledError:
-            failure = of_reason(live.reason) if live.reason else Failed("h2 failed: the client gave up")
-            if live.reason == POLICY_CHANGE and not request.answered:
-                request.refuse(401)  # a verdict, which must not be tried elsewhere
+            failure = of_reason(entry.reason) if entry.reason else Failed("h2 failed: the client gave up")
+            # A policy that came while the application was dialled: 401, a verdict, which the client must not try
+            # elsewhere. Any other end leaves the reset of an unanswered stream, after which it may.
+            if entry.reason == POLICY_CHANGE and not request.answered:
+                request.refuse(401)
             raise
         finally:
-            self.left(live, failure)
+            self._left(entry, failure)
 
-    async def _described_now(self) -> Described:
-        """This pod as it is for a new request: its connection may be older than the policies that it names.
+    async def _labels_now(self) -> WorkloadLabels:
+        """Return this pod as it is for a new request: its connection may be older than the policies that it names.
 
         Raises:
             _Refusal: the control plane does not know it.
@@ -228,10 +228,8 @@ class Inbound:
         except EarlyDeny as denial:
             raise _Refusal(503, early=str(denial)) from denial
 
-    def _describe(
-        self, record: Record, peer: _Peer, who: Described, headers: tuple[tuple[bytes, bytes], ...]
-    ) -> None:
-        """Labels of both sides: what the peer says of itself, and over it what the control plane says of it."""
+    def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
+        """Label the client: by what the control plane says of its address, else by what its proxy says of it."""
         node = self._node
         identity = peer.identity
         principal = str(identity) if identity is not None else ""
@@ -243,41 +241,36 @@ class Inbound:
         workload = None if through_gateway else node.mesh.workload_at(network, peer.source.host)
         if workload is not None:
             record.source_workload = workload
-            there = node.described(workload)
-            known = there.secured_side.principal == principal
-            record.source_side = there.secured_side if known else there.side._replace(principal=principal)
+            there = node.labels_of(workload)
+            known = there.secured.principal == principal
+            record.source_labels = there.secured if known else there.plain._replace(principal=principal)
         elif node.config.baggage:
-            record.source_side = Side.of_baggage(parse_baggage(headers), principal)
+            record.source_labels = PeerLabels.of_baggage(parse_baggage(headers), principal)
         else:
-            record.source_side = Side(principal=principal)
-        record.secured = True
+            record.source_labels = PeerLabels(principal=principal)
         record.source_identity = identity
-        record.destination_workload = who.workload
-        record.destination_side = who.secured_side
-        record.destination_identity = who.workload.identity
 
-    # What tunnels and joined tunnels have in common
+    # What tunnels on the wire and joined ones have in common
 
     async def _admit(
-        self, live: Live, who: Described, authority: str, meant: str | None, peer: _Peer
+        self, entry: PodConnection, labels: WorkloadLabels, tunnel: TunnelRequest, peer: _Peer
     ) -> PlainSocket:
-        """Find the application, judge, dial.
+        """Find the application, authorize, dial.
 
         Args:
-            live: not yet in the table.
-            who: this pod.
-            authority: what the tunnel names.
-            meant: the service in ``forwarded``.
-            peer: who comes.
+            entry: registered here.
+            labels: of this pod.
+            tunnel: what is asked for.
+            peer: the client.
 
         Raises:
             _Refusal: with the answer.
         """
-        node, pod, record = self._node, self._pod, live.record
+        node, record = self._node, entry.record
         try:
             target = inbound_target(
-                authority,
-                who.workload,
+                tunnel.authority,
+                labels.workload,
                 peer.local.host,
                 node.mesh,
                 network=node.config.network,
@@ -285,21 +278,21 @@ class Inbound:
             )
         except RequestRefused as refused:
             raise _Refusal(refused.status, early=refused.reason) from refused
-        record.hbone_authority = authority
-        record.service = inbound_service(target, who.workload, node.mesh, meant)
-        live.original, live.actual, live.protocol = meant, target.address, "HBONE"
-        live.facts = ConnectionFacts(
+        record.hbone_authority = tunnel.authority
+        record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
+        entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
+        entry.facts = ConnectionFacts(
             source=peer.source,
             direct_source=peer.source,
             destination=target.address,
             transport_protocol="tls",
             peer=PeerCertificate(uri_sans=peer.names),
         )
-        pod.inbound[live] = None
+        self._pod.connections.inbound.add(entry)
         record.opened()
-        await self._allowed(live, who.workload)
+        await self._authorize(entry, entry.facts, labels.workload)
         try:
-            application = await self._dial(target, who.workload, peer.source)
+            application = await self._dial(target, labels.workload, peer.source)
         except (TproxyError, OSError) as error:
             raise _Refusal(503, failure=_unreachable(error)) from error
         if target.proxy_destination is not None:
@@ -308,157 +301,154 @@ class Inbound:
             application.send_first(encode_header(source, target.proxy_destination, identity))
         return application
 
-    async def _allowed(self, live: Live, workload: Workload) -> None:
-        assert live.facts is not None
+    async def _authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
         try:
-            await self._judge.admit(workload, live.facts, live.record, _POLICY_GRACE_S)
-        except Rejected as rejected:
-            text = f"connection closed due to policy rejection: {rejected}"
-            raise _Refusal(401, failure=Failed(text, Flags.DENY)) from rejected
-        live.admitted = True
+            await self._authorizer.authorize(workload, facts, entry.record, _POLICY_GRACE_S)
+        except Denied as denied:
+            text = f"connection closed due to policy rejection: {denied}"
+            raise _Refusal(401, failure=Failed(text, Flags.DENY)) from denied
+        entry.admitted = True
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
-        pod, address = self._pod, target.address
+        sockets, address = self._pod.sockets, target.address
         tunnel = workload.application_tunnel
         if tunnel is not None and tunnel.protocol is AppProtocol.PROXY and self._node.config.localhost_app_tunnel:
             loopback = "::1" if ":" in address.host else "127.0.0.1"
-            sock = await pod.connect(SocketAddress(loopback, address.port))
+            sock = await sockets.connect(SocketAddress(loopback, address.port))
         else:
-            source = client.host if pod.preserves_source[HBONE_PORT] else None
-            sock = await pod.connect(address, source=source)
+            source = client.host if sockets.preserves_source[HBONE_PORT] else None
+            sock = await sockets.connect(address, source=source)
         return PlainSocket(sock, self._node.poller, fresh=True)
 
     # Tunnels of this very node
 
-    async def join(
-        self,
-        outer: Live,
-        who: Described,
-        own: WorkloadCertificate,
-        local: SocketAddress,
-        authority: str,
-        service: str | None,
-    ) -> Joined | None:
+    async def join(self, request: JoinRequest) -> Joined | None:
         """Take a tunnel from a pod of this node without TLS and HTTP/2 in between.
 
-        Both certificates must be there, valid, not revoked, and of one root and trust domain, as a handshake would
-        want; and everything behind the handshake is as on the wire.
-
-        Args:
-            outer: the outbound half; both count the same bytes, and each knows the other's certificate.
-            who: the pod it is in; ``own``: that pod's certificate.
-            local: of this pod's addresses the one that would be dialled.
-            authority: what the CONNECT would name; ``service``: what ``forwarded`` would.
+        A handshake of the two certificates must succeed, and everything behind it is as on the wire.
 
         Returns:
-            ``None``: over the wire, please.
+            ``None``: the tunnel must go over the wire, where the handshake says why.
 
         Raises:
             ConnectRefused: as over the wire.
         """
         pod = self._pod
-        here, host = pod.local.current, _own_address(who.workload, outer.record.source.host, local.host)
+        here, own = pod.local.current, request.certificate
+        host = _own_address(request.labels.workload, request.outer.record.source.host, request.target.host)
         if here is None or host is None:
             return None
         there = await pod.certificate(here)
-        if not _would_shake_hands(own, there, self._node.revocations):
-            return None  # and the handshake says why
-        if pod.join is None:
-            return None  # the pod went meanwhile
-        outer.peer = there
-        described = self._node.described(here)
-        client = SocketAddress(host, outer.record.source.port)
-        peer = _Peer(client, local, None, (str(own.issued.identity),), own.issued.identity)
-        record = Record(self._node, Direction.INBOUND, client, local)
-        record.counts = outer.record.counts
-        live = Live(record, ends_this_task())
-        live.peer = own
-        self._describe(record, peer, described, ((b"baggage", who.baggage),))
-        record.source_workload, record.source_side = who.workload, who.secured_side
+        if not self._agree(own, there, request.identities):
+            return None
+        if pod.connections.phase is Phase.ENDED:
+            return None  # the pod stopped meanwhile; what is registered from now on would never be ended
+        # Each half notes the other's certificate, for a revocation list that comes later: there is no TLS
+        # connection to re-check.
+        request.outer.peer = there
+        labels = self._node.labels_of(here)
+        client = SocketAddress(host, request.outer.record.source.port)
+        identity = own.issued.identity
+        peer = _Peer(client, request.target, None, (str(identity),), identity)
+        record = Record(self._node, Direction.INBOUND, client, request.target, request.outer.record.counts)
+        record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
+        record.source_identity = identity
+        _describe_pod(record, labels)
+        entry = PodConnection(record, cancels_current_task())
+        entry.peer = own
         try:
-            application = await self._admit(live, described, authority, service, peer)
+            application = await self._admit(entry, labels, request.tunnel, peer)
         except _Refusal as refusal:
             if refusal.early:
                 record.denied_early(refusal.early)
-            self.left(live, refusal.failure)
+            self._left(entry, refusal.failure)
             raise ConnectRefused(refusal.status) from refusal
         except BaseException as error:
-            self.left(live, of_reason(live.reason))
+            self._left(entry, of_reason(entry.reason))
+            # Ending this half cancels the task, which belongs to the outbound half. Over the wire the client would
+            # see 401 and no more: so if nothing but the policy has cancelled the task, it goes on with that.
             task = asyncio.current_task()
-            if live.reason == POLICY_CHANGE and task is not None and not task.uncancel():
-                raise ConnectRefused(401) from error  # of the two halves' task only this one was meant
+            if entry.reason == POLICY_CHANGE and task is not None and not task.uncancel():
+                raise ConnectRefused(401) from error
             raise
-        return Joined(application, live, self)
+        return Joined(application, entry, self._left)
 
-    def left(self, live: Live, failure: Failed | None) -> None:
-        """A connection is over."""
-        self._pod.left(live, self._pod.inbound)
-        live.record.complete(failure)
+    def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
+        """Return whether a handshake would succeed now, by the rules that the contexts of both are made with."""
+        return would_shake_hands(
+            Party(client.credentials, is_one_of(expected)),
+            Party(server.credentials, is_of_trust_domain(server.issued.identity.trust_domain)),
+            datetime.fromtimestamp(self._node.clock.wall(), UTC),
+        )
+
+    def _left(self, entry: PodConnection, failure: Failed | None) -> None:
+        """Unregister a connection that is over and complete its record."""
+        self._pod.connections.inbound.remove(entry)
+        entry.record.complete(failure)
 
     # Plain connections
 
     async def _plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """One captured connection of somebody outside the mesh."""
+        """Carry one captured connection of a client outside the mesh."""
         node = self._node
         client = PlainSocket(sock, node.poller)
-        node.sockets("destination", +1)
-        record: Record | None = None
+        node.count_sockets("destination", +1)
         failure: Failed | None = None
-        live: Live | None = None
+        entry: PodConnection | None = None
         try:
-            found = sockets.original_destination(sock)
-            source, destination = _address(peer), SocketAddress(str(found.ip), found.port)
+            destination = self._pod.sockets.original_destination(sock)
+            source = _address(peer)
             record = Record(node, Direction.INBOUND, source, destination)
-            live = Live(record, ends_this_task())
-            failure = await self._carry_plain(live, client, source, destination)
+            entry = PodConnection(record, cancels_current_task())
+            failure = await self._carry_plain(entry, client, source, destination)
         except EarlyDeny as denial:
-            assert record is not None
-            record.denied_early(str(denial))
+            assert entry is not None
+            entry.record.denied_early(str(denial))
         except _Refusal as refusal:
             failure = refusal.failure
         except asyncio.CancelledError:
-            failure = of_reason(live.reason if live is not None else "")
+            failure = of_reason(entry.reason if entry is not None else "")
             raise
         except OSError as error:
-            log.debug("a client was gone before its connection was looked at: %s", error)
+            log.debug("a client was gone before its connection was served: %s", error)
         finally:
-            self._pod.arrived(sock)
+            self._pod.connections.arriving.remove(sock)
             client.close()
-            node.sockets("destination", -1)
-            if live is not None:
-                self.left(live, failure)
+            node.count_sockets("destination", -1)
+            if entry is not None:
+                self._left(entry, failure)
 
     async def _carry_plain(
-        self, live: Live, client: PlainSocket, source: SocketAddress, destination: SocketAddress
+        self, entry: PodConnection, client: PlainSocket, source: SocketAddress, destination: SocketAddress
     ) -> Failed | None:
-        node, pod, record = self._node, self._pod, live.record
+        node, sockets, connections, record = self._node, self._pod.sockets, self._pod.connections, entry.record
         if destination.port in node.config.illegal_ports:
             raise EarlyDeny(RECURSIVE_CALL)
-        who = await pod.local.get()
+        labels = await self._pod.local.get()
         workload = node.mesh.workload_at(node.config.network, source.host)
         if workload is not None:
-            record.source_workload, record.source_side = workload, node.described(workload).side
-        record.destination_workload, record.destination_side = who.workload, who.secured_side
+            record.source_workload, record.source_labels = workload, node.labels_of(workload).plain
+        record.destination_workload, record.destination_labels = labels.workload, labels.secured
         target = InboundTarget(destination)
-        record.service = inbound_service(target, who.workload, node.mesh, None)
-        live.actual = destination
-        live.facts = ConnectionFacts(source=source, direct_source=source, destination=destination)
-        pod.inbound[live] = None
-        pod.arrived(client.sock)
+        record.service = inbound_service(target, labels.workload, node.mesh, None)
+        entry.actual = destination
+        entry.facts = ConnectionFacts(source=source, direct_source=source, destination=destination)
+        connections.inbound.add(entry)
+        connections.arriving.remove(client.sock)
         record.opened()
-        await self._allowed(live, who.workload)
-        preserved = source.host if pod.preserves_source[PLAINTEXT_PORT] else None
+        await self._authorize(entry, entry.facts, labels.workload)
+        preserved = source.host if sockets.preserves_source[PLAINTEXT_PORT] else None
         try:
-            sock = await pod.connect(destination, source=preserved)
+            sock = await sockets.connect(destination, source=preserved)
             application = PlainSocket(sock, node.poller, fresh=True)
         except (TproxyError, OSError) as error:
             return _unreachable(error)
         try:
             running = relay(client, application, record.counts)
-            live.ends_by(running.abort)
+            entry.aborts_by(running.abort)
             ended = await running
-            if live.reason:
-                return of_reason(live.reason)
+            if entry.reason:
+                return of_reason(entry.reason)
             if ended.error is not None:
                 return of_relay(ended.error, from_client=ended.first is client)
             return None
@@ -467,34 +457,55 @@ class Inbound:
 
     # Change
 
-    def _policies_changed(self, workload: Workload, policies: WorkloadPolicies) -> None:
-        """Other policies judge this pod: every live connection is judged again."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        if policies.missing:
-            # A workload is announced before the policy it names. What runs goes on until the policy is here, or
-            # until it has had its time to come.
-            loop = asyncio.get_running_loop()
-            self._again = loop.call_later(_POLICY_GRACE_S, self._judge_all, workload)
+    def _mesh_changed(self, workload: Workload) -> None:
+        policies = self._node.mesh.policies_for(workload)
+        if policies is self._policies:
             return
-        self._judge_all(workload)
+        self._policies = policies
+        self._stop_grace()
+        if policies.missing:
+            # A workload is announced before the policy that it names. What runs is not ended until the policy is
+            # here, or until it has had its time to come; what is new waits for it (see Authorizer).
+            loop = asyncio.get_running_loop()
+            self._grace = loop.call_later(_POLICY_GRACE_S, self._authorize_all, workload)
+            return
+        self._authorize_all(workload)
 
-    def _judge_all(self, workload: Workload) -> None:
-        self._again = None
+    def _authorize_all(self, workload: Workload) -> None:
+        """Check every live connection by the current policies, and end those that are not allowed any more."""
+        self._grace = None
         workload = self._pod.local.current or workload
-        for live in list(self._pod.inbound):
-            # Who waits for its first judgement gets it by what is in force then.
-            if live.admitted and live.facts is not None and not self._judge.still_allowed(workload, live.facts):
-                record = live.record
+        for entry in self._pod.connections.inbound:
+            # One that waits for its first verdict gets it by the policies of then.
+            if not entry.admitted or entry.facts is None:
+                continue
+            if not self._authorizer.still_allowed(workload, entry.facts):
+                record = entry.record
                 log.info(
                     "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",
                     record.source,
                     record.source_identity or "",
-                    live.actual,
+                    entry.actual,
                     workload.uid,
                 )
-                live.end(POLICY_CHANGE)
+                entry.end(POLICY_CHANGE)
+
+    def _stop_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def close(self) -> None:
+        """Stop following policies; idempotent. Connections are ended by the pod's tables."""
+        self._stop_grace()
+
+
+def _describe_pod(record: Record, labels: WorkloadLabels) -> None:
+    """Label this pod's side of a tunnel."""
+    record.secured = True
+    record.destination_workload = labels.workload
+    record.destination_labels = labels.secured
+    record.destination_identity = labels.workload.identity
 
 
 def _address(name: tuple[str, int]) -> SocketAddress:
@@ -502,16 +513,17 @@ def _address(name: tuple[str, int]) -> SocketAddress:
 
 
 def _own_address(workload: Workload, seen: str, towards: str) -> str | None:
-    """What the pod of a workload would dial from: never the loopback or foreign address of who asked it to."""
+    """Return what the pod of a workload would dial from: never a loopback or foreign address of its client."""
     same_family = [host for host in workload.addresses if (":" in host) == (":" in towards)]
     return seen if seen in same_family else next(iter(same_family), None)
 
 
 def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
-    """The peer's address for a PROXY header, which has room for one family only.
+    """Return the peer's address for a PROXY header, which has room for one family only.
 
     A service of two families may be dialled by one and its waypoint reached by the other. The header would be
-    without addresses then (as upstream), which Envoy refuses; the peer's own address of the other one is as true.
+    without addresses then (as upstream's is), which Envoy refuses; the peer's own address of the other family is
+    as true.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):
@@ -537,17 +549,3 @@ def _unreachable(error: Exception) -> Failed:
     if isinstance(error, ConnectFailed):
         return Failed(f"connection failed: {io_text(error.error)}")
     return Failed(f"connection failed: {error}")
-
-
-def _would_shake_hands(
-    client: WorkloadCertificate, server: WorkloadCertificate, revocations: Revocations | None
-) -> bool:
-    """Whether two certificates of this node would accept each other."""
-    now = datetime.now(UTC)
-    if revocations is not None and any(is_revoked(revocations.current, each) for each in (client, server)):
-        return False
-    return (
-        client.issued.identity.trust_domain == server.issued.identity.trust_domain
-        and client.issued.roots_pem == server.issued.roots_pem
-        and all(each.issued.not_before <= now <= each.issued.not_after for each in (client, server))
-    )

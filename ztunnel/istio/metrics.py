@@ -55,8 +55,8 @@ TRAFFIC_LABELS = (
 )
 
 
-class Side(NamedTuple):
-    """One side of a connection, as labels say it; empty is unknown."""
+class PeerLabels(NamedTuple):
+    """One side of a connection, as labels print it; empty is unknown."""
 
     workload: str = ""
     canonical_service: str = ""
@@ -71,7 +71,7 @@ class Side(NamedTuple):
     known: bool = False
 
     @classmethod
-    def of(cls, workload: Workload, principal: str = "") -> "Side":
+    def of(cls, workload: Workload, principal: str = "") -> "PeerLabels":
         """From the control plane's description."""
         place = workload.locality
         return cls(
@@ -89,7 +89,7 @@ class Side(NamedTuple):
         )
 
     @classmethod
-    def of_baggage(cls, baggage: Baggage, principal: str = "") -> "Side":
+    def of_baggage(cls, baggage: Baggage, principal: str = "") -> "PeerLabels":
         """From what the peer says of itself."""
         return cls(
             baggage.workload_name,
@@ -107,7 +107,7 @@ class Side(NamedTuple):
 
 
 def traffic_labels(
-    reporter: str, source: Side, destination: Side, service: Service | None, *, secured: bool
+    reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
 ) -> tuple[str, ...]:
     """Values of :data:`TRAFFIC_LABELS`; the last four are left out while nobody is known."""
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
@@ -116,7 +116,7 @@ def traffic_labels(
 
 @lru_cache(maxsize=4096)  # twice per connection, about few pairs
 def _labels(
-    reporter: str, source: Side, destination: Side, named: tuple[str, ...], secured: bool
+    reporter: str, source: PeerLabels, destination: PeerLabels, named: tuple[str, ...], secured: bool
 ) -> tuple[str, ...]:
     labels = (
         reporter,

@@ -1,9 +1,10 @@
 """START HERE for what pods open: a captured connection to its end.
 
-:meth:`Outbound.serve` reads top to bottom: who dials, where it goes, the tunnel or the plain connection, the
-bytes. Until something has answered, an endpoint that fails is replaced by another one, within a few tries and a
-time limit. The application's first bytes stay in the kernel meanwhile, also if they go along with a CONNECT, so
-nothing is lost; and an endpoint that may have got them is not replaced, so nothing is delivered twice.
+:meth:`Outbound.serve` reads top to bottom: the pod that dials, where the connection goes, the tunnel or the plain
+connection, the bytes. Until something has answered, an endpoint that fails is replaced by another one, within a
+few tries and a time limit (:mod:`ztunnel.dataplane.attempts`). The application's first bytes stay in the kernel
+meanwhile, also if they go along with a CONNECT, so nothing is lost; and an endpoint that may have got them is not
+replaced, so nothing is delivered twice.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import assert_never
+from collections.abc import Awaitable, Callable, Collection
+from typing import NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.end import End
@@ -24,30 +23,33 @@ from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
-from hbone.headers import TraceParent, parse_baggage
-from tproxy.aio import sockets
+from hbone.headers import TraceParent, format_forwarded, parse_baggage
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
-from xds.model.service import Service
 from xds.model.workload import WorkloadUid
+from ztunnel.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Attempts, GiveUp
+from ztunnel.dataplane.connection_entry import cancels_current_task
 from ztunnel.dataplane.resolver import ResolveFailed
+from ztunnel.dataplane.upstream import Upstream
 from ztunnel.istio import socks5
 from ztunnel.istio.certificates.manager import IdentityError
 from ztunnel.istio.config import HBONE_PORT
-from ztunnel.istio.inbound import Joined
-from ztunnel.istio.metrics import Side
-from ztunnel.istio.node import Described
+from ztunnel.istio.connections import PodConnection
+from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
+from ztunnel.istio.metrics import PeerLabels
+from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     RECURSIVE_CALL,
     EarlyDeny,
     Failed,
-    described,
+    dial_failure,
     of_reason,
     of_relay,
     worth_another_endpoint,
 )
-from ztunnel.istio.pod import Live, PodProxy, PoolKey, ends_this_task
+from ztunnel.istio.pod_context import PodContext
+from ztunnel.istio.pod_tunnels import PodTunnels
 from ztunnel.istio.record import Direction, Record
 from ztunnel.istio.route import (
     Client,
@@ -60,189 +62,211 @@ from ztunnel.istio.route import (
     Tunnel,
     route_for,
 )
+from ztunnel.istio.workload_labels import WorkloadLabels
 
 log = logging.getLogger(__name__)
 
-#: No further endpoint is tried after so long: the application has its own patience.
-_PATIENCE_S = 15.0
-#: A peer answers a CONNECT when it has reached its application, which it gives ten seconds. Not less than the
-#: patience: after this limit nobody knows whether the application has got the first bytes.
-_ANSWER_S = 15.0
-#: Between looks at whether an inner tunnel's last bytes are on their way (a guess).
-_LOOK_S = 0.01
-#: Things one decision may need to be told about, on demand.
+#: Between checks whether an inner tunnel's last bytes are on their way (a guess).
+_CHECK_S = 0.01
+#: Questions to the control plane that one decision may take, on demand.
 _MOST_QUESTIONS = 8
 
 _DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
 
 
-@dataclass(slots=True, eq=False)
-class Opened:
-    """An open upstream: the end for the relay, and what closes after it.
+class OutboundUpstream(Upstream):
+    """An open upstream of a pod's connection.
 
     Attributes:
-        joined: the inbound side, when the tunnel never left this node.
-        last_words: carries what has left ``end`` and is still inside this process; without, nothing is.
+        joined: the inbound half, when the tunnel never left this node.
+        last_words: carries what has left ``end`` and is still inside this process; ``None``: nothing can be.
     """
 
-    end: End
-    closing: list[Callable[[], object]] = field(default_factory=list)
-    joined: Joined | None = None
-    last_words: Callable[[], Awaitable[None]] | None = None
+    __slots__ = ("joined", "last_words")
 
-    def close(self) -> None:
-        """Close everything, the end first."""
-        self.end.close()
-        for close in self.closing:
-            close()
+    def __init__(self, end: End, joined: Joined | None = None) -> None:
+        super().__init__(end)
+        self.joined = joined
+        self.last_words: Callable[[], Awaitable[None]] | None = None
+
+
+class _Call(NamedTuple):
+    """One connection on its way out.
+
+    Attributes:
+        entry: in the table.
+        labels: of the pod, as it was described when the connection came.
+        client: the application's end.
+    """
+
+    entry: PodConnection
+    labels: WorkloadLabels
+    client: PlainSocket
 
 
 class Outbound:
-    """Connections that one pod opens."""
+    """Connections that one pod opens.
 
-    def __init__(self, pod: PodProxy) -> None:
+    Args:
+        pod: see there.
+        tunnels: opens tunnels.
+        resolve: resolves names for SOCKS clients.
+    """
+
+    def __init__(self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve) -> None:
         self._pod = pod
         self._node = pod.node
+        self._tunnels = tunnels
+        self._resolve = resolve
 
     # Accepting
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """A captured connection; returns at once."""
+        """Take a captured connection; returns at once. The listener on 15001 calls it."""
         self._pod.tasks.run(self._node.poller, self._captured(sock, peer), "outbound")
 
     def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """A SOCKS5 client; returns at once."""
-        self._pod.arriving.add(sock)
+        """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
+        self._pod.connections.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._socks(sock, peer), "socks5")
 
     async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)
         try:
-            found = sockets.original_destination(sock)
-            source = SocketAddress(canonical(peer[0]), peer[1])
-            await self.serve(client, source, SocketAddress(str(found.ip), found.port))
+            destination = self._pod.sockets.original_destination(sock)
+            await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
-            log.debug("a client was gone before its connection was looked at: %s", error)
+            log.debug("a client was gone before its connection was served: %s", error)
         finally:
             client.close()
 
     async def _socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        arriving = self._pod.connections.arriving
         client = PlainSocket(sock, self._node.poller)
         try:
-            destination = await socks5.accept(client, self._pod.resolve_name)
-            self._pod.arrived(sock)  # into the table, in this very step
+            destination = await socks5.accept(client, self._resolve)
+            arriving.remove(sock)  # serve() registers it in the same step, so that a drain sees it throughout
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
             log.debug("a SOCKS client: %s", error)
         finally:
-            self._pod.arrived(sock)
+            arriving.remove(sock)
             client.close()
 
     # One connection
 
     async def serve(self, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> None:
-        """Carry a connection to where it belongs, and account for it. The caller closes ``client``."""
-        node, pod = self._node, self._pod
+        """Carry a connection to where it belongs, and account for it. The caller closes ``client``.
+
+        Leaving this method is the only place where an error becomes a log line, flags and counters.
+        """
+        node, table = self._node, self._pod.connections.outbound
         record = Record(node, Direction.OUTBOUND, source, destination)
-        live = Live(record, ends_this_task())
-        live.original = str(destination)
+        entry = PodConnection(record, cancels_current_task())
+        entry.original = str(destination)
         failure: Failed | None = None
-        node.sockets("source", +1)
-        pod.outbound[live] = None
+        node.count_sockets("source", +1)
+        table.add(entry)
         try:
-            failure = await self._carry(live, client, destination)
+            failure = await self._carry(entry, client, destination)
         except EarlyDeny as denial:
             record.denied_early(str(denial))
         except Failed as error:
             failure = error
         except asyncio.CancelledError:
-            failure = of_reason(live.reason)
+            failure = of_reason(entry.reason)
             raise
         finally:
-            node.sockets("source", -1)
-            pod.left(live, pod.outbound)
+            node.count_sockets("source", -1)
+            table.remove(entry)
             record.complete(failure)
 
-    async def _carry(self, live: Live, client: PlainSocket, destination: SocketAddress) -> Failed | None:
+    async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
         if destination.port in self._node.config.illegal_ports and is_loopback(destination.host):
             raise EarlyDeny(RECURSIVE_CALL)
-        record = live.record
-        who = await self._pod.local.get()
-        record.source_workload, record.source_side = who.workload, who.side
-        upstream = await self._open(live, who, destination, client)
+        record = entry.record
+        labels = await self._pod.local.get()
+        record.source_workload, record.source_labels = labels.workload, labels.plain
+        upstream = await self._open(_Call(entry, labels, client), destination)
         record.settled()
+        joined = upstream.joined
         failure = None
         try:
             running = relay(client, upstream.end, record.counts)
-            live.ends_by(running.abort)
-            if upstream.joined is not None:
-                upstream.joined.live.ends_by(running.abort)
+            # A joined tunnel has two entries and one relay. Either half may be ended on purpose (a policy, its
+            # pod's drain), and the other then ends with it, as it would by CANCEL over the wire.
+            entry.aborts_by(running.abort)
+            if joined is not None:
+                joined.entry.aborts_by(running.abort)
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is client)
-            if upstream.last_words is not None and not live.reason:
+            if upstream.last_words is not None and not entry.reason:
                 await upstream.last_words()
         finally:
             upstream.close()
-            if upstream.joined is not None:
-                failure = upstream.joined.finish(failure)
+            if joined is not None:
+                failure = joined.finish(failure)
         return failure
 
     # Where to
 
-    async def _open(
-        self, live: Live, who: Described, destination: SocketAddress, application: PlainSocket
-    ) -> Opened:
+    async def _open(self, call: _Call, destination: SocketAddress) -> OutboundUpstream:
         """Decide and dial, again with another endpoint when one fails.
 
         Raises:
             EarlyDeny: there is no way.
             Failed: there is one, but it could not be opened.
         """
-        node, record = self._node, live.record
-        client = Client(workload=who.workload, host=record.source.host, network=node.config.network)
-        give_up_s = node.clock.monotonic() + _PATIENCE_S
-        tries_left = node.config.connect_retries
-        failed: set[WorkloadUid] = set()
-        tried: set[SocketAddress] = set()
+        node, record, labels = self._node, call.entry.record, call.labels
+        client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
+        started_s = node.clock.monotonic()
+        attempts = Attempts[WorkloadUid](
+            node.config.connect_retries, worth_another_endpoint, until_s=started_s + RETRY_WINDOW_S
+        )
+        tried: frozenset[SocketAddress] = frozenset()
         failure: Failed | None = None
         while True:
-            avoid = node.suspects.current(node.clock.monotonic())
+            avoid = node.failed_endpoints.current(node.clock.monotonic(), attempts.avoid)
             try:
-                route = await self._route(client, destination, avoid.union(failed) if failed else avoid)
-                route, target = await self._addressed(route, who, destination)
+                route = await self._route(client, destination, avoid)
+                route, target = await self._addressed(route, labels, destination)
             except EarlyDeny as denial:
                 if failure is not None:  # the last endpoint is gone: what it failed with says more
                     raise failure from denial
                 raise
-            if failure is not None and target in tried:
-                raise failure
-            tried.add(target)
-            _note(live, route, target, who, node.described)
+            if failure is not None:
+                # Endpoints to avoid are taken when there is no other. The draw then gives one that has failed
+                # already, or another workload at its address, and its failure is the answer.
+                if target in tried:
+                    raise failure
+                node.metrics.connect_retries += 1
+            _note(call, route, target, node)
             if failure is None:
                 record.opened(settled=False)
-            else:
-                node.metrics.connect_retries += 1
             try:
-                return await self._dial(live, route, target, who, application)
+                return await self._dial(call, route, target)
             except _DIAL_ERRORS as error:
-                tunnel = not isinstance(route, Direct)
-                if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
-                    node.metrics.crl_rejections["source"] += 1
-                failure = described(error, tunnel=tunnel)
+                failure = self._failed(error, route)
                 uid = route.workload.uid if route.workload is not None else None
-                if uid is None or not worth_another_endpoint(error):
+                now_s = node.clock.monotonic()
+                verdict = attempts.failed(error, now_s, uid)
+                # Other connections pass the endpoint over as well; not without retries, where a draw is a draw,
+                # as upstream's.
+                if uid in attempts.avoid and node.config.connect_retries:
+                    node.failed_endpoints.add(uid, now_s)
+                if isinstance(verdict, GiveUp):
                     raise failure from error
-                if node.config.connect_retries:  # without, a draw is a draw, as upstream's
-                    node.suspects.add(uid, node.clock.monotonic())
-                failed.add(uid)
-                tries_left -= 1
-                if tries_left < 0 or node.clock.monotonic() > give_up_s:
-                    raise failure from error
+                tried |= {target}
                 log.debug("%s failed, another endpoint is tried: %s", target, failure)
 
-    async def _route(self, client: Client, destination: SocketAddress, avoid: frozenset[WorkloadUid]) -> Route:
+    def _failed(self, error: Exception, route: Route) -> Failed:
+        if isinstance(error, TlsError) and error.reason is TlsReason.REVOKED and not error.by_peer:
+            self._node.metrics.crl_rejections["source"] += 1
+        return dial_failure(error, tunnel=not isinstance(route, Direct))
+
+    async def _route(self, client: Client, destination: SocketAddress, avoid: Collection[WorkloadUid]) -> Route:
         node = self._node
         known = node.asked.__contains__ if node.ask is not None else None
         for _ in range(_MOST_QUESTIONS):
@@ -252,131 +276,126 @@ class Outbound:
                 raise EarlyDeny(str(refused)) from refused
             except Missing as missing:
                 try:
-                    await node.told(missing.key)
+                    await node.ask_about(missing.key)
                 except TimeoutError as error:
                     raise EarlyDeny(f"the control plane did not answer about {missing.key} in time") from error
         raise EarlyDeny(f"no valid routing destination for workload: {destination}")
 
     async def _addressed(
-        self, route: Route, who: Described, dialled: SocketAddress
+        self, route: Route, labels: WorkloadLabels, dialled: SocketAddress
     ) -> tuple[Route, SocketAddress]:
-        """The route with an address to dial, its host name resolved if that is what it has."""
+        """Return the route with an address to dial, its host name resolved if it has one.
+
+        Raises:
+            EarlyDeny: the name cannot be resolved.
+        """
         target = route.target
         if isinstance(target, SocketAddress):
             return route, target
-        address = await self._resolved(target, who, dialled)
+        address = await self._resolved(target, labels, dialled)
         return route.at(address.host) if isinstance(route, Tunnel) else route, address
 
-    async def _resolved(self, target: Named, who: Described, dialled: SocketAddress) -> SocketAddress:
-        node, uid = self._node, target.workload.uid
-        labels = (*(value or "unknown" for value in who.side[:8]), target.hostname)
-        node.metrics.on_demand_dns[labels] = node.metrics.on_demand_dns.get(labels, 0) + 1
+    async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
+        node = self._node
+        key = (*(value or "unknown" for value in labels.plain[:8]), target.hostname)
+        node.metrics.on_demand_dns[key] = node.metrics.on_demand_dns.get(key, 0) + 1
         try:
             addresses = await node.names.resolve(target.hostname, target.families)
         except ResolveFailed as error:
             raise EarlyDeny(f"dns lookup: {error}") from error
         same = [address for address in addresses if (":" in address) == (":" in dialled.host)]
         if not addresses:
-            raise EarlyDeny(f"no ip addresses were resolved for workload: {uid}")
-        return SocketAddress(random.choice(same or list(addresses)), target.port)
+            raise EarlyDeny(f"no ip addresses were resolved for workload: {target.workload.uid}")
+        return SocketAddress(node.rng.choice(same or list(addresses)), target.port)
 
     # Dialling
 
-    async def _dial(
-        self, live: Live, route: Route, target: SocketAddress, who: Described, application: PlainSocket
-    ) -> Opened:
+    async def _dial(self, call: _Call, route: Route, target: SocketAddress) -> OutboundUpstream:
         match route:
             case Direct():
-                return Opened(PlainSocket(await self._pod.connect(target), self._node.poller, fresh=True))
+                sock = await self._pod.sockets.connect(target)
+                return OutboundUpstream(PlainSocket(sock, self._node.poller, fresh=True))
             case Tunnel():
-                joined = await self._join(live, route, target, who)
+                joined = await self._join(call, route, target)
                 if joined is not None:
-                    return Opened(joined.end, joined=joined)
-                tunnel = await self._tunnel(target, route.identities, route.authority, live, who, application)
-                return Opened(tunnel)
+                    return OutboundUpstream(joined.end, joined)
+                return OutboundUpstream(await self._tunnel(call, route, target, call.client))
             case DoubleTunnel():
-                return await self._double(live, route, target, who)
+                return await self._double(call, route, target)
             case _:
                 assert_never(route)
 
     async def _tunnel(
-        self,
-        target: SocketAddress,
-        identities: tuple[str, ...],
-        authority: str,
-        live: Live,
-        who: Described,
-        application: PlainSocket | None = None,
+        self, call: _Call, route: Tunnel | DoubleTunnel, target: SocketAddress, early_from: PlainSocket | None
     ) -> End:
-        certificate = await self._pod.certificate(who.workload)
-        key = PoolKey(target, identities, certificate, certificate.generation)
-        async with asyncio.timeout(_ANSWER_S):
-            tunnel = await self._pod.pool.open(key, _request(authority, live.record, who), application)
-        live.connection = tunnel.connection
+        """Open a tunnel; returns after its 200.
+
+        Args:
+            early_from: whose first bytes may go along with the CONNECT. They are peeked at and stay in the
+                kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
+        """
+        certificate = await self._pod.certificate(call.labels.workload)
+        request = _request(route.authority, call)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            tunnel = await self._tunnels.open(target, route.identities, certificate, request, early_from)
+        call.entry.connection = tunnel.connection
         return tunnel
 
-    async def _double(self, live: Live, route: DoubleTunnel, target: SocketAddress, who: Described) -> Opened:
-        """A tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
+    async def _double(self, call: _Call, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
+        """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
 
         The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: a copy
         through the kernel more, for traffic that leaves the network anyway.
         """
-        node, record = self._node, live.record
-        outer = await self._tunnel(target, route.identities, route.authority, live, who)
+        node, entry = self._node, call.entry
+        outer = await self._tunnel(call, route, target, early_from=None)
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.setblocking(False)
         carrier = PlainSocket(far, node.poller)
         carrying = relay(carrier, outer, ByteCounts())
-        closing: list[Callable[[], object]] = [
-            lambda: carrying.abort("the inner tunnel ended"),
-            carrier.close,
-            outer.close,
-        ]
-        try:
-            certificate = await self._pod.certificate(who.workload)
+        owned = contextlib.ExitStack()
+        owned.callback(outer.close)
+        owned.callback(carrier.close)
+        owned.callback(carrying.abort, "the inner tunnel ended")
+        with contextlib.ExitStack() as undo:
+            undo.callback(near.close)  # the inner connection closes it, once there is one
+            undo.push(owned)
+            certificate = await self._pod.certificate(call.labels.workload)
             context = certificate.client_context(route.inner_identities)
             inner = await connect(near, context, node.client_settings, node.poller)
-            closing.insert(0, inner.close)
-            live.inner = inner
+            owned.callback(inner.close)
+            entry.inner = inner
             network = (b"x-forwarded-network", node.config.network.encode())
-            async with asyncio.timeout(_ANSWER_S):
-                tunnel = await inner.open((*_request(route.authority, record, who), network))
-        except BaseException:
-            for close in closing:
-                close()
-            near.close()
-            raise
-        self._learned(record, inner, tunnel.headers)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                tunnel = await inner.open((*_request(route.authority, call), network))
+            undo.pop_all()
+        _learned(entry.record, inner, tunnel.headers)
 
         async def last_words() -> None:
-            live.ends_by(carrying.abort)
+            entry.aborts_by(carrying.abort)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
                     await _carried_away(inner, near, carrying)
 
-        return Opened(tunnel, closing, last_words=last_words)
+        upstream = OutboundUpstream(tunnel)
+        upstream.on_close(owned.close)
+        upstream.last_words = last_words
+        return upstream
 
-    @staticmethod
-    def _learned(record: Record, inner: Connection, headers: Headers) -> None:
-        """The far side says who it is only now."""
-        names = inner.facts.uri_sans if inner.facts is not None else ()
-        record.destination_workload = None
-        record.destination_identity = SpiffeId.parse(names[0]) if names else None
-        record.destination_side = Side.of_baggage(parse_baggage(headers), names[0] if names else "")
-
-    async def _join(self, live: Live, route: Tunnel, target: SocketAddress, who: Described) -> Joined | None:
-        """The inbound side of a pod of this node, without the wire between."""
+    async def _join(self, call: _Call, route: Tunnel, target: SocketAddress) -> Joined | None:
+        """Ask a pod of this node for the inbound half, without the wire between; ``None``: over the wire."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
             return None
         workload = route.workload
         pod = node.pods.get((workload.namespace, workload.name, workload.service_account))
-        if pod is None or pod.join is None or target.host not in workload.addresses:
+        if pod is None or target.host not in workload.addresses:
             return None
-        own = await self._pod.certificate(who.workload)
+        certificate = await self._pod.certificate(call.labels.workload)
         service = route.service.hostname if route.service is not None else None
-        return await pod.join(live, who, own, target, route.authority, service)
+        tunnel = TunnelRequest(route.authority, service)
+        return await pod.join(JoinRequest(call.entry, call.labels, certificate, route.identities, target, tunnel))
 
 
 async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay) -> None:
@@ -388,24 +407,18 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
     """
     inner.engine.goaway()
     inner.flush()
-    # A connection tells nobody that its last byte has left, and this one is not shared.
+    # A connection has no callback for its last byte having left, and this one is not shared.
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_CHECK_S)
     if inner.error is None:
         with contextlib.suppress(OSError):  # the outer tunnel broke meanwhile
             near.shutdown(socket.SHUT_WR)
     await carrying
 
 
-def _note(
-    live: Live,
-    route: Route,
-    target: SocketAddress,
-    who: Described,
-    describe: Callable[..., Described],
-) -> None:
-    """Enter the decision in the record and the table."""
-    record = live.record
+def _note(call: _Call, route: Route, target: SocketAddress, node: Node) -> None:
+    """Enter a decision in the record and the table; each attempt replaces what the one before has entered."""
+    entry, record = call.entry, call.entry.record
     record.destination = target
     record.service = route.service
     record.destination_workload = route.workload
@@ -413,24 +426,34 @@ def _note(
     record.secured = not isinstance(route, Direct)
     if route.workload is not None:
         # The principal is the destination's whether or not it is proven (as upstream).
-        record.destination_side = describe(route.workload).secured_side
+        record.destination_labels = node.labels_of(route.workload).secured
         record.destination_identity = route.workload.identity
     if record.secured:
-        record.source_identity = who.workload.identity
-        record.source_side = who.secured_side
-    live.connection = live.inner = live.peer = None  # of an attempt before
-    live.protocol = "TCP" if not record.secured else "DOUBLEHBONE" if isinstance(route, DoubleTunnel) else "HBONE"
+        record.source_identity = call.labels.workload.identity
+        record.source_labels = call.labels.secured
+    entry.connection = entry.inner = entry.peer = None
+    entry.protocol = (
+        "TCP" if isinstance(route, Direct) else "DOUBLEHBONE" if isinstance(route, DoubleTunnel) else "HBONE"
+    )
 
 
-def _request(authority: str, record: Record, who: Described) -> tuple[Header, ...]:
-    """The CONNECT of a tunnel, fields in upstream's order."""
-    service: Service | None = record.service
-    forwarded = f'for="{record.source}"' + (f";host={service.hostname}" if service is not None else "")
+def _learned(record: Record, inner: Connection, headers: Headers) -> None:
+    """Enter what the far side of a double tunnel shows of itself, which is known only once it has answered."""
+    names = inner.facts.uri_sans if inner.facts is not None else ()
+    record.destination_workload = None
+    record.destination_identity = SpiffeId.parse(names[0]) if names else None
+    record.destination_labels = PeerLabels.of_baggage(parse_baggage(headers), names[0] if names else "")
+
+
+def _request(authority: str, call: _Call) -> tuple[Header, ...]:
+    """Make the CONNECT of a tunnel, fields in upstream's order."""
+    record = call.entry.record
+    service = record.service
     noise = os.urandom(24)
     return (
         (b":method", b"CONNECT"),
         (b":authority", authority.encode()),
-        (b"baggage", who.baggage),
-        (b"forwarded", forwarded.encode()),
+        (b"baggage", call.labels.baggage),
+        (b"forwarded", format_forwarded(str(record.source), service.hostname if service is not None else None)),
         (b"traceparent", TraceParent(noise[:16], noise[16:]).encode()),
     )

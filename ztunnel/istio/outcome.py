@@ -74,12 +74,15 @@ def io_text(error: OSError | None) -> str:
     return f"{os.strerror(error.errno)} (os error {error.errno})"
 
 
-def described(error: BaseException, *, tunnel: bool) -> Failed:
-    """An error of dialling, in the words of access logs.
+def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
+    """Return an error of dialling in the words of access logs.
 
     Args:
         error: as raised.
         tunnel: what was dialled is port 15008 of a peer.
+
+    Raises:
+        BaseException: ``error`` itself, when it is none that dialling documents: a bug of ours.
     """
     match error:
         case Failed():
@@ -118,9 +121,11 @@ def described(error: BaseException, *, tunnel: bool) -> Failed:
 
 
 def worth_another_endpoint(error: BaseException) -> bool:
-    """Whether another endpoint may do better: nothing was answered, and nobody was found out to be someone else.
+    """Return whether another endpoint may do better: nothing was answered, and no peer had a wrong identity.
 
-    A 401 is the peer's verdict on us, as is its alert; and a wrong identity must not be shopped around for.
+    A 401 is the peer's verdict on us, as is its alert, and a wrong identity must not be shopped around for. After
+    an answer that did not come in time (``TimeoutError``) nobody can tell whether the application has got first
+    bytes that went along, as after a tunnel that broke (``perhaps_delivered``): they must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -131,7 +136,7 @@ def worth_another_endpoint(error: BaseException) -> bool:
             return False
         case TunnelBroken(perhaps_delivered=True):
             return False
-        case TproxyError() | HboneError() | TimeoutError():
+        case TproxyError() | HboneError():
             return True
         case _:
             return False
@@ -142,7 +147,7 @@ _ORDINARY = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
 
 
 def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
-    """What ended a relay that was under way; ``None``: nothing worth an error.
+    """Return what ended a relay; ``None``: nothing worth an error.
 
     Args:
         error: as the relay reports it.
@@ -162,7 +167,7 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
 
 
 def of_reason(reason: str) -> Failed:
-    """An end that we made, by its reason."""
+    """Return the failure of a connection that this side ended, by its reason."""
     flags = {POLICY_CHANGE: Flags.DENY, REVOKED: Flags.CERT_REVOKED}
     return Failed(reason or DRAINED, flags.get(reason, Flags.NONE))
 

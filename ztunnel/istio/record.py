@@ -1,46 +1,66 @@
-"""One user's connection from accept to its log line: opened once, completed once, or denied early."""
+"""One connection of a user from accept to its log line: opened once, completed once, or denied early.
+
+A connection within the node has two records, one per reporter, which count the same bytes.
+"""
 
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.istio.logs import Bare, Field, Recurring
-from ztunnel.istio.metrics import Side, TrafficSeries, traffic_labels
+from ztunnel.istio.logs import Bare, Field, LogStream, Recurring
+from ztunnel.istio.metrics import Metrics, PeerLabels, TrafficSeries, traffic_labels
 from ztunnel.istio.outcome import Failed, Flags
-
-if TYPE_CHECKING:
-    from ztunnel.istio.node import Node
+from ztunnel.runtime.clock import Clock
 
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
 
 
 class Direction(StrEnum):
-    """Who reports, in access lines."""
+    """Which side reports, in access lines."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
 
     @property
     def reporter(self) -> str:
-        """The same in metrics."""
+        """The same in metrics: ``source`` or ``destination``."""
         return "source" if self is Direction.OUTBOUND else "destination"
+
+
+class Reporter(Protocol):
+    """Where records are written: :class:`ztunnel.istio.node.Node`."""
+
+    @property
+    def clock(self) -> Clock:
+        """For times and durations."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """For counters."""
+
+    @property
+    def logs(self) -> LogStream:
+        """For access lines."""
 
 
 class Record:
     """See the module.
 
+    Args:
+        counts: those of the other half, where a tunnel is joined within the node; ``None``: its own.
+
     Attributes:
         source, destination: addresses for the log; the destination becomes the next hop once it is known.
         hbone_authority: of the tunnel, if there is one.
         source_workload, destination_workload: as the control plane describes them.
-        source_side, destination_side: labels.
-        source_identity, destination_identity: proven or, for ourselves, ours.
+        source_labels, destination_labels: how metrics and logs name the two sides.
+        source_identity, destination_identity: proven by the peer or, on our side, our own.
         dry_run: what dry-run policies would have decided, if not as the others.
         counts: bytes moved, from the side that asked to the one that answers and back.
     """
@@ -52,7 +72,7 @@ class Record:
         "counts",
         "destination",
         "destination_identity",
-        "destination_side",
+        "destination_labels",
         "destination_workload",
         "direction",
         "dry_run",
@@ -61,13 +81,18 @@ class Record:
         "service",
         "source",
         "source_identity",
-        "source_side",
+        "source_labels",
         "source_workload",
         "started_s",
     )
 
     def __init__(
-        self, node: "Node", direction: Direction, source: SocketAddress, destination: SocketAddress
+        self,
+        node: Reporter,
+        direction: Direction,
+        source: SocketAddress,
+        destination: SocketAddress,
+        counts: ByteCounts | None = None,
     ) -> None:
         self._node = node
         self._opened = False
@@ -78,24 +103,24 @@ class Record:
         self.hbone_authority = ""
         self.source_workload: Workload | None = None
         self.destination_workload: Workload | None = None
-        self.source_side = Side()
-        self.destination_side = Side()
+        self.source_labels = PeerLabels()
+        self.destination_labels = PeerLabels()
         self.source_identity: SpiffeId | None = None
         self.destination_identity: SpiffeId | None = None
         self.service: Service | None = None
         self.secured = False
         self.dry_run = ""
-        self.counts = ByteCounts()
+        self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
 
     # Life
 
     def opened(self, *, settled: bool = True) -> None:
-        """The connection will be accounted for from now on.
+        """Account for the connection from now on, and log its opening at debug level; called once.
 
         Args:
-            settled: it is known who it is with. If not, it counts once :meth:`settled` says so or at its end:
-                counters that go down again would be taken for those of a new process.
+            settled: the far side does not change any more. If it may, the connection counts with
+                :meth:`settled` or at its end: a counter that goes down again looks like a new process's.
         """
         node = self._node
         self._opened = True
@@ -107,8 +132,8 @@ class Record:
     def _labels(self) -> tuple[str, ...]:
         return traffic_labels(
             self.direction.reporter,
-            self.source_side,
-            self.destination_side,
+            self.source_labels,
+            self.destination_labels,
             self.service,
             secured=self.secured,
         )
@@ -119,12 +144,12 @@ class Record:
 
     def _has_foreign_labels(self) -> bool:
         """Whether a side's labels are the peer's own words (baggage), with no workload of the mesh behind them."""
-        return (self.source_workload is None and self.source_side.known) or (
-            self.destination_workload is None and self.destination_side.known
+        return (self.source_workload is None and self.source_labels.known) or (
+            self.destination_workload is None and self.destination_labels.known
         )
 
     def settled(self) -> None:
-        """Who the connection is with does not change any more."""
+        """Count the connection, because its far side does not change any more; idempotent."""
         if self._series is None:
             now_s = self._node.clock.monotonic()
             self._series = self._node.metrics.opened(
@@ -132,7 +157,7 @@ class Record:
             )
 
     def complete(self, failure: Failed | None = None) -> None:
-        """The connection is over."""
+        """Count the end of an opened connection and write its line; idempotent, nothing if it never opened."""
         if not self._opened:
             return
         self._opened = False
@@ -161,7 +186,7 @@ class Record:
         node.logs.write(node.clock.wall(), level, "access", "connection complete", fields)
 
     def denied_early(self, reason: str) -> None:
-        """The connection ends before it counted."""
+        """Write the line of a connection that ends before it opened; nothing is counted."""
         node = self._node
         if node.logs.access_level <= _WARN:
             fields: list[Field] = [
@@ -173,7 +198,7 @@ class Record:
             node.logs.write(node.clock.wall(), "warn", "access", "connection failed", fields)
 
     def _fields(self) -> list[Field | Recurring]:
-        source, destination = self.source_side, self.destination_side
+        source, destination = self.source_labels, self.destination_labels
         source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
         destination_name = (
             self.destination_workload.name
@@ -194,24 +219,24 @@ class Record:
 
 
 @lru_cache(maxsize=4096)  # once or twice per connection, about few workloads
-def _source_fields(name: str, side: Side, identity: SpiffeId | None) -> Recurring:
-    return Recurring(_side_fields("src", name, side, identity))
+def _source_fields(name: str, labels: PeerLabels, identity: SpiffeId | None) -> Recurring:
+    return Recurring(_peer_fields("src", name, labels, identity))
 
 
 @lru_cache(maxsize=4096)
 def _destination_fields(
-    service: str, name: str, side: Side, identity: SpiffeId | None, direction: Direction
+    service: str, name: str, labels: PeerLabels, identity: SpiffeId | None, direction: Direction
 ) -> Recurring:
     named = [("dst.service", service)] if service else []
-    return Recurring([*named, *_side_fields("dst", name, side, identity), ("direction", str(direction))])
+    return Recurring([*named, *_peer_fields("dst", name, labels, identity), ("direction", str(direction))])
 
 
-def _side_fields(prefix: str, name: str, side: Side, identity: SpiffeId | None) -> Iterator[Field]:
+def _peer_fields(prefix: str, name: str, labels: PeerLabels, identity: SpiffeId | None) -> Iterator[Field]:
     if name:
         yield f"{prefix}.workload", name
-    if side.namespace:
-        yield f"{prefix}.namespace", side.namespace
+    if labels.namespace:
+        yield f"{prefix}.namespace", labels.namespace
     if identity is not None:
         yield f"{prefix}.identity", str(identity)
-    if side.cluster:
-        yield f"{prefix}.cluster", side.cluster
+    if labels.cluster:
+        yield f"{prefix}.cluster", labels.cluster

@@ -9,11 +9,13 @@ from pathlib import Path
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from xds.model.workload import Locality, Protocol, Workload, WorkloadUid
+from ztunnel.dataplane.resolver import Resolver
 from ztunnel.istio.certificates.fake_ca import FakeCertificateAuthority
 from ztunnel.istio.certificates.manager import CertificateManager
 from ztunnel.istio.environment import config_from
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
+from ztunnel.istio.names import Names
 from ztunnel.istio.node import Node
 from ztunnel.runtime.log_writer import LogWriter
 
@@ -72,6 +74,7 @@ def a_node(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[tuple
             clock=clock,
             metrics=Metrics(config.version_tag, config.metric_series),
             logs=lines.stream,
+            names=Names(Resolver(), clock),
         )
         yield node, clock, lines
     finally:

@@ -13,7 +13,7 @@ from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import Always, Never
 from xds.model.workload import PolicyKey
-from ztunnel.istio.authorizer import Judge, Rejected
+from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.node import Node
 from ztunnel.istio.record import Direction, Record
 
@@ -32,11 +32,11 @@ def policy(name: str, action: Action, *, holds: bool = True, dry_run: bool = Fal
     )
 
 
-def judged(folder: Path, work: Callable[[Node, Judge, Record], Awaitable[None]]) -> None:
+def judged(folder: Path, work: Callable[[Node, Authorizer, Record], Awaitable[None]]) -> None:
     async def main() -> None:
         with a_node(folder, {"AUTHZ_POLICY_INFO_LOGGING": "true"}) as (node, _, _):
             node.mesh.apply([LOCAL])
-            await work(node, Judge(node), Record(node, Direction.INBOUND, SOURCE, TARGET))
+            await work(node, Authorizer(node), Record(node, Direction.INBOUND, SOURCE, TARGET))
 
     asyncio.run(main())
 
@@ -55,27 +55,27 @@ def judged(folder: Path, work: Callable[[Node, Judge, Record], Awaitable[None]])
     ],
 )
 def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: str) -> None:
-    async def work(node: Node, judge: Judge, record: Record) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply(policies)
         assert judge.still_allowed(LOCAL, FACTS) is not bool(refusal)
         if not refusal:
-            await judge.admit(LOCAL, FACTS, record, 0.0)
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
             return
-        with pytest.raises(Rejected, match=refusal):
-            await judge.admit(LOCAL, FACTS, record, 0.0)
+        with pytest.raises(Denied, match=refusal):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
 
     judged(tmp_path, work)
 
 
 def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def work(node: Node, judge: Judge, record: Record) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply(
             [
                 policy("d", Action.DENY, dry_run=True),
                 policy("n", Action.ALLOW, holds=False, dry_run=True),
             ]
         )
-        await judge.admit(LOCAL, FACTS, record, 0.0)
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
         assert record.dry_run == "denied by default/d"
         assert node.metrics.authorization_dry_run == {
             ("default/d", "DENY", "denied"): 1,
@@ -89,11 +89,11 @@ def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    async def work(node: Node, judge: Judge, record: Record) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
         assert not judge.still_allowed(NAMED, FACTS)
         async with asyncio.TaskGroup() as group:
-            admitted = group.create_task(judge.admit(NAMED, FACTS, record, 10.0))
+            admitted = group.create_task(judge.authorize(NAMED, FACTS, record, 10.0))
             await asyncio.sleep(0)
             assert not admitted.done()
             node.mesh.apply([policy("late", Action.ALLOW)])
@@ -103,19 +103,19 @@ def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_never_comes_lets_nobody_in(tmp_path: Path) -> None:
-    async def work(node: Node, judge: Judge, record: Record) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
-        with pytest.raises(Rejected, match="policy default/late has not arrived"):
-            await judge.admit(NAMED, FACTS, record, 0.01)
+        with pytest.raises(Denied, match="policy default/late has not arrived"):
+            await judge.authorize(NAMED, FACTS, record, 0.01)
 
     judged(tmp_path, work)
 
 
 def test_a_workload_that_stops_naming_it_is_let_in(tmp_path: Path) -> None:
-    async def work(node: Node, judge: Judge, record: Record) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
         async with asyncio.TaskGroup() as group:
-            group.create_task(judge.admit(NAMED, FACTS, record, 10.0))
+            group.create_task(judge.authorize(NAMED, FACTS, record, 10.0))
             await asyncio.sleep(0)
             node.mesh.apply([LOCAL])
 

@@ -17,7 +17,7 @@ from ztunnel.istio.metrics import (
     DnsDurations,
     Gauge,
     Metrics,
-    Side,
+    PeerLabels,
     TrafficSeries,
     traffic_labels,
 )
@@ -80,7 +80,7 @@ def opened(
 
 
 def full(reporter: str = "source") -> tuple[str, ...]:
-    side = Side.of(LOCAL, str(LOCAL.identity))
+    side = PeerLabels.of(LOCAL, str(LOCAL.identity))
     return traffic_labels(reporter, side, side, Service(name="n", namespace="ns", hostname="h"), secured=True)
 
 
@@ -119,7 +119,7 @@ def test_every_traffic_metric_with_its_labels() -> None:
 
 
 def test_without_anybody_known_there_are_no_places() -> None:
-    labels = traffic_labels("destination", Side(), Side(), None, secured=False)
+    labels = traffic_labels("destination", PeerLabels(), PeerLabels(), None, secured=False)
     assert len(labels) == len(ORDER) - 4
     assert set(labels) == {"destination", "unknown", "tcp", "-"}
 
@@ -128,9 +128,9 @@ def test_the_application_of_baggage_is_the_workload() -> None:
     baggage = Baggage(
         cluster_id="c", namespace="n", workload_name="w", service_name="s", revision="v", region="r", zone="z"
     )
-    side = Side.of_baggage(baggage, "p")
-    assert side == Side("w", "s", "v", "n", "p", "w", "v", "c", "r", "z", known=True)
-    assert not Side.of_baggage(Baggage()).known
+    side = PeerLabels.of_baggage(baggage, "p")
+    assert side == PeerLabels("w", "s", "v", "n", "p", "w", "v", "c", "r", "z", known=True)
+    assert not PeerLabels.of_baggage(Baggage()).known
 
 
 def test_the_page_is_openmetrics_that_parses() -> None:
@@ -280,7 +280,7 @@ def test_a_changed_workload_is_still_there() -> None:
 def test_beyond_the_budget_strangers_share() -> None:
     metrics = Metrics("v", 2)
     labels = [
-        traffic_labels("source", Side(workload=str(number), known=True), Side(), None, secured=True)
+        traffic_labels("source", PeerLabels(workload=str(number), known=True), PeerLabels(), None, secured=True)
         for number in range(5)
     ]
     series = [opened(metrics, each) for each in labels]
@@ -353,7 +353,10 @@ def test_many_series_come_in_parts() -> None:
     metrics, summed = Metrics("v", 5000), Metrics("v", 10)
     for number in range(123):
         opened(
-            metrics, traffic_labels("source", Side(workload=str(number), known=True), Side(), None, secured=True)
+            metrics,
+            traffic_labels(
+                "source", PeerLabels(workload=str(number), known=True), PeerLabels(), None, secured=True
+            ),
         )
     parts = list(metrics.counts())
     assert [len(part.traffic) for part in parts] == [0, 50, 50, 23]

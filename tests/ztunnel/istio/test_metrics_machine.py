@@ -9,7 +9,7 @@ from tests.ztunnel.istio.nodes import LOCAL
 from tests.ztunnel.istio.pages import samples
 from xds.model.mesh import Changes
 from xds.model.workload import WorkloadUid
-from ztunnel.istio.metrics import EXPIRY_S, Metrics, Side, TrafficSeries, traffic_labels
+from ztunnel.istio.metrics import EXPIRY_S, Metrics, PeerLabels, TrafficSeries, traffic_labels
 
 BUDGET = 4
 UIDS = [f"uid-{number}" for number in range(8)]
@@ -17,8 +17,8 @@ OPENED, CLOSED = "istio_tcp_connections_opened_total", "istio_tcp_connections_cl
 
 
 def labels_of(uid: str) -> tuple[str, ...]:
-    side = Side.of(LOCAL)._replace(workload=uid)
-    return traffic_labels("source", side, Side(), None, secured=False)
+    side = PeerLabels.of(LOCAL)._replace(workload=uid)
+    return traffic_labels("source", side, PeerLabels(), None, secured=False)
 
 
 class Traffic(RuleBasedStateMachine):

@@ -23,7 +23,7 @@ from ztunnel.istio.outcome import (
     Failed,
     Flags,
     answered,
-    described,
+    dial_failure,
     io_text,
     of_reason,
     of_relay,
@@ -70,13 +70,13 @@ NAME = ("10.0.0.1", 15008)
     ],
 )
 def test_errors_of_dialling(error: BaseException, tunnel: bool, text: str, flags: Flags) -> None:
-    failure = described(error, tunnel=tunnel)
+    failure = dial_failure(error, tunnel=tunnel)
     assert (str(failure), failure.flags) == (text, flags)
 
 
 def test_bugs_are_not_described() -> None:
     with pytest.raises(KeyError):
-        described(KeyError("bug"), tunnel=True)
+        dial_failure(KeyError("bug"), tunnel=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_bugs_are_not_described() -> None:
         (PoolClosed("x"), False),
         (TunnelClosed("x"), False),
         (ConnectionBroken("x"), True),
-        (TimeoutError(), True),
+        (TimeoutError(), False),  # the application may have first bytes
         (KeyError("x"), False),
         (TlsError(TlsReason.OTHER, "tls alert certificate unknown", by_peer=True), False),
     ],

@@ -9,7 +9,7 @@ from tests.ztunnel.istio.nodes import LOCAL, Lines, StoppedClock, a_node
 from tests.ztunnel.istio.pages import samples
 from xds.model.address import SocketAddress
 from xds.model.service import Service
-from ztunnel.istio.metrics import Side
+from ztunnel.istio.metrics import PeerLabels
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import DRAINED, RECURSIVE_CALL, Failed, Flags, of_reason
 from ztunnel.istio.record import Direction, Record
@@ -30,7 +30,7 @@ def with_node(
 def a_record(node: Node, *, direction: Direction = Direction.OUTBOUND, port: int = 39204) -> Record:
     record = Record(node, direction, SocketAddress("127.0.0.1", port), SocketAddress("127.0.0.1", 15008))
     record.source_workload = record.destination_workload = LOCAL
-    record.source_side = record.destination_side = node.described(LOCAL).secured_side
+    record.source_labels = record.destination_labels = node.labels_of(LOCAL).secured
     record.source_identity = record.destination_identity = LOCAL.identity
     record.secured = True
     record.hbone_authority = "127.0.0.1:8080"
@@ -143,7 +143,7 @@ def test_names_come_from_baggage_where_the_mesh_knows_nobody(tmp_path: Path) -> 
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)
         record.source_workload = None
-        record.source_side = Side(canonical_service="svc", namespace="far", cluster="c2", known=True)
+        record.source_labels = PeerLabels(canonical_service="svc", namespace="far", cluster="c2", known=True)
         record.opened()
         record.complete()
         (line,) = lines
@@ -209,7 +209,7 @@ def test_a_connection_that_turns_elsewhere_counts_once(tmp_path: Path) -> None:
         record = a_record(node)
         record.opened(settled=False)
         assert samples(node.metrics, "istio_tcp_connections_opened_total") == {}
-        record.destination_side = Side(workload="second", known=True)
+        record.destination_labels = PeerLabels(workload="second", known=True)
         record.settled()
         record.settled()
         (labels,) = samples(node.metrics, "istio_tcp_connections_opened_total")

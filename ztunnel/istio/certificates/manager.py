@@ -14,9 +14,11 @@ from typing import Final, Protocol
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion, Verify
 from xds.model.identity import SpiffeId
+from ztunnel.dataplane.agreement import Credentials, none_revoked
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.identity.csr import IdentityError, IssuedCertificate
-from ztunnel.identity.peer import none_revoked, of_trust_domain, one_of
+from ztunnel.identity.peer import none_revoked as unless_revoked
+from ztunnel.identity.peer import of_trust_domain, one_of
 from ztunnel.istio.certificates.schedule import Fetch, Phase, Priority, Schedule
 from ztunnel.runtime.tasks import Tasks
 
@@ -123,7 +125,7 @@ class WorkloadCertificate:
         generation: goes up with each renewal and each change of the revocation list; part of pool keys.
     """
 
-    __slots__ = ("_clients", "_policy", "_revoked", "_server", "generation", "issued")
+    __slots__ = ("_clients", "_credentials", "_policy", "_revoked", "_server", "generation", "issued")
 
     def __init__(
         self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
@@ -134,6 +136,23 @@ class WorkloadCertificate:
         self._revoked = revoked
         self._server: TlsContext | None = None
         self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
+        self._credentials: Credentials | None = None
+
+    @property
+    def credentials(self) -> Credentials:
+        """What it shows and verifies peers by, for tunnels that are joined without a handshake; made once."""
+        if self._credentials is None:
+            revoked = self._revoked
+            self._credentials = Credentials(
+                self.issued.chain,
+                self.issued.roots,
+                is_revoked=revoked.is_revoked if revoked is not None else none_revoked,
+            )
+        return self._credentials
+
+    def is_revoked_by(self, lists: RevocationLists) -> bool:
+        """Whether a peer that has ``lists`` would find this certificate revoked."""
+        return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
 
     def server_context(self) -> TlsContext:
         """For tunnels that come in: any peer of the certificate's own trust domain.
@@ -167,7 +186,7 @@ class WorkloadCertificate:
             min_version=TlsVersion.TLS_1_2 if self._policy.tls_1_2 else TlsVersion.TLS_1_3,
             groups=self._policy.groups,
             alpn_required=alpn_required,
-            verify=verify if self._revoked is None else none_revoked(self._revoked, verify),
+            verify=verify if self._revoked is None else unless_revoked(self._revoked, verify),
         )
 
 
@@ -364,7 +383,6 @@ class CertificateManager:
     def _revocations_changed(self) -> None:
         assert self._revocations is not None
         for identity, certificate in list(self._certificates.items()):
-            chain, roots = certificate.issued.chain, certificate.issued.roots
-            if any(self._revocations.current.is_revoked((*chain, root)) for root in roots):
+            if certificate.is_revoked_by(self._revocations.current):
                 log.error("our own certificate is revoked; peers will refuse it identity=%s", identity)
             self._put(identity, certificate.issued)

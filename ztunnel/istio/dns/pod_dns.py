@@ -1,7 +1,7 @@
 """The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
 
-Loopback, because a datagram socket on every address would answer from the pod's, which conntrack does not know as
-the answer to a redirected query.
+They listen on loopback, because a datagram socket on every address would answer from the pod's, which conntrack
+does not know as the answer to a redirected query.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused
 from xds.model.workload import Workload
-from ztunnel.istio.config import ProxyMode
+from ztunnel.istio.config import PodName, ProxyMode
 from ztunnel.istio.dns.answer import DnsSettings
 from ztunnel.istio.dns.forwarder import Forwarder, search_domains
 from ztunnel.istio.dns.server import DnsServer, QueryReport
+from ztunnel.istio.local_workload import LocalWorkload
 from ztunnel.istio.metrics import DnsDurations
+from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import EarlyDeny
-from ztunnel.istio.pod import PodProxy
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +39,25 @@ class _Options(TypedDict):
 
 
 class PodDns:
-    """Serves one pod's queries until closed.
+    """Serves one pod's queries from construction until :meth:`close`.
 
     Args:
-        pod: whose.
+        node: what pods share.
+        name: which pod.
+        netns: where its sockets are made; ``None``: here.
 
     Raises:
         TproxyError: a port is taken.
     """
 
-    def __init__(self, pod: PodProxy) -> None:
-        self._pod = pod
-        self._node = pod.node
-        config = pod.node.config
+    def __init__(self, node: Node, name: PodName, netns: Netns | None) -> None:
+        self._node = node
+        self._netns = netns
+        self._local = LocalWorkload(node, name)
+        config = node.config
         dedicated = config.proxy_mode is ProxyMode.DEDICATED
         self._server = DnsServer(
-            pod.node.mesh,
+            node.mesh,
             self._client,
             DnsSettings(
                 cluster_domain=config.cluster_domain,
@@ -64,7 +68,7 @@ class PodDns:
             ),
             Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6),
             self._report,
-            rng=pod.node.rng,
+            rng=node.rng,
         )
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
@@ -82,32 +86,37 @@ class PodDns:
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()
+            self._local.close()
             raise
         self._server.start(udp, tcp)
-        pod.resolver = self._server.resolve
 
     def _options(self) -> _Options:
-        pod, config = self._pod, self._node.config
-        shared = pod.netns is not None
+        config = self._node.config
+        shared = self._netns is not None
         return {
             "mark": config.packet_mark if shared else None,
             "reuse_port": shared and config.inpod_port_reuse,
-            "netns": pod.netns,
+            "netns": self._netns,
         }
 
     def _upstream_socket(self, family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
-        """A socket to ask a name server with: in the pod, marked, so that it is not captured again."""
-        return sockets.unbound(family, kind, mark=self._node.config.packet_mark, netns=self._pod.netns)
+        """Return a socket to ask a name server with: in the pod, marked, so that it is not captured again."""
+        return sockets.unbound(family, kind, mark=self._node.config.packet_mark, netns=self._netns)
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """Return the first address of a name, as a query of the pod would get it; ``None``: there is none."""
+        return await self._server.resolve(name, ipv6=ipv6)
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop serving; idempotent."""
+        self._local.close()
         await self._server.close()
 
     # Queries
 
     async def _client(self) -> Workload | None:
         try:
-            return (await self._pod.local.get()).workload
+            return (await self._local.get()).workload
         except EarlyDeny:
             return None
 

@@ -32,7 +32,8 @@ from ztunnel.istio.certificates.manager import CertificateManager, WorkloadCerti
 from ztunnel.istio.config import PodName
 from ztunnel.istio.metrics import Gauge, Metrics
 from ztunnel.istio.node import Node
-from ztunnel.istio.pod import BACKLOG, Bound, PodProxy, bind
+from ztunnel.istio.pod import Dns
+from ztunnel.istio.pod_sockets import BACKLOG, Bound, bind
 from ztunnel.istio.workers.channel import (
     ChannelClosed,
     Descriptors,
@@ -91,7 +92,7 @@ class WorkerPod:
         self.number = number
         self.name = name
         #: Serves the pod's DNS in this process; ``None`` without a DNS proxy.
-        self.local: PodProxy | None = None
+        self.dns: Dns | None = None
         self._workers = workers
         self._netns = netns
         self._bound = bound
@@ -116,15 +117,15 @@ class WorkerPod:
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
         """Look a name up as the pod's DNS proxy would."""
-        return None if self.local is None else await self.local.resolve_name(name, ipv6=ipv6)
+        return None if self.dns is None else await self.dns.resolve(name, ipv6=ipv6)
 
     async def stop(self) -> None:
         """End at once; idempotent."""
         self._workers.forget(self)
         self.close_listeners()
         await self._workers.request_of_all(StopPod(self.number))
-        if self.local is not None:
-            await self.local.stop()
+        if self.dns is not None:
+            await self.dns.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Drain in all workers at once, see :meth:`ztunnel.istio.pod.PodProxy.drain`."""
@@ -323,7 +324,7 @@ class Workers:
                 worker.notify(_certificate(identity, certificate))
             case FetchResource(key):
                 try:
-                    await self._node.told(key)
+                    await self._node.ask_about(key)
                 except TimeoutError:
                     yield False
                 else:
@@ -380,8 +381,7 @@ class Workers:
             if self._node.config.dns_proxy:
                 from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB that nobody else needs
 
-                pod.local = PodProxy(self._node, name, netns)
-                pod.local.closing.append(PodDns(pod.local).close)
+                pod.dns = PodDns(self._node, name, netns)
             for each in bound:
                 each.sock.listen(BACKLOG)
             self._pods[pod.number] = pod

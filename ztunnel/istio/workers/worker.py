@@ -22,13 +22,15 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.address import SocketAddress
 from xds.model.mesh import Changes, Mesh
+from ztunnel.dataplane.resolver import Resolver
 from ztunnel.identity.crl import RevocationLists
-from ztunnel.istio import serving
 from ztunnel.istio.config import ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
+from ztunnel.istio.names import Names
 from ztunnel.istio.node import Node
-from ztunnel.istio.pod import Bound, PodProxy
+from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.pod_sockets import Bound, PodSockets
 from ztunnel.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
 from ztunnel.istio.workers.channel import ChannelClosed, Descriptors, IpcChannel, Refused, RequestBody
 from ztunnel.istio.workers.connection_counts import ConnectionCounts
@@ -65,6 +67,25 @@ _SWEEP_S: Final = 60.0
 _ENTRIES_PER_PART: Final = 500
 
 
+class _MainDns:
+    """A pod's names, asked of the main process, which serves them."""
+
+    def __init__(self, channel: IpcChannel, number: int) -> None:
+        self._channel = channel
+        self._number = number
+
+    async def resolve(self, name: str, *, ipv6: bool) -> str | None:
+        """See :class:`ztunnel.istio.pod.Dns`."""
+        try:
+            (address,) = await self._channel.request(ResolveName(number=self._number, name=name, ipv6=ipv6))
+        except (Refused, ChannelClosed):
+            return None
+        return str(address) if address is not None else None
+
+    async def close(self) -> None:
+        """Do nothing: the main process ends what serves the names."""
+
+
 @dataclass(slots=True)
 class _Pod:
     proxy: PodProxy
@@ -99,6 +120,7 @@ class _Carrier:
             clock=self.clock,
             metrics=self.metrics,
             logs=self.logs,
+            names=Names(Resolver(), self.clock),
             revocations=self.revocations,
             is_ours=partial(connection_counts.is_turn_of, begin.index),
             tell_open=partial(connection_counts.set, begin.index),
@@ -118,13 +140,6 @@ class _Carrier:
             raise TimeoutError from error
         if not in_time:
             raise TimeoutError
-
-    async def _resolve(self, number: int, name: str, *, ipv6: bool) -> str | None:
-        try:
-            (address,) = await self._channel.request(ResolveName(number=number, name=name, ipv6=ipv6))
-        except (Refused, ChannelClosed):
-            return None
-        return str(address) if address is not None else None
 
     async def _sweep(self) -> None:
         while True:
@@ -167,15 +182,15 @@ class _Carrier:
                 sock = socket.socket(fileno=descriptors.take())
                 sock.setblocking(False)
                 bound.append(Bound(sock, SocketAddress(each.host, each.port), each.transparent))
-            pod = await serving.start(self.node, request.name, netns, bound)
+            dns = _MainDns(self._channel, request.number) if self.config.dns_proxy else None
+            pod = PodProxy(self.node, request.name, PodSockets(self.node, netns), dns=dns)
+            await pod.start(bound)
         except BaseException:
             for each_bound in bound:
                 each_bound.sock.close()
             if netns is not None:
                 netns.close()
             raise
-        if self.config.dns_proxy:
-            pod.resolver = partial(self._resolve, request.number)
         self.pods[request.number] = _Pod(pod, netns)
 
     async def stop_pod(self, number: int) -> None:

@@ -1,0 +1,75 @@
+"""Endpoints that failed a moment ago, on this node: passed over while there are others. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+
+from xds.model.workload import WorkloadUid
+
+#: How long an endpoint that failed is passed over while there are others; a guess between Envoy's outlier
+#: ejection (30 s) and what a restarting pod takes.
+AVOID_S = 10.0
+_MOST = 10_000
+
+_NONE: frozenset[WorkloadUid] = frozenset()
+
+
+class _Both(Collection[WorkloadUid]):
+    """The union of two collections, which are not copied."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Collection[WorkloadUid], second: Collection[WorkloadUid]) -> None:
+        self._first = first
+        self._second = second
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._first or uid in self._second
+
+    def __iter__(self) -> Iterator[WorkloadUid]:
+        yield from self._first
+        yield from (uid for uid in self._second if uid not in self._first)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return bool(self._first) or bool(self._second)
+
+
+class FailedEndpoints:
+    """Endpoints that failed within :data:`AVOID_S`, at most 10,000 of them."""
+
+    def __init__(self) -> None:
+        # All stay for the same time, so that the order of failing is that of expiring. An OrderedDict, because
+        # taking the first one of a dict again and again walks over all that were taken before.
+        self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def add(self, uid: WorkloadUid, now_s: float) -> None:
+        """Note that an endpoint failed; the oldest note makes room when there are too many."""
+        self._until_s[uid] = now_s + AVOID_S
+        self._until_s.move_to_end(uid)
+        if len(self._until_s) > _MOST:
+            self._until_s.popitem(last=False)
+
+    def clear(self, uid: WorkloadUid) -> None:
+        """Forget an endpoint's failure, because the workload changed; idempotent."""
+        self._until_s.pop(uid, None)
+
+    def current(self, now_s: float, own: Collection[WorkloadUid] = _NONE) -> Collection[WorkloadUid]:
+        """Return the endpoints to pass over now; a view, to be used before anything else happens.
+
+        Costs what has expired since the last call, not what is in there: every connection asks.
+
+        Args:
+            now_s: the clock of :meth:`add`.
+            own: further ones, of the asking connection.
+        """
+        until_s = self._until_s
+        while until_s and next(iter(until_s.values())) <= now_s:
+            until_s.popitem(last=False)
+        if not until_s:
+            return own
+        return _Both(until_s.keys(), own) if own else until_s.keys()

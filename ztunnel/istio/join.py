@@ -1,0 +1,89 @@
+"""Tunnels between two pods of one node, joined without a wire: what the two halves say to each other.
+
+The outbound half asks (:class:`JoinRequest`), the inbound half of the other pod answers with an open end
+(:class:`Joined`). Policies, baggage, log lines and metrics are those of two proxies on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from hbone.aio.socket import PlainSocket
+from xds.model.address import SocketAddress
+from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.connections import PodConnection
+from ztunnel.istio.outcome import Failed, of_reason
+from ztunnel.istio.workload_labels import WorkloadLabels
+
+
+class TunnelRequest(NamedTuple):
+    """What a tunnel is asked for, on the wire by a CONNECT.
+
+    Attributes:
+        authority: ``:authority``.
+        service: the host in ``forwarded``: the service that the client dialled, if it was one.
+    """
+
+    authority: str
+    service: str | None
+
+
+class JoinRequest(NamedTuple):
+    """What an outbound half brings.
+
+    Attributes:
+        outer: its table entry; both halves count the same bytes, and each notes the other's certificate.
+        labels: of the pod it is in.
+        certificate: that pod's.
+        identities: what the far end may show, as on the wire.
+        target: the address of the far pod that would be dialled.
+        tunnel: what the CONNECT would ask for.
+    """
+
+    outer: PodConnection
+    labels: WorkloadLabels
+    certificate: WorkloadCertificate
+    identities: tuple[str, ...]
+    target: SocketAddress
+    tunnel: TunnelRequest
+
+
+class Joined:
+    """The inbound half of a joined tunnel.
+
+    Attributes:
+        end: the application's socket.
+        entry: the half's table entry.
+    """
+
+    __slots__ = ("_left", "end", "entry")
+
+    def __init__(
+        self, end: PlainSocket, entry: PodConnection, left: Callable[[PodConnection, Failed | None], None]
+    ) -> None:
+        self.end = end
+        self.entry = entry
+        self._left = left
+
+    def finish(self, failure: Failed | None) -> Failed | None:
+        """Account for the half once the relay is over; called once, by the outbound half.
+
+        Returns:
+            What the outbound half reports: nothing when the inbound one was ended on purpose, because over the
+            wire the client's side sees CANCEL, an ordinary end.
+        """
+        ended_here = self.entry.reason
+        self._left(self.entry, of_reason(ended_here) if ended_here else failure)
+        return None if ended_here else failure
+
+
+class JoinTarget(Protocol):
+    """A pod of this node, to which tunnels can be joined: :class:`ztunnel.istio.inbound.Inbound`."""
+
+    async def join(self, request: JoinRequest) -> Joined | None:
+        """Open the inbound half; ``None``: the tunnel must go over the wire.
+
+        Raises:
+            ConnectRefused: the answer, as over the wire.
+        """

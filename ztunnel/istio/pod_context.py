@@ -1,0 +1,42 @@
+"""What both directions of one pod's proxy share, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xds.model.workload import Workload
+from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.connections import PodConnections
+from ztunnel.istio.local_workload import LocalWorkload
+from ztunnel.istio.node import Node
+from ztunnel.istio.pod_sockets import PodSockets
+from ztunnel.runtime.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PodContext:
+    """One pod, for the objects that carry its connections; the pod's proxy owns every part.
+
+    Attributes:
+        node: what pods share.
+        local: the workload it is.
+        sockets: opens sockets in it.
+        connections: its tables.
+        tasks: run its connections.
+    """
+
+    node: Node
+    local: LocalWorkload
+    sockets: PodSockets
+    connections: PodConnections
+    tasks: Tasks
+
+    async def certificate(self, workload: Workload) -> WorkloadCertificate:
+        """Return a workload's certificate.
+
+        Raises:
+            IdentityError: none can be had.
+        """
+        identity = workload.identity
+        certificates = self.node.certificates
+        return certificates.current(identity) or await certificates.fetch(identity)

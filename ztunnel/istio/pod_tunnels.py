@@ -1,0 +1,80 @@
+"""Tunnels that one pod opens, several on a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from hbone.aio.connection import Connection
+from hbone.aio.pool import Pool
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.events import Header
+from hbone.pool import PoolSettings
+from xds.model.address import SocketAddress
+from ztunnel.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.pod_context import PodContext
+
+#: Of a pod's tunnels: its certificate, and the identities that the far end may show.
+_Key = PoolKey[WorkloadCertificate, tuple[str, ...]]
+
+
+class PodTunnels:
+    """The pool of one pod; its connections are the pod's own, as their certificate is."""
+
+    def __init__(self, pod: PodContext) -> None:
+        config = pod.node.config
+        self._node = pod.node
+        self._sockets = pod.sockets
+        self._pool = Pool(
+            self._dial,
+            PoolSettings(
+                max_streams_per_connection=config.pool_max_streams,
+                idle_timeout_s=config.pool_unused_release_s,
+            ),
+        )
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """Every open connection."""
+        return self._pool.connections
+
+    async def open(
+        self,
+        target: SocketAddress,
+        identities: tuple[str, ...],
+        certificate: WorkloadCertificate,
+        request: Iterable[Header],
+        client: PlainSocket | None,
+    ) -> Tunnel:
+        """Open a tunnel, over a shared connection where one has room; the caller closes it.
+
+        Args:
+            target: where the connection goes.
+            identities: what its far end may show.
+            certificate: of the pod.
+            request: the CONNECT.
+            client: whose first bytes may go along; ``None``: none.
+
+        Raises:
+            HboneError: as :meth:`hbone.aio.pool.Pool.open`.
+            TproxyError: no connection could be opened.
+        """
+        key = PoolKey(target, certificate, certificate.generation, identities)
+        return await self._pool.open(key, request, client)
+
+    async def _dial(self, key: Hashable) -> Connection:
+        assert isinstance(key, PoolKey)
+        return await self._dial_key(key)
+
+    async def _dial_key(self, key: _Key) -> Connection:
+        return await dial_connection(
+            lambda: key.credentials.client_context(key.options),
+            lambda: self._sockets.connect(key.address),
+            self._node.client_settings,
+            self._node.poller,
+        )
+
+    async def close(self) -> None:
+        """Close every connection at once; waiting callers get ``PoolClosed``."""
+        await self._pool.close()

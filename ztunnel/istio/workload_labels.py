@@ -1,0 +1,46 @@
+"""How a workload shows in labels and baggage, made once per version of it. Pure."""
+
+from typing import NamedTuple
+
+from hbone.headers import Baggage, format_baggage
+from xds.model.workload import Workload
+from ztunnel.istio.metrics import PeerLabels
+
+
+class WorkloadLabels(NamedTuple):
+    """A workload and what is printed of it for each of its connections.
+
+    Attributes:
+        workload: this version of it.
+        plain: its labels on a connection that proves no identity.
+        secured: its labels, the principal included, on one that does.
+        baggage: the header by which its proxy describes it to the peer's.
+    """
+
+    workload: Workload
+    plain: PeerLabels
+    secured: PeerLabels
+    baggage: bytes
+
+
+def labels_of(workload: Workload) -> WorkloadLabels:
+    """Make the labels of one version of a workload."""
+    plain = PeerLabels.of(workload)
+    place = workload.locality
+    return WorkloadLabels(
+        workload,
+        plain,
+        plain._replace(principal=str(workload.identity)),
+        format_baggage(
+            Baggage(
+                cluster_id=workload.cluster_id,
+                namespace=workload.namespace,
+                workload_type=workload.workload_type,
+                workload_name=workload.workload_name,
+                service_name=workload.canonical_name,
+                revision=workload.canonical_revision,
+                region=place.region,
+                zone=place.zone,
+            )
+        ),
+    )
