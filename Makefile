@@ -10,9 +10,10 @@ STAMP := $(VENV)/.installed
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
-$(STAMP): requirements/dev.lock pyproject.toml
+$(STAMP): requirements/dev.lock requirements/rivals.lock pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $(VENV)/rivals -r requirements/rivals.lock
 	PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -70,6 +71,7 @@ lock: ## resolve requirements/*.lock anew
 	$(PY) -m pip install --quiet pip-tools
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/runtime.lock pyproject.toml
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/dev.lock pyproject.toml requirements/dev.in
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links $(foreach name,grpcio protobuf typing-extensions,--unsafe-package $(name)) -o requirements/rivals.lock requirements/rivals.in
 
 clean: ## everything the targets above made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .run build dist *.egg-info

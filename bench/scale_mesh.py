@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.wrappers_pb2 import StringValue
 
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment, LbEndpoint
 from xds.proto.envoy.config.listener.v3.listener_pb2 import FilterChain, Listener
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3.tcp_proxy_pb2 import TcpProxy
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.proto.well_known import StringValue
 from xds.proto.xds.type.matcher.v3.matcher_pb2 import Matcher
 from xds.protocol.resource import Resource
 from xds.protocol.snapshot import Snapshot

@@ -18,17 +18,14 @@ import json
 import math
 from typing import Any, cast
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import ListValue, Struct, Value
-from google.protobuf.timestamp_pb2 import Timestamp
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.proto import registry
 from xds.proto.json import WRAPPERS, has_value_form, map_entry
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import Duration, FieldMask, ListValue, Struct, Timestamp, Value
 
 JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | bool | None
 

@@ -3,12 +3,13 @@
 The ``.proto`` files name each other by the path from the repository's root
 (``import "xds/proto/envoy/config/core/v3/core.proto"``), so protoc writes imports that start with
 ``xds.proto`` by itself. With Envoy's own paths it would write ``from xds.core.v3 import ...``, which finds
-this project's ``xds`` package. The prefix also keeps the descriptor pool's file names apart from those of
-other packages that bring Envoy's API.
+this project's ``xds`` package. What protoc wrote is then moved from the process-wide descriptor pool to ours
+(:mod:`xds.proto.pool`), so that other packages may define the same messages in one process.
 
 ``google/protobuf/*.proto`` come with grpcio-tools, which only developers need.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class GenerateError(Exception):
-    """protoc refused; its message is on standard error."""
+    """protoc refused, its message is on standard error; or its output is not what :func:`privately` rewrites."""
 
 
 def sources(root: Path = ROOT) -> list[Path]:
@@ -47,12 +48,34 @@ def generate(output: Path, root: Path = ROOT) -> list[Path]:
     ]
     if protoc.main(arguments) != 0:
         raise GenerateError
+    for name in names:
+        module = output / name.with_name(f"{name.stem}_pb2.py")
+        module.write_text(privately(module.read_text()))
     made = [name.with_name(f"{name.stem}_pb2{suffix}") for name in names for suffix in (".py", ".pyi")]
     for folder in {parent for name in made for parent in (output / name).parents if output in parent.parents}:
         marker = folder / "__init__.py"
         if not marker.exists():
             marker.touch()
     return made
+
+
+def privately(code: str) -> str:
+    """Return a module that protoc wrote, registering its file in our descriptor pool instead of the default one.
+
+    The imports of ``google.protobuf.*_pb2`` go as well: they only loaded the default pool, and ours has these files.
+
+    Raises:
+        GenerateError: the module mentions pools in another way than protoc does today.
+    """
+    rewritten = code.replace(
+        "from google.protobuf import descriptor_pool as _descriptor_pool\n",
+        "from xds.proto.pool import POOL as _POOL\n",
+    )
+    rewritten = rewritten.replace("_descriptor_pool.Default().AddSerializedFile(", "_POOL.AddSerializedFile(")
+    rewritten = re.sub(r"^from google\.protobuf import \w+_pb2 as \w+\n", "", rewritten, flags=re.MULTILINE)
+    if "descriptor_pool" in rewritten or rewritten.count("_POOL.") != 1:
+        raise GenerateError("protoc's output uses descriptor pools in an unknown way")
+    return rewritten
 
 
 def main() -> None:

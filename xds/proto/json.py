@@ -21,16 +21,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import ListValue, Struct, Value
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from xds.errors import ConfigError
 from xds.proto import registry
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import Duration, FieldMask, ListValue, Struct, Timestamp, Value
 from xds.proto.xds.type.v3.type_pb2 import TypedStruct
 
 #: Protobuf's own limit. Envoy's configuration stays below 40; YAML aliases can nest without end.

@@ -9,18 +9,18 @@ import pkgutil
 from functools import cache
 from pathlib import Path
 
-from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.errors import XdsError
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
+from xds.proto.pool import POOL
+from xds.proto.well_known import Any as AnyMessage
 
 TYPE_URL_PREFIX = "type.googleapis.com/"
 
 _GENERATED = ("envoy", "google", "istio", "udpa", "xds")
-_WELL_KNOWN = ("any", "duration", "empty", "field_mask", "struct", "timestamp", "wrappers")
 
 
 class UnknownType(XdsError):
@@ -67,7 +67,7 @@ def message_for(type_url: str) -> type[Message]:
     """
     name = type_url.rpartition("/")[2]
     try:
-        descriptor = descriptor_pool.Default().FindMessageTypeByName(name)
+        descriptor = POOL.FindMessageTypeByName(name)
     except KeyError:
         raise UnknownType(type_url) from None
     return message_factory.GetMessageClass(descriptor)
@@ -129,8 +129,6 @@ def _normalise_port_override(config: Cluster.OriginalDstLbConfig) -> None:
 
 
 def _import_generated() -> None:
-    for name in _WELL_KNOWN:
-        importlib.import_module(f"google.protobuf.{name}_pb2")
     here = Path(__file__).parent
     for top in _GENERATED:
         for module in pkgutil.walk_packages([str(here / top)], f"{__package__}.{top}."):

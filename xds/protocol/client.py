@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.google.rpc.status_pb2 import Status
+from xds.proto.well_known import Duration
 from xds.protocol.resource import Resource, Update
 
 #: google.rpc.Code.INTERNAL, which Envoy puts into every NACK.

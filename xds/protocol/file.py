@@ -11,6 +11,7 @@ from google.protobuf import text_format
 from xds.errors import ConfigError
 from xds.proto import json, registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
+from xds.proto.pool import POOL
 from xds.protocol.client import BadResponse
 from xds.protocol.resource import Update
 from xds.protocol.sotw import resources_of
@@ -50,7 +51,7 @@ def parse_file(name: str, data: bytes) -> FileContent:
     if suffix == "pb_text":
         response = DiscoveryResponse()
         try:
-            text_format.Parse(text, response)
+            text_format.Parse(text, response, descriptor_pool=POOL)
         except text_format.ParseError as error:
             raise ConfigError(f"not valid text protobuf: {error}") from None
         return FileContent(response=response)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from google.protobuf.any_pb2 import Any as AnyMessage
+from xds.proto.well_known import Any as AnyMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 
 from xds.errors import ConfigError
@@ -33,6 +32,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     DiscoveryResponse,
 )
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import Request, Response
 from xds.protocol.resource import Resource
 from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of

@@ -14,11 +14,10 @@ Contract and vocabulary: :mod:`xds.protocol.client`.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from xds.proto import registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import COMPLETE_TYPES, name_of

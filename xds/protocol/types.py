@@ -2,10 +2,9 @@
 
 from typing import Final
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from xds.errors import ConfigError
 from xds.proto import registry
+from xds.proto.well_known import Any as AnyMessage
 
 _PREFIX = registry.TYPE_URL_PREFIX
 

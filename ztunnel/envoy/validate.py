@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 
 from xds.dialects.envoy import (
@@ -25,6 +24,7 @@ from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text
+from xds.proto.well_known import Any as AnyMessage
 from ztunnel.envoy.bootstrap import BootstrapConfig, GrpcTarget
 from ztunnel.envoy.secrets.verify import check_secret
 from ztunnel.envoy.upstream.grpc import tls_of

@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import ClientOptions, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Receive, Resource, Update

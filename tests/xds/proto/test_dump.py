@@ -1,10 +1,5 @@
 import base64
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.struct_pb2 import Struct
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from xds.proto import json as xds_json
 from xds.proto import registry
 from xds.proto.dump import to_dict, to_json
@@ -13,6 +8,8 @@ from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import SocketOption, TypedExtensionConfig
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import Duration, Struct, Timestamp
 
 REDACTED_BYTES = base64.b64encode(b"[redacted]").decode()
 

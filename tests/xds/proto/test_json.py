@@ -2,8 +2,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.struct_pb2 import Struct
-from google.protobuf.wrappers_pb2 import StringValue
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +16,7 @@ from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3.tcp_proxy_pb2 import TcpProxy
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import TlsParameters
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
+from xds.proto.well_known import StringValue, Struct
 from xds.proto.xds.type.matcher.v3.matcher_pb2 import Matcher
 from xds.proto.xds.type.v3.type_pb2 import TypedStruct
 

@@ -3,11 +3,11 @@ import sys
 
 import pytest
 from google.protobuf import descriptor_pb2
-from google.protobuf.any_pb2 import Any as AnyMessage
 
 from xds.proto import generate, registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
+from xds.proto.well_known import Any as AnyMessage
 
 TYPES = [
     "envoy.config.listener.v3.Listener",

@@ -1,5 +1,4 @@
-from google.protobuf.any_pb2 import Any as AnyMessage
-
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.interest import Change, Interest
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import CDS, EDS

@@ -1,13 +1,13 @@
 """The rules of the state-of-the-world client, each as the requests it makes."""
 
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse, Resource
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import ClientOptions, Received, Refused
 from xds.protocol.sotw import SotwClient
 from xds.protocol.types import CDS, EDS, LDS, SDS

@@ -1,7 +1,6 @@
 """The name of a resource is read without parsing it, and is what parsing it finds."""
 
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.types import CDS, name_of
 
 

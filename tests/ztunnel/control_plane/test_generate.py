@@ -20,6 +20,7 @@ from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster as ClusterMess
 from xds.proto.envoy.config.core.v3.core_pb2 import TypedExtensionConfig
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener as ListenerMessage
+from xds.proto.pool import POOL
 from ztunnel.control_plane.generate import Flavour, NodeConfig
 from ztunnel.policy.engine import judge
 
@@ -227,7 +228,7 @@ def test_servers_are_verified_and_clients_must_show_a_certificate() -> None:
 def test_envoy_resumes_no_session() -> None:
     """It would look at no certificate then; our own proxy never resumes, so its compiler forgets these fields."""
     said = [
-        MessageToDict(message, preserving_proto_field_name=True)
+        MessageToDict(message, preserving_proto_field_name=True, descriptor_pool=POOL)
         for message in NodeConfig(mesh(), "worker2", Flavour.STOCK_ENVOY).messages()
     ]
     contexts = [context for message in said for context in _contexts(message)]

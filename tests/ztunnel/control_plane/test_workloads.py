@@ -15,6 +15,7 @@ from xds.model.mesh import Mesh
 from xds.model.workload import NamespacedHostname, Workload
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
+from xds.proto.pool import POOL
 from xds.protocol.snapshot import Named, Snapshot
 from ztunnel.control_plane.mesh import parse_mesh
 from ztunnel.control_plane.workloads import WorkloadConfig
@@ -48,7 +49,9 @@ REVIEWS = "default/reviews.default.svc.cluster.local"
 
 def test_a_pod_is_a_workload() -> None:
     found = resources()
-    assert MessageToDict(workload(found, "reviews-v1"), preserving_proto_field_name=True) == {
+    assert MessageToDict(
+        workload(found, "reviews-v1"), preserving_proto_field_name=True, descriptor_pool=POOL
+    ) == {
         "uid": "Kubernetes//Pod/default/reviews-v1",
         "name": "reviews-v1",
         "namespace": "default",
@@ -70,7 +73,7 @@ def test_a_pod_is_a_workload() -> None:
 
 def test_a_service_has_its_addresses_ports_and_backends() -> None:
     found = resources()
-    assert MessageToDict(service(found, REVIEWS), preserving_proto_field_name=True) == {
+    assert MessageToDict(service(found, REVIEWS), preserving_proto_field_name=True, descriptor_pool=POOL) == {
         "name": "reviews",
         "namespace": "default",
         "hostname": "reviews.default.svc.cluster.local",
@@ -130,7 +133,7 @@ def test_every_condition_of_a_rule() -> None:
     (first, second) = policy(found, "default/p").rules
     assert not second.clauses
     ((match,),) = [clause.matches for clause in first.clauses]
-    assert MessageToDict(match, preserving_proto_field_name=True) == {
+    assert MessageToDict(match, preserving_proto_field_name=True, descriptor_pool=POOL) == {
         "principals": [{"exact": "td/ns/a/sa/b"}, {"suffix": "/sa/c"}, {"prefix": "td/"}, {"presence": {}}],
         "not_principals": [{"exact": "x"}],
         "namespaces": [{"prefix": "n"}],

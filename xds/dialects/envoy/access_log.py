@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from google.protobuf.struct_pb2 import Struct
-
 from xds.dialects.envoy.reading import Surroundings, at, format_text, only, required, struct, unpack
 from xds.errors import Unsupported
 from xds.model.access_log import AccessLog, JsonFormat, JsonValue
@@ -14,6 +12,7 @@ from xds.proto.envoy.config.accesslog.v3 import accesslog_pb2 as config
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.access_loggers.file.v3.file_pb2 import FileAccessLog
 from xds.proto.envoy.extensions.access_loggers.stream.v3.stream_pb2 import StderrAccessLog, StdoutAccessLog
+from xds.proto.well_known import Struct
 
 #: Envoy's format when a logger names none.
 DEFAULT_FORMAT = (

@@ -1,12 +1,11 @@
 """``xds.type.matcher.v3.Matcher`` to :mod:`xds.model.matcher`."""
 
-from google.protobuf.wrappers_pb2 import StringValue
-
 from xds.dialects.envoy.parts import Parts, key_of
 from xds.dialects.envoy.reading import at, constraint, network, only, string_match, unpack, unpack_as
 from xds.errors import ConfigError, Unsupported
 from xds.model import matcher as model
 from xds.proto.envoy.extensions.matching.common_inputs.network.v3 import network_pb2 as inputs
+from xds.proto.well_known import StringValue
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as proto
 

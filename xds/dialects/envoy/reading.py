@@ -10,10 +10,7 @@ from sys import intern
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import Struct
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.errors import ConfigError, Unsupported
@@ -32,7 +29,10 @@ from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as envoy_matcher
+from xds.proto.pool import POOL
 from xds.proto.udpa.type.v1 import type_pb2 as udpa_type
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import Duration, Struct
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
 from xds.proto.xds.type.v3 import type_pb2 as xds_type
@@ -138,7 +138,7 @@ def _unregistered(name: str, type_url: str) -> Unsupported:
 def _from_struct(type_url: str, value: Struct, name: str) -> Message:
     try:
         message = registry.message_for(type_url)()
-        json_format.ParseDict(json_format.MessageToDict(value), message)
+        json_format.ParseDict(json_format.MessageToDict(value), message, descriptor_pool=POOL)
     except registry.UnknownType:
         raise _unregistered(name, type_url) from None
     except json_format.ParseError as error:

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from xds.proto import registry
 from xds.proto.dump import format_json, to_dict
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import FieldMask
 from ztunnel.envoy.admin import dump
 from ztunnel.envoy.admin.dump import Dump
 from ztunnel.http.page import JSON, PLAIN, Deferred, Page, Piece, Query, text

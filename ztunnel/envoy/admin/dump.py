@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from xds.model.address import EndpointAddress, InternalAddress, NamedAddress, PipeAddress, SocketAddress
 from xds.model.cluster import Discovery, Endpoint, Health, Metadata
@@ -28,6 +26,8 @@ from xds.proto.envoy.extensions.filters.network.http_connection_manager.v3 impor
     http_connection_manager_pb2 as hcm,
 )
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
+from xds.proto.well_known import Any as AnyMessage
+from xds.proto.well_known import Timestamp
 from ztunnel.envoy.upstream.cluster import LiveCluster, live_assignment
 from ztunnel.envoy.upstream.host import Host
 

@@ -9,8 +9,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterable
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from hbone.aio.poller import Poller
 from tproxy.aio import sockets
 from xds.model.address import SocketAddress
@@ -26,6 +24,7 @@ from xds.model.listener import (
     ProxyProtocol,
     TlsInspector,
 )
+from xds.proto.well_known import Any as AnyMessage
 from ztunnel.envoy.listeners.chains import LiveChain, LiveSsl
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions

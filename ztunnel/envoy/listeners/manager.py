@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from hbone.aio.poller import Poller
 from tproxy.errors import TproxyError
 from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_filter, compile_route_table
@@ -19,6 +17,7 @@ from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2
 from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.config.route.v3 import route_pb2
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
 from ztunnel.envoy.connections import Connections, LiveConnection
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager

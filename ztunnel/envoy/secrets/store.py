@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from google.protobuf.any_pb2 import Any as AnyMessage
 
 from xds.dialects.envoy import Surroundings, compile_secret
 from xds.errors import ConfigError
@@ -19,6 +18,7 @@ from xds.model.secret import Certificate, Secret
 from xds.model.tls import SecretRef
 from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Subscription, Update, UpdateRejected
 from ztunnel.envoy.secrets.verify import check_secret
 from ztunnel.envoy.sources import Sources

@@ -7,8 +7,6 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from hbone.settings import Role
 from xds.dialects.envoy import compile_assignment
 from xds.errors import ConfigError
@@ -26,6 +24,7 @@ from xds.model.cluster import (
 from xds.model.tls import TlsContext as ContextModel
 from xds.proto import registry
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import Backoff
 from xds.protocol.resource import Subscription, Update, UpdateRejected
 from ztunnel.dataplane.resolver import ResolveFailed, Resolver

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError
 from xds.model.cluster import Cluster
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
 

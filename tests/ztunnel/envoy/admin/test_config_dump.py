@@ -2,7 +2,6 @@
 
 import random
 
-from google.protobuf.any_pb2 import Any as AnyMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from xds.proto.dump import to_json
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
+from xds.proto.well_known import Any as AnyMessage
 from ztunnel.envoy.admin.config_dump import pieces
 from ztunnel.envoy.admin.dump import Dump
 from ztunnel.http.page import Deferred

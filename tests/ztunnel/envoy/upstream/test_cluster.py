@@ -4,11 +4,11 @@ import asyncio
 import random
 
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 
 from xds.dialects.envoy import Surroundings
 from xds.model.address import NamedAddress
 from xds.model.cluster import Cluster, Discovery, Endpoint, LoadAssignment, Locality, LocalityGroup
+from xds.proto.well_known import Any as AnyMessage
 from ztunnel.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources

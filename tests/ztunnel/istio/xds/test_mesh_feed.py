@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.any_pb2 import Any as AnyMessage
 
 from xds.aio.client import AdsClient
 from xds.errors import ConfigError
@@ -18,6 +17,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryReq
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WireResource
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
+from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import ISTIO, DoublingBackoff, StreamEnd
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from xds.protocol.types import ADDRESS, AUTHORIZATION, method_path

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dxds/proto/istio/zds/zds.proto\x12\x12istio.workload.zds\"8\n\x08ZdsHello\x12,\n\x07version\x18\x01 \x01(\x0e\x32\x1b.istio.workload.zds.Version\"\\\n\x0cWorkloadInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x17\n\x0fservice_account\x18\x03 \x01(\tJ\x04\x08\x04\x10\x05R\x0ctrust_domain\"S\n\x0b\x41\x64\x64Workload\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x37\n\rworkload_info\x18\x02 \x01(\x0b\x32 .istio.workload.zds.WorkloadInfo\"\x1b\n\x0cKeepWorkload\x12\x0b\n\x03uid\x18\x01 \x01(\t\"\x1a\n\x0b\x44\x65lWorkload\x12\x0b\n\x03uid\x18\x02 \x01(\t\"\x0e\n\x0cSnapshotSent\"\xe9\x01\n\x0fWorkloadRequest\x12.\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x1f.istio.workload.zds.AddWorkloadH\x00\x12.\n\x03\x64\x65l\x18\x02 \x01(\x0b\x32\x1f.istio.workload.zds.DelWorkloadH\x00\x12\x39\n\rsnapshot_sent\x18\x03 \x01(\x0b\x32 .istio.workload.zds.SnapshotSentH\x00\x12\x30\n\x04keep\x18\x05 \x01(\x0b\x32 .istio.workload.zds.KeepWorkloadH\x00\x42\t\n\x07payload\"\x14\n\x03\x41\x63k\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"E\n\x10WorkloadResponse\x12&\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x17.istio.workload.zds.AckH\x00\x42\t\n\x07payload*\x1f\n\x07Version\x12\x0c\n\x08NOT_USED\x10\x00\x12\x06\n\x02V1\x10\x01\x62\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n\x1dxds/proto/istio/zds/zds.proto\x12\x12istio.workload.zds\"8\n\x08ZdsHello\x12,\n\x07version\x18\x01 \x01(\x0e\x32\x1b.istio.workload.zds.Version\"\\\n\x0cWorkloadInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x17\n\x0fservice_account\x18\x03 \x01(\tJ\x04\x08\x04\x10\x05R\x0ctrust_domain\"S\n\x0b\x41\x64\x64Workload\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x37\n\rworkload_info\x18\x02 \x01(\x0b\x32 .istio.workload.zds.WorkloadInfo\"\x1b\n\x0cKeepWorkload\x12\x0b\n\x03uid\x18\x01 \x01(\t\"\x1a\n\x0b\x44\x65lWorkload\x12\x0b\n\x03uid\x18\x02 \x01(\t\"\x0e\n\x0cSnapshotSent\"\xe9\x01\n\x0fWorkloadRequest\x12.\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x1f.istio.workload.zds.AddWorkloadH\x00\x12.\n\x03\x64\x65l\x18\x02 \x01(\x0b\x32\x1f.istio.workload.zds.DelWorkloadH\x00\x12\x39\n\rsnapshot_sent\x18\x03 \x01(\x0b\x32 .istio.workload.zds.SnapshotSentH\x00\x12\x30\n\x04keep\x18\x05 \x01(\x0b\x32 .istio.workload.zds.KeepWorkloadH\x00\x42\t\n\x07payload\"\x14\n\x03\x41\x63k\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"E\n\x10WorkloadResponse\x12&\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x17.istio.workload.zds.AckH\x00\x42\t\n\x07payload*\x1f\n\x07Version\x12\x0c\n\x08NOT_USED\x10\x00\x12\x06\n\x02V1\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nJxds/proto/istio/set_internal_dst_address/v1/set_internal_dst_address.proto\x12!istio.set_internal_dst_address.v1\"\x08\n\x06\x43onfigb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nJxds/proto/istio/set_internal_dst_address/v1/set_internal_dst_address.proto\x12!istio.set_internal_dst_address.v1\"\x08\n\x06\x43onfigb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,11 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
-from google.protobuf import wrappers_pb2 as google_dot_protobuf_dot_wrappers__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n xds/proto/xds/core/v3/core.proto\x12\x0bxds.core.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/wrappers.proto\"P\n\x14TypedExtensionConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x02 \x01(\x0b\x32\x14.google.protobuf.Any\"U\n\tCidrRange\x12\x16\n\x0e\x61\x64\x64ress_prefix\x18\x01 \x01(\t\x12\x30\n\nprefix_len\x18\x02 \x01(\x0b\x32\x1c.google.protobuf.UInt32Value\"\x19\n\tAuthority\x12\x0c\n\x04name\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n xds/proto/xds/core/v3/core.proto\x12\x0bxds.core.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/wrappers.proto\"P\n\x14TypedExtensionConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x02 \x01(\x0b\x32\x14.google.protobuf.Any\"U\n\tCidrRange\x12\x16\n\x0e\x61\x64\x64ress_prefix\x18\x01 \x01(\t\x12\x30\n\nprefix_len\x18\x02 \x01(\x0b\x32\x1c.google.protobuf.UInt32Value\"\x19\n\tAuthority\x12\x0c\n\x04name\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

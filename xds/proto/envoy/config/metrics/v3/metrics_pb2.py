@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,12 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
-from google.protobuf import wrappers_pb2 as google_dot_protobuf_dot_wrappers__pb2
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as xds_dot_proto_dot_envoy_dot_type_dot_matcher_dot_v3_dot_matcher__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/xds/proto/envoy/config/metrics/v3/metrics.proto\x12\x17\x65nvoy.config.metrics.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/wrappers.proto\x1a-xds/proto/envoy/type/matcher/v3/matcher.proto\"E\n\tStatsSink\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"U\n\x0cTagSpecifier\x12\x10\n\x08tag_name\x18\x01 \x01(\t\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x15\n\x0b\x66ixed_value\x18\x03 \x01(\tH\x00\x42\x0b\n\ttag_value\"\xbd\x01\n\x0cStatsMatcher\x12\x14\n\nreject_all\x18\x01 \x01(\x08H\x00\x12\x42\n\x0e\x65xclusion_list\x18\x02 \x01(\x0b\x32(.envoy.type.matcher.v3.ListStringMatcherH\x00\x12\x42\n\x0einclusion_list\x18\x03 \x01(\x0b\x32(.envoy.type.matcher.v3.ListStringMatcherH\x00\x42\x0f\n\rstats_matcher\"_\n\x17HistogramBucketSettings\x12\x33\n\x05match\x18\x01 \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcher\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\x01\"\x95\x02\n\x0bStatsConfig\x12\x39\n\nstats_tags\x18\x01 \x03(\x0b\x32%.envoy.config.metrics.v3.TagSpecifier\x12\x38\n\x14use_all_default_tags\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12<\n\rstats_matcher\x18\x03 \x01(\x0b\x32%.envoy.config.metrics.v3.StatsMatcher\x12S\n\x19histogram_bucket_settings\x18\x04 \x03(\x0b\x32\x30.envoy.config.metrics.v3.HistogramBucketSettingsb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n/xds/proto/envoy/config/metrics/v3/metrics.proto\x12\x17\x65nvoy.config.metrics.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/wrappers.proto\x1a-xds/proto/envoy/type/matcher/v3/matcher.proto\"E\n\tStatsSink\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"U\n\x0cTagSpecifier\x12\x10\n\x08tag_name\x18\x01 \x01(\t\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x15\n\x0b\x66ixed_value\x18\x03 \x01(\tH\x00\x42\x0b\n\ttag_value\"\xbd\x01\n\x0cStatsMatcher\x12\x14\n\nreject_all\x18\x01 \x01(\x08H\x00\x12\x42\n\x0e\x65xclusion_list\x18\x02 \x01(\x0b\x32(.envoy.type.matcher.v3.ListStringMatcherH\x00\x12\x42\n\x0einclusion_list\x18\x03 \x01(\x0b\x32(.envoy.type.matcher.v3.ListStringMatcherH\x00\x42\x0f\n\rstats_matcher\"_\n\x17HistogramBucketSettings\x12\x33\n\x05match\x18\x01 \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcher\x12\x0f\n\x07\x62uckets\x18\x02 \x03(\x01\"\x95\x02\n\x0bStatsConfig\x12\x39\n\nstats_tags\x18\x01 \x03(\x0b\x32%.envoy.config.metrics.v3.TagSpecifier\x12\x38\n\x14use_all_default_tags\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12<\n\rstats_matcher\x18\x03 \x01(\x0b\x32%.envoy.config.metrics.v3.StatsMatcher\x12S\n\x19histogram_bucket_settings\x18\x04 \x03(\x0b\x32\x30.envoy.config.metrics.v3.HistogramBucketSettingsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,11 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1xds/proto/envoy/config/overload/v3/overload.proto\x12\x18\x65nvoy.config.overload.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"K\n\x0fResourceMonitor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"\x85\x02\n\x07Trigger\x12\x0c\n\x04name\x18\x01 \x01(\t\x12@\n\tthreshold\x18\x02 \x01(\x0b\x32+.envoy.config.overload.v3.Trigger.ThresholdH\x00\x12:\n\x06scaled\x18\x03 \x01(\x0b\x32(.envoy.config.overload.v3.Trigger.ScaledH\x00\x1a\x1a\n\tThreshold\x12\r\n\x05value\x18\x01 \x01(\x01\x1a\x41\n\x06Scaled\x12\x19\n\x11scaling_threshold\x18\x01 \x01(\x01\x12\x1c\n\x14saturation_threshold\x18\x02 \x01(\x01\x42\x0f\n\rtrigger_oneof\"\x7f\n\x0eOverloadAction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08triggers\x18\x02 \x03(\x0b\x32!.envoy.config.overload.v3.Trigger\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"R\n\rLoadShedPoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08triggers\x18\x02 \x03(\x0b\x32!.envoy.config.overload.v3.Trigger\"\x89\x02\n\x0fOverloadManager\x12\x33\n\x10refresh_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x44\n\x11resource_monitors\x18\x02 \x03(\x0b\x32).envoy.config.overload.v3.ResourceMonitor\x12\x39\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32(.envoy.config.overload.v3.OverloadAction\x12@\n\x0floadshed_points\x18\x05 \x03(\x0b\x32\'.envoy.config.overload.v3.LoadShedPointb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n1xds/proto/envoy/config/overload/v3/overload.proto\x12\x18\x65nvoy.config.overload.v3\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"K\n\x0fResourceMonitor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"\x85\x02\n\x07Trigger\x12\x0c\n\x04name\x18\x01 \x01(\t\x12@\n\tthreshold\x18\x02 \x01(\x0b\x32+.envoy.config.overload.v3.Trigger.ThresholdH\x00\x12:\n\x06scaled\x18\x03 \x01(\x0b\x32(.envoy.config.overload.v3.Trigger.ScaledH\x00\x1a\x1a\n\tThreshold\x12\r\n\x05value\x18\x01 \x01(\x01\x1a\x41\n\x06Scaled\x12\x19\n\x11scaling_threshold\x18\x01 \x01(\x01\x12\x1c\n\x14saturation_threshold\x18\x02 \x01(\x01\x42\x0f\n\rtrigger_oneof\"\x7f\n\x0eOverloadAction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08triggers\x18\x02 \x03(\x0b\x32!.envoy.config.overload.v3.Trigger\x12*\n\x0ctyped_config\x18\x03 \x01(\x0b\x32\x14.google.protobuf.Any\"R\n\rLoadShedPoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08triggers\x18\x02 \x03(\x0b\x32!.envoy.config.overload.v3.Trigger\"\x89\x02\n\x0fOverloadManager\x12\x33\n\x10refresh_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x44\n\x11resource_monitors\x18\x02 \x03(\x0b\x32).envoy.config.overload.v3.ResourceMonitor\x12\x39\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32(.envoy.config.overload.v3.OverloadAction\x12@\n\x0floadshed_points\x18\x05 \x03(\x0b\x32\'.envoy.config.overload.v3.LoadShedPointb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

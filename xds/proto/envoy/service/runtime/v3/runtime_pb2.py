@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0xds/proto/envoy/service/runtime/v3/runtime.proto\x12\x18\x65nvoy.service.runtime.v3\x1a\x1cgoogle/protobuf/struct.proto\"?\n\x07Runtime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05layer\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Structb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n0xds/proto/envoy/service/runtime/v3/runtime.proto\x12\x18\x65nvoy.service.runtime.v3\x1a\x1cgoogle/protobuf/struct.proto\"?\n\x07Runtime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05layer\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Structb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

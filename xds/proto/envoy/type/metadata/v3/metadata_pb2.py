@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/xds/proto/envoy/type/metadata/v3/metadata.proto\x12\x16\x65nvoy.type.metadata.v3\"\x82\x01\n\x0bMetadataKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12=\n\x04path\x18\x02 \x03(\x0b\x32/.envoy.type.metadata.v3.MetadataKey.PathSegment\x1a\'\n\x0bPathSegment\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x42\t\n\x07segment\"\xb7\x02\n\x0cMetadataKind\x12?\n\x07request\x18\x01 \x01(\x0b\x32,.envoy.type.metadata.v3.MetadataKind.RequestH\x00\x12;\n\x05route\x18\x02 \x01(\x0b\x32*.envoy.type.metadata.v3.MetadataKind.RouteH\x00\x12?\n\x07\x63luster\x18\x03 \x01(\x0b\x32,.envoy.type.metadata.v3.MetadataKind.ClusterH\x00\x12\x39\n\x04host\x18\x04 \x01(\x0b\x32).envoy.type.metadata.v3.MetadataKind.HostH\x00\x1a\t\n\x07Request\x1a\x07\n\x05Route\x1a\t\n\x07\x43luster\x1a\x06\n\x04HostB\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n/xds/proto/envoy/type/metadata/v3/metadata.proto\x12\x16\x65nvoy.type.metadata.v3\"\x82\x01\n\x0bMetadataKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12=\n\x04path\x18\x02 \x03(\x0b\x32/.envoy.type.metadata.v3.MetadataKey.PathSegment\x1a\'\n\x0bPathSegment\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x42\t\n\x07segment\"\xb7\x02\n\x0cMetadataKind\x12?\n\x07request\x18\x01 \x01(\x0b\x32,.envoy.type.metadata.v3.MetadataKind.RequestH\x00\x12;\n\x05route\x18\x02 \x01(\x0b\x32*.envoy.type.metadata.v3.MetadataKind.RouteH\x00\x12?\n\x07\x63luster\x18\x03 \x01(\x0b\x32,.envoy.type.metadata.v3.MetadataKind.ClusterH\x00\x12\x39\n\x04host\x18\x04 \x01(\x0b\x32).envoy.type.metadata.v3.MetadataKind.HostH\x00\x1a\t\n\x07Request\x1a\x07\n\x05Route\x1a\t\n\x07\x43luster\x1a\x06\n\x04HostB\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nDxds/proto/istio/telemetry/workloadmetadata/v1/workloadmetadata.proto\x12#istio.telemetry.workloadmetadata.v1\"\x8c\x03\n\x18WorkloadMetadataResource\x12\x14\n\x0cip_addresses\x18\x01 \x03(\t\x12\x15\n\rinstance_name\x18\x02 \x01(\t\x12\x16\n\x0enamespace_name\x18\x03 \x01(\t\x12\x12\n\ncontainers\x18\x04 \x03(\t\x12\x15\n\rworkload_name\x18\x05 \x01(\t\x12\x61\n\rworkload_type\x18\x06 \x01(\x0e\x32J.istio.telemetry.workloadmetadata.v1.WorkloadMetadataResource.WorkloadType\x12\x16\n\x0e\x63\x61nonical_name\x18\x07 \x01(\t\x12\x1a\n\x12\x63\x61nonical_revision\x18\x08 \x01(\t\"i\n\x0cWorkloadType\x12\x19\n\x15KUBERNETES_DEPLOYMENT\x10\x00\x12\x16\n\x12KUBERNETES_CRONJOB\x10\x01\x12\x12\n\x0eKUBERNETES_POD\x10\x02\x12\x12\n\x0eKUBERNETES_JOB\x10\x03\"\x91\x01\n\x19WorkloadMetadataResources\x12\x10\n\x08proxy_id\x18\x01 \x01(\t\x12\x62\n\x1bworkload_metadata_resources\x18\x02 \x03(\x0b\x32=.istio.telemetry.workloadmetadata.v1.WorkloadMetadataResourceb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nDxds/proto/istio/telemetry/workloadmetadata/v1/workloadmetadata.proto\x12#istio.telemetry.workloadmetadata.v1\"\x8c\x03\n\x18WorkloadMetadataResource\x12\x14\n\x0cip_addresses\x18\x01 \x03(\t\x12\x15\n\rinstance_name\x18\x02 \x01(\t\x12\x16\n\x0enamespace_name\x18\x03 \x01(\t\x12\x12\n\ncontainers\x18\x04 \x03(\t\x12\x15\n\rworkload_name\x18\x05 \x01(\t\x12\x61\n\rworkload_type\x18\x06 \x01(\x0e\x32J.istio.telemetry.workloadmetadata.v1.WorkloadMetadataResource.WorkloadType\x12\x16\n\x0e\x63\x61nonical_name\x18\x07 \x01(\t\x12\x1a\n\x12\x63\x61nonical_revision\x18\x08 \x01(\t\"i\n\x0cWorkloadType\x12\x19\n\x15KUBERNETES_DEPLOYMENT\x10\x00\x12\x16\n\x12KUBERNETES_CRONJOB\x10\x01\x12\x12\n\x0eKUBERNETES_POD\x10\x02\x12\x12\n\x0eKUBERNETES_JOB\x10\x03\"\x91\x01\n\x19WorkloadMetadataResources\x12\x10\n\x08proxy_id\x18\x01 \x01(\t\x12\x62\n\x1bworkload_metadata_resources\x18\x02 \x03(\x0b\x32=.istio.telemetry.workloadmetadata.v1.WorkloadMetadataResourceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

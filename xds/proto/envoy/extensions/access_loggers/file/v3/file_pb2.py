@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,11 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_core_dot_v3_dot_core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n<xds/proto/envoy/extensions/access_loggers/file/v3/file.proto\x12\'envoy.extensions.access_loggers.file.v3\x1a\x1cgoogle/protobuf/struct.proto\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xf0\x01\n\rFileAccessLog\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x06\x66ormat\x18\x02 \x01(\tH\x00\x12.\n\x0bjson_format\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x34\n\x11typed_json_format\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x44\n\nlog_format\x18\x05 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_formatb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n<xds/proto/envoy/extensions/access_loggers/file/v3/file.proto\x12\'envoy.extensions.access_loggers.file.v3\x1a\x1cgoogle/protobuf/struct.proto\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xf0\x01\n\rFileAccessLog\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x06\x66ormat\x18\x02 \x01(\tH\x00\x12.\n\x0bjson_format\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x34\n\x11typed_json_format\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\x44\n\nlog_format\x18\x05 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_formatb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

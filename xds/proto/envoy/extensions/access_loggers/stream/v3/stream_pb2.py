@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_core_dot_v3_dot_core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n@xds/proto/envoy/extensions/access_loggers/stream/v3/stream.proto\x12)envoy.extensions.access_loggers.stream.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"l\n\x0fStdoutAccessLog\x12\x44\n\nlog_format\x18\x01 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_format\"l\n\x0fStderrAccessLog\x12\x44\n\nlog_format\x18\x01 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_formatb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n@xds/proto/envoy/extensions/access_loggers/stream/v3/stream.proto\x12)envoy.extensions.access_loggers.stream.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"l\n\x0fStdoutAccessLog\x12\x44\n\nlog_format\x18\x01 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_format\"l\n\x0fStderrAccessLog\x12\x44\n\nlog_format\x18\x01 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x00\x42\x13\n\x11\x61\x63\x63\x65ss_log_formatb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -26,7 +26,7 @@ from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_d
 from xds.proto.envoy.type.metadata.v3 import metadata_pb2 as xds_dot_proto_dot_envoy_dot_type_dot_metadata_dot_v3_dot_metadata__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nYxds/proto/envoy/extensions/transport_sockets/internal_upstream/v3/internal_upstream.proto\x12\x37\x65nvoy.extensions.transport_sockets.internal_upstream.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\x1a/xds/proto/envoy/type/metadata/v3/metadata.proto\"\xbc\x02\n\x19InternalUpstreamTransport\x12\x84\x01\n\x14passthrough_metadata\x18\x01 \x03(\x0b\x32\x66.envoy.extensions.transport_sockets.internal_upstream.v3.InternalUpstreamTransport.MetadataValueSource\x12?\n\x10transport_socket\x18\x03 \x01(\x0b\x32%.envoy.config.core.v3.TransportSocket\x1aW\n\x13MetadataValueSource\x12\x32\n\x04kind\x18\x01 \x01(\x0b\x32$.envoy.type.metadata.v3.MetadataKind\x12\x0c\n\x04name\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nYxds/proto/envoy/extensions/transport_sockets/internal_upstream/v3/internal_upstream.proto\x12\x37\x65nvoy.extensions.transport_sockets.internal_upstream.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\x1a/xds/proto/envoy/type/metadata/v3/metadata.proto\"\xbc\x02\n\x19InternalUpstreamTransport\x12\x84\x01\n\x14passthrough_metadata\x18\x01 \x03(\x0b\x32\x66.envoy.extensions.transport_sockets.internal_upstream.v3.InternalUpstreamTransport.MetadataValueSource\x12?\n\x10transport_socket\x18\x03 \x01(\x0b\x32%.envoy.config.core.v3.TransportSocket\x1aW\n\x13MetadataValueSource\x12\x32\n\x04kind\x18\x01 \x01(\x0b\x32$.envoy.type.metadata.v3.MetadataKind\x12\x0c\n\x04name\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

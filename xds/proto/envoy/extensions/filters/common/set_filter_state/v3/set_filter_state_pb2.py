@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_core_dot_v3_dot_core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nTxds/proto/envoy/extensions/filters/common/set_filter_state/v3/set_filter_state.proto\x12\x33\x65nvoy.extensions.filters.common.set_filter_state.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xf2\x02\n\x10\x46ilterStateValue\x12\x14\n\nobject_key\x18\x01 \x01(\tH\x00\x12G\n\rformat_string\x18\x02 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x01\x12\x11\n\tread_only\x18\x03 \x01(\x08\x12v\n\x14shared_with_upstream\x18\x04 \x01(\x0e\x32X.envoy.extensions.filters.common.set_filter_state.v3.FilterStateValue.SharedWithUpstream\x12\x15\n\rskip_if_empty\x18\x05 \x01(\x08\x12\x13\n\x0b\x66\x61\x63tory_key\x18\x06 \x01(\t\"8\n\x12SharedWithUpstream\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04ONCE\x10\x01\x12\x0e\n\nTRANSITIVE\x10\x02\x42\x05\n\x03keyB\x07\n\x05valueb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nTxds/proto/envoy/extensions/filters/common/set_filter_state/v3/set_filter_state.proto\x12\x33\x65nvoy.extensions.filters.common.set_filter_state.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xf2\x02\n\x10\x46ilterStateValue\x12\x14\n\nobject_key\x18\x01 \x01(\tH\x00\x12G\n\rformat_string\x18\x02 \x01(\x0b\x32..envoy.config.core.v3.SubstitutionFormatStringH\x01\x12\x11\n\tread_only\x18\x03 \x01(\x08\x12v\n\x14shared_with_upstream\x18\x04 \x01(\x0e\x32X.envoy.extensions.filters.common.set_filter_state.v3.FilterStateValue.SharedWithUpstream\x12\x15\n\rskip_if_empty\x18\x05 \x01(\x08\x12\x13\n\x0b\x66\x61\x63tory_key\x18\x06 \x01(\t\"8\n\x12SharedWithUpstream\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04ONCE\x10\x01\x12\x0e\n\nTRANSITIVE\x10\x02\x42\x05\n\x03keyB\x07\n\x05valueb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

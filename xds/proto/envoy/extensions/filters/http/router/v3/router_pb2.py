@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import wrappers_pb2 as google_dot_protobuf_dot_wrappers__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n>xds/proto/envoy/extensions/filters/http/router/v3/router.proto\x12\'envoy.extensions.filters.http.router.v3\x1a\x1egoogle/protobuf/wrappers.proto\"[\n\x06Router\x12\x31\n\rdynamic_stats\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12\x1e\n\x16suppress_envoy_headers\x18\x04 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n>xds/proto/envoy/extensions/filters/http/router/v3/router.proto\x12\'envoy.extensions.filters.http.router.v3\x1a\x1egoogle/protobuf/wrappers.proto\"[\n\x06Router\x12\x31\n\rdynamic_stats\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12\x1e\n\x16suppress_envoy_headers\x18\x04 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

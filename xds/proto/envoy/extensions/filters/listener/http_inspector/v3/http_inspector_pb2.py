@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nRxds/proto/envoy/extensions/filters/listener/http_inspector/v3/http_inspector.proto\x12\x33\x65nvoy.extensions.filters.listener.http_inspector.v3\"\x0f\n\rHttpInspectorb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nRxds/proto/envoy/extensions/filters/listener/http_inspector/v3/http_inspector.proto\x12\x33\x65nvoy.extensions.filters.listener.http_inspector.v3\"\x0f\n\rHttpInspectorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nNxds/proto/envoy/extensions/filters/listener/original_dst/v3/original_dst.proto\x12\x31\x65nvoy.extensions.filters.listener.original_dst.v3\"\r\n\x0bOriginalDstb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nNxds/proto/envoy/extensions/filters/listener/original_dst/v3/original_dst.proto\x12\x31\x65nvoy.extensions.filters.listener.original_dst.v3\"\r\n\x0bOriginalDstb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

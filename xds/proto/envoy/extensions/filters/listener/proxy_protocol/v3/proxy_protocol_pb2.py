@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_core_dot_v3_dot_core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nRxds/proto/envoy/extensions/filters/listener/proxy_protocol/v3/proxy_protocol.proto\x12\x33\x65nvoy.extensions.filters.listener.proxy_protocol.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xfa\x05\n\rProxyProtocol\x12V\n\x05rules\x18\x01 \x03(\x0b\x32G.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.Rule\x12-\n%allow_requests_without_proxy_protocol\x18\x02 \x01(\x08\x12m\n\x11pass_through_tlvs\x18\x03 \x01(\x0b\x32R.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.PassThroughTLVs\x12N\n\x13\x64isallowed_versions\x18\x04 \x03(\x0e\x32\x31.envoy.config.core.v3.ProxyProtocolConfig.Version\x12\x13\n\x0bstat_prefix\x18\x05 \x01(\t\x1a\x37\n\x0cKeyValuePair\x12\x1a\n\x12metadata_namespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x1a\x81\x01\n\x04Rule\x12\x10\n\x08tlv_type\x18\x01 \x01(\r\x12g\n\x0eon_tlv_present\x18\x02 \x01(\x0b\x32O.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.KeyValuePair\x1a\xd0\x01\n\x0fPassThroughTLVs\x12x\n\nmatch_type\x18\x01 \x01(\x0e\x32\x64.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.PassThroughTLVs.PassTLVsMatchType\x12\x10\n\x08tlv_type\x18\x02 \x03(\r\"1\n\x11PassTLVsMatchType\x12\x0f\n\x0bINCLUDE_ALL\x10\x00\x12\x0b\n\x07INCLUDE\x10\x01\x62\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nRxds/proto/envoy/extensions/filters/listener/proxy_protocol/v3/proxy_protocol.proto\x12\x33\x65nvoy.extensions.filters.listener.proxy_protocol.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\"\xfa\x05\n\rProxyProtocol\x12V\n\x05rules\x18\x01 \x03(\x0b\x32G.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.Rule\x12-\n%allow_requests_without_proxy_protocol\x18\x02 \x01(\x08\x12m\n\x11pass_through_tlvs\x18\x03 \x01(\x0b\x32R.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.PassThroughTLVs\x12N\n\x13\x64isallowed_versions\x18\x04 \x03(\x0e\x32\x31.envoy.config.core.v3.ProxyProtocolConfig.Version\x12\x13\n\x0bstat_prefix\x18\x05 \x01(\t\x1a\x37\n\x0cKeyValuePair\x12\x1a\n\x12metadata_namespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x1a\x81\x01\n\x04Rule\x12\x10\n\x08tlv_type\x18\x01 \x01(\r\x12g\n\x0eon_tlv_present\x18\x02 \x01(\x0b\x32O.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.KeyValuePair\x1a\xd0\x01\n\x0fPassThroughTLVs\x12x\n\nmatch_type\x18\x01 \x01(\x0e\x32\x64.envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.PassThroughTLVs.PassTLVsMatchType\x12\x10\n\x08tlv_type\x18\x02 \x03(\r\"1\n\x11PassTLVsMatchType\x12\x0f\n\x0bINCLUDE_ALL\x10\x00\x12\x0b\n\x07INCLUDE\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import wrappers_pb2 as google_dot_protobuf_dot_wrappers__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nPxds/proto/envoy/extensions/filters/listener/tls_inspector/v3/tls_inspector.proto\x12\x32\x65nvoy.extensions.filters.listener.tls_inspector.v3\x1a\x1egoogle/protobuf/wrappers.proto\"\xcc\x01\n\x0cTlsInspector\x12=\n\x19\x65nable_ja3_fingerprinting\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12>\n\x18initial_read_buffer_size\x18\x02 \x01(\x0b\x32\x1c.google.protobuf.UInt32Value\x12=\n\x19\x65nable_ja4_fingerprinting\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.BoolValueb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nPxds/proto/envoy/extensions/filters/listener/tls_inspector/v3/tls_inspector.proto\x12\x32\x65nvoy.extensions.filters.listener.tls_inspector.v3\x1a\x1egoogle/protobuf/wrappers.proto\"\xcc\x01\n\x0cTlsInspector\x12=\n\x19\x65nable_ja3_fingerprinting\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.BoolValue\x12>\n\x18initial_read_buffer_size\x18\x02 \x01(\x0b\x32\x1c.google.protobuf.UInt32Value\x12=\n\x19\x65nable_ja4_fingerprinting\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.BoolValueb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

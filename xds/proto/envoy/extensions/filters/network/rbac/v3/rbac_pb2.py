@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -22,12 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from xds.proto.envoy.config.rbac.v3 import rbac_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_rbac_dot_v3_dot_rbac__pb2
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_dot_proto_dot_xds_dot_type_dot_matcher_dot_v3_dot_matcher__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n=xds/proto/envoy/extensions/filters/network/rbac/v3/rbac.proto\x12(envoy.extensions.filters.network.rbac.v3\x1a\x1egoogle/protobuf/duration.proto\x1a)xds/proto/envoy/config/rbac/v3/rbac.proto\x1a+xds/proto/xds/type/matcher/v3/matcher.proto\"\xc7\x03\n\x04RBAC\x12)\n\x05rules\x18\x01 \x01(\x0b\x32\x1a.envoy.config.rbac.v3.RBAC\x12\x30\n\x0cshadow_rules\x18\x02 \x01(\x0b\x32\x1a.envoy.config.rbac.v3.RBAC\x12\x13\n\x0bstat_prefix\x18\x03 \x01(\t\x12X\n\x10\x65nforcement_type\x18\x04 \x01(\x0e\x32>.envoy.extensions.filters.network.rbac.v3.RBAC.EnforcementType\x12 \n\x18shadow_rules_stat_prefix\x18\x05 \x01(\t\x12-\n\x07matcher\x18\x06 \x01(\x0b\x32\x1c.xds.type.matcher.v3.Matcher\x12\x34\n\x0eshadow_matcher\x18\x07 \x01(\x0b\x32\x1c.xds.type.matcher.v3.Matcher\x12-\n\ndelay_deny\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x0f\x45nforcementType\x12\x1a\n\x16ONE_TIME_ON_FIRST_BYTE\x10\x00\x12\x0e\n\nCONTINUOUS\x10\x01\x62\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n=xds/proto/envoy/extensions/filters/network/rbac/v3/rbac.proto\x12(envoy.extensions.filters.network.rbac.v3\x1a\x1egoogle/protobuf/duration.proto\x1a)xds/proto/envoy/config/rbac/v3/rbac.proto\x1a+xds/proto/xds/type/matcher/v3/matcher.proto\"\xc7\x03\n\x04RBAC\x12)\n\x05rules\x18\x01 \x01(\x0b\x32\x1a.envoy.config.rbac.v3.RBAC\x12\x30\n\x0cshadow_rules\x18\x02 \x01(\x0b\x32\x1a.envoy.config.rbac.v3.RBAC\x12\x13\n\x0bstat_prefix\x18\x03 \x01(\t\x12X\n\x10\x65nforcement_type\x18\x04 \x01(\x0e\x32>.envoy.extensions.filters.network.rbac.v3.RBAC.EnforcementType\x12 \n\x18shadow_rules_stat_prefix\x18\x05 \x01(\t\x12-\n\x07matcher\x18\x06 \x01(\x0b\x32\x1c.xds.type.matcher.v3.Matcher\x12\x34\n\x0eshadow_matcher\x18\x07 \x01(\x0b\x32\x1c.xds.type.matcher.v3.Matcher\x12-\n\ndelay_deny\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x0f\x45nforcementType\x12\x1a\n\x16ONE_TIME_ON_FIRST_BYTE\x10\x00\x12\x0e\n\nCONTINUOUS\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from xds.proto.envoy.extensions.filters.common.set_filter_state.v3 import set_filter_state_pb2 as xds_dot_proto_dot_envoy_dot_extensions_dot_filters_dot_common_dot_set__filter__state_dot_v3_dot_set__filter__state__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nUxds/proto/envoy/extensions/filters/network/set_filter_state/v3/set_filter_state.proto\x12\x34\x65nvoy.extensions.filters.network.set_filter_state.v3\x1aTxds/proto/envoy/extensions/filters/common/set_filter_state/v3/set_filter_state.proto\"j\n\x06\x43onfig\x12`\n\x11on_new_connection\x18\x01 \x03(\x0b\x32\x45.envoy.extensions.filters.common.set_filter_state.v3.FilterStateValueb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nUxds/proto/envoy/extensions/filters/network/set_filter_state/v3/set_filter_state.proto\x12\x34\x65nvoy.extensions.filters.network.set_filter_state.v3\x1aTxds/proto/envoy/extensions/filters/common/set_filter_state/v3/set_filter_state.proto\"j\n\x06\x43onfig\x12`\n\x11on_new_connection\x18\x01 \x03(\x0b\x32\x45.envoy.extensions.filters.common.set_filter_state.v3.FilterStateValueb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

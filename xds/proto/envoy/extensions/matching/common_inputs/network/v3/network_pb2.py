@@ -5,7 +5,7 @@
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import descriptor_pool as _descriptor_pool
+from xds.proto.pool import POOL as _POOL
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\nJxds/proto/envoy/extensions/matching/common_inputs/network/v3/network.proto\x12\x32\x65nvoy.extensions.matching.common_inputs.network.v3\"\x14\n\x12\x44\x65stinationIPInput\"\x16\n\x14\x44\x65stinationPortInput\"\x0f\n\rSourceIPInput\"\x11\n\x0fSourcePortInput\"\x15\n\x13\x44irectSourceIPInput\"\x11\n\x0fSourceTypeInput\"\x11\n\x0fServerNameInput\"\x18\n\x16TransportProtocolInput\"\x1a\n\x18\x41pplicationProtocolInput\"\x17\n\x15NetworkNamespaceInput\"\x1f\n\x10\x46ilterStateInput\x12\x0b\n\x03key\x18\x01 \x01(\t\"\xb3\x01\n\x14\x44ynamicMetadataInput\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x62\n\x04path\x18\x02 \x03(\x0b\x32T.envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput.PathSegment\x1a\'\n\x0bPathSegment\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x42\t\n\x07segmentb\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\nJxds/proto/envoy/extensions/matching/common_inputs/network/v3/network.proto\x12\x32\x65nvoy.extensions.matching.common_inputs.network.v3\"\x14\n\x12\x44\x65stinationIPInput\"\x16\n\x14\x44\x65stinationPortInput\"\x0f\n\rSourceIPInput\"\x11\n\x0fSourcePortInput\"\x15\n\x13\x44irectSourceIPInput\"\x11\n\x0fSourceTypeInput\"\x11\n\x0fServerNameInput\"\x18\n\x16TransportProtocolInput\"\x1a\n\x18\x41pplicationProtocolInput\"\x17\n\x15NetworkNamespaceInput\"\x1f\n\x10\x46ilterStateInput\x12\x0b\n\x03key\x18\x01 \x01(\t\"\xb3\x01\n\x14\x44ynamicMetadataInput\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x62\n\x04path\x18\x02 \x03(\x0b\x32T.envoy.extensions.matching.common_inputs.network.v3.DynamicMetadataInput.PathSegment\x1a\'\n\x0bPathSegment\x12\r\n\x03key\x18\x01 \x01(\tH\x00\x42\t\n\x07segmentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
