@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("hbone", "rpc", "xds", "tproxy")
-#: What a library may import of the others: rpc the engine, and the shells of xds the calls.
-USES = {"rpc": ("hbone",), "xds": ("rpc",)}
+LIBRARIES = ("hbone", "xds", "tproxy")
+#: What a library may import of the others: the gRPC client takes the tunnels' TLS.
+USES = {"xds": ("hbone",)}
 APPLICATION = "ztunnel"
 
 #: Imports that mean input or output, concurrency, or a clock.
@@ -27,6 +27,7 @@ IMPURE = {
     "random",
     "os",
     "pyroute2",
+    "grpc",
     "uvloop",
 }
 
@@ -115,11 +116,24 @@ def test_libraries_know_neither_each_other_nor_the_application(library: str) -> 
 
 
 def test_libraries_use_each_other_where_it_is_written() -> None:
-    """gRPC needs HTTP/2, TLS and nothing of tunnels; of xDS only what does input and output needs gRPC."""
-    engine = {f"hbone.{name}" for name in ("engine", "errors", "events", "settings", "tls", "tls_context")}
-    assert {name for path in modules("rpc") for name in imports(path) if name.startswith("hbone")} <= engine
-    users = {relative(path) for path in modules("xds") for name in imports(path) if name.startswith("rpc")}
-    assert users == {"xds/aio/client.py", "xds/aio/server.py"}
+    """Of hbone, xds needs TLS and nothing of tunnels, and that in its gRPC client only."""
+    used = {
+        (relative(path), name) for path in modules("xds") for name in imports(path) if name.startswith("hbone")
+    }
+    assert {name for _, name in used} == {"hbone.errors", "hbone.settings", "hbone.tls", "hbone.tls_context"}
+    assert {path for path, _ in used} == {"xds/aio/channel.py", "xds/aio/tls.py", "xds/grpc/tls.py"}
+
+
+def test_grpc_is_on_one_library_at_each_end() -> None:
+    """h2 in the client that every node has; grpcio in servers, which no proxy imports."""
+    users: dict[str, set[str]] = {"h2": set(), "grpc": set()}
+    for path in modules(*LIBRARIES, APPLICATION):
+        for name in imports(path):
+            users.get(name.partition(".")[0], set()).add(relative(path))
+    assert users == {
+        "h2": {"xds/grpc/connection.py", "xds/grpc/status.py"},
+        "grpc": {"xds/aio/server.py", "ztunnel/control_plane/server.py"},
+    }
 
 
 def test_nothing_that_ships_imports_tests_or_benches() -> None:
@@ -127,7 +141,7 @@ def test_nothing_that_ships_imports_tests_or_benches() -> None:
         f"{relative(path)} imports {name}"
         for path in modules(*LIBRARIES, APPLICATION)
         for name in imports(path)
-        if name.partition(".")[0] in ("tests", "bench", "deploy", "h2", "grpc")
+        if name.partition(".")[0] in ("tests", "bench", "deploy")
     ]
     assert wrong == []
 
@@ -197,9 +211,9 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("ztunnel.istio.workers.worker", {"rpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.istio.app", {"yaml", "prometheus_client"}),
-        ("ztunnel.envoy.app", {"yaml", "prometheus_client"}),
+        ("ztunnel.istio.workers.worker", {"h2", "grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
+        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc"}),
+        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc"}),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import pkgutil
 
-# The distribution xds-protos has a top-level package xds, too, with xds.core, xds.type and others beside our folders.
-# Where sys.path finds it after ours, its modules stay importable: Envoy's API as generated for Python needs them.
+# The distribution xds-protos has a top-level package xds, too, with xds.core, xds.type and others beside our
+# folders. Where sys.path finds it after ours, its modules stay importable: Envoy's API as generated for Python
+# needs them.
 __path__ = pkgutil.extend_path(__path__, __name__)

@@ -22,10 +22,10 @@ from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
-from rpc.aio.client import Call, Channel
-from rpc.status import RpcFailed, Status
+from xds.aio.channel import Call, Channel
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
+from xds.grpc.status import RpcFailed, Status
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, DiscoveryResponse
 from xds.protocol.client import (

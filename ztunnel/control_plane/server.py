@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import grpc
 from google.protobuf.message import Message
 
-from rpc.tls import TlsContext, server_tls
-from xds.aio.server import SnapshotServer
+from xds.aio.server import SnapshotServer, server_tls
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 from xds.proto import registry
@@ -125,7 +125,7 @@ class ControlPlane:
         """Where it is served, once it is: port 0 replaced by the one that was free."""
         return self._server.addresses
 
-    def _serving_tls(self, hosts: Sequence[str]) -> TlsContext:
+    def _serving_tls(self, hosts: Sequence[str]) -> grpc.ServerCredentials:
         """A certificate of our own, made for this process and good as long as the root."""
         certificate = self._ca.issue_for_hosts(hosts, ca.now(), _SERVING_LIFE)
         return server_tls(certificate.key_pem, certificate.chain_pem)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpc.address import host_and_port
 from xds.dialects.envoy.reading import api_config_source, at, config_source, fetch_timeout, socket_address
 from xds.errors import ConfigError
+from xds.grpc.address import host_and_port
 from xds.model.address import SocketAddress
 from xds.model.tls import ConfigSource, GrpcSource
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap

@@ -127,9 +127,10 @@ def test_control_plane_killed_and_back(delta: bool, caplog: pytest.LogCaptureFix
                 control_plane.publish("node-1", snapshot(Cluster(name="a"), Cluster(name="b")))
                 # The incremental variant told what it holds, so only the difference comes.
                 assert await receive.names() == (["b"] if delta else ["a", "b"])
+                lines.extend(record.getMessage() for record in said(caplog))
 
+    lines: list[str] = []
     run(main)
-    lines = [record.getMessage() for record in said(caplog)]
     assert sum("does not answer" in line for line in lines) == 1
     assert sum("control plane is back" in line for line in lines) == 1
     assert len(lines) == 3, lines

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from hbone.settings import Role
-from rpc.aio.client import Channel
+from xds.aio.channel import Channel
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError, XdsError
 from xds.model.cluster import RawBuffer

@@ -6,9 +6,9 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
-from rpc.aio.client import Channel
-from rpc.status import RpcFailed
-from rpc.tls import client_tls
+from xds.aio.channel import Channel
+from xds.grpc.status import RpcFailed
+from xds.grpc.tls import client_tls
 from xds.model.identity import SpiffeId
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.identity.csr import IdentityError, IssuedCertificate, issued_certificate, signing_request

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Self
 
-from rpc.aio.client import Channel
-from rpc.tls import client_tls
+from xds.aio.channel import Channel
 from xds.aio.client import AdsClient, Connect, connect_to
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import XdsError
+from xds.grpc.tls import client_tls
 from xds.model.mesh import Mesh
 from xds.protocol.client import ISTIO, DoublingBackoff
 from xds.protocol.resource import Receive, Update

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.messages import MessageReader, prefix
-from rpc.status import RpcFailed, Status
+from xds.grpc.messages import MessageReader, prefix
+from xds.grpc.status import RpcFailed, Status
 
 
 def wire(*messages: bytes) -> bytes:
@@ -19,7 +19,7 @@ def test_every_cut_of_three_messages() -> None:
         for two in range(one, len(data) + 1):
             reader = MessageReader(None)
             pieces = (data[:one], data[one:two], data[two:])
-            assert [m for piece in pieces for m in reader.feed([memoryview(piece)])] == messages
+            assert [m for piece in pieces for m in reader.feed(piece)] == messages
             assert reader.between
 
 
@@ -27,7 +27,7 @@ def test_every_cut_of_three_messages() -> None:
 def test_chunks_of_any_size(messages: list[bytes], sizes: list[int]) -> None:
     left, reader, got = memoryview(wire(*messages)), MessageReader(40), []
     for size in (*sizes, len(left)):
-        got += reader.feed([left[: size // 2], left[size // 2 : size]])
+        got += reader.feed(left[:size])
         left = left[size:]
     assert got == messages
     assert reader.between
@@ -36,7 +36,7 @@ def test_chunks_of_any_size(messages: list[bytes], sizes: list[int]) -> None:
 @pytest.mark.parametrize("held", [1, 4, 5, 7])
 def test_an_unfinished_message_shows(held: int) -> None:
     reader = MessageReader(None)
-    assert reader.feed([memoryview(wire(b"abc"))[:held]]) == []
+    assert reader.feed(wire(b"abc")[:held]) == []
     assert not reader.between
 
 
@@ -52,9 +52,9 @@ def test_an_unfinished_message_shows(held: int) -> None:
 def test_refused_as_soon_as_the_prefix_is_there(data: bytes, status: Status, words: str) -> None:
     reader = MessageReader(10)
     with pytest.raises(RpcFailed, match=words) as caught:
-        reader.feed([memoryview(data)])
+        reader.feed(data)
     assert caught.value.status is status
 
 
 def test_the_limit_itself_is_allowed() -> None:
-    assert MessageReader(3).feed([memoryview(wire(b"abc"))]) == [b"abc"]
+    assert MessageReader(3).feed(wire(b"abc")) == [b"abc"]

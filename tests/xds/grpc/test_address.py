@@ -2,7 +2,7 @@
 
 import pytest
 
-from rpc.address import host_and_port
+from xds.grpc.address import host_and_port
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""Addresses as they are written for gRPC: ``host:port``, with IPv6 hosts in brackets, or ``unix:/path``."""
+"""Addresses of gRPC servers: ``host:port``, with IPv6 hosts in brackets, or ``unix:/path``."""
 
 import ipaddress
 
 
 def host_and_port(text: str, *, least_port: int = 1) -> tuple[str, int]:
-    """Split ``host:port``; the host without brackets.
+    """Split ``host:port`` and return both, the host without brackets.
 
     Raises:
-        ValueError: it is something else, or the port is not between ``least_port`` and 65535.
+        ValueError: ``text`` has another form, or the port is not between ``least_port`` and 65535.
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")

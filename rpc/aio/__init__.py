@@ -1,1 +1,0 @@
-"""Connections, client and server of gRPC on asyncio."""

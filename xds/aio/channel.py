@@ -1,0 +1,572 @@
+"""Calls to one address: a channel that connects when it is used, and again when it must.
+
+:class:`Channel` owns one connection at a time and those it replaced, until their calls have ended. The protocol's
+decisions are in :mod:`xds.grpc.connection`; here are sockets, time and waiting tasks.
+
+No proxy is used, whatever ``http_proxy``, ``grpc_proxy`` or ``no_proxy`` say: the control plane of a node proxy
+must not be reached through what that proxy may be serving. ``GRPC_*`` variables have no effect either.
+"""
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self, assert_never
+
+from hbone.errors import TlsError
+from hbone.tls_context import TlsContext
+from xds.aio.tls import Plain, Secured, Transport
+from xds.grpc.address import host_and_port
+from xds.grpc.connection import (
+    CallEnded,
+    CallEvent,
+    CallsPossible,
+    ClientConnection,
+    MessageReceived,
+    Opened,
+    State,
+    WritePossible,
+)
+from xds.grpc.heads import request_fields
+from xds.grpc.messages import prefix
+from xds.grpc.status import Headers, RpcFailed, Status
+
+CONNECT_S: Final = 20.0  # as gRPC's own clients
+_EACH_S: Final = 5.0  # of a name's addresses, but for the last: one that does not answer must not use up the time
+_USER_AGENT: Final = "grpc-python-ztunnel"
+_UNSENT_BYTES: Final = 4 * 1024 * 1024
+_CLOSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """A PING goes to a server that was quiet for ``interval_s``; it has ``timeout_s`` to send anything."""
+
+    interval_s: float
+    timeout_s: float
+
+
+#: Servers end connections with too many PINGs: those of Go by default below 5 minutes, istiod below 15 s.
+KEEPALIVE: Final = Keepalive(interval_s=30.0, timeout_s=10.0)
+
+
+class Call:
+    """One call: write, read until None or RpcFailed, and cancel it unless it is over by then.
+
+    Reading gives what came before a failure first. One task may read while another writes.
+
+    Attributes:
+        failure: why the call failed; None while it is under way, and after a good end.
+        over: no more messages come.
+    """
+
+    def __init__(self, connection: "_Connection", call_id: int) -> None:
+        self.failure: RpcFailed | None = None
+        self.over = False
+        self._connection = connection
+        self._id = call_id
+        self._messages: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def read(self) -> bytes | None:
+        """Return the next message; None when the call has ended well.
+
+        Raises:
+            RpcFailed: the call has failed, and all messages before that are read.
+        """
+        while not self._messages:
+            self._raise_failure()
+            if self.over:
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._messages.popleft()
+        if not self._messages:
+            self._connection.consumed(self._id)
+        return message
+
+    async def write(self, message: bytes, *, ended: bool = False) -> None:
+        """Send a message; return when the connection has taken all of it.
+
+        Args:
+            message: any length up to 4 GiB.
+            ended: it is our last.
+
+        Raises:
+            RpcFailed: the call is over, with its own failure or CANCELLED.
+        """
+        first = prefix(message)
+        if len(message) < 1024:  # one copy costs less than one more frame
+            await self._send(first + message)
+        else:
+            await self._send(first)
+            await self._send(message)
+        if ended:
+            self._connection.end(self._id)
+
+    def cancel(self) -> None:
+        """Give the call up with CANCEL. Idempotent; nothing if it is over."""
+        if not self.over:
+            self._connection.cancel(self._id)
+            self.ended(RpcFailed(Status.CANCELLED, "given up by us"))
+
+    async def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            self._raise_failure()
+            if self.over:
+                raise RpcFailed(Status.CANCELLED, "the call is over")
+            self._room.clear()
+            left = left[self._connection.send(self._id, left) :]
+            if left:
+                await self._room.wait()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise RpcFailed(self.failure.status, self.failure.details)
+
+    # Called by the connection
+
+    def received(self, message: bytes) -> None:
+        """Queue a message for the reader."""
+        self._messages.append(message)
+        self._arrived.set()
+
+    def room(self) -> None:
+        """Wake the writer."""
+        self._room.set()
+
+    def ended(self, failure: RpcFailed | None) -> None:
+        """Wake reader and writer: nothing more comes."""
+        self.over = True
+        self.failure = failure
+        self._arrived.set()
+        self._room.set()
+
+
+class _Connection:
+    """The shell around one :class:`~xds.grpc.connection.ClientConnection`; an :class:`xds.aio.tls.Inner`."""
+
+    def __init__(self, keepalive: Keepalive | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.opening: asyncio.Future[None] = loop.create_future()
+        """Done when calls are possible or never will be."""
+        self.closed: asyncio.Future[None] = loop.create_future()
+        """Done when the transport is gone; calls may have failed before."""
+        self._core = ClientConnection()
+        self._keepalive = keepalive
+        self._calls: dict[int, Call] = {}
+        self._calls_possible = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._transport: Transport | None = None
+        self._paused = False
+        self._retired = False
+        self._heard = True
+        self._cut_because = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls may be opened, now or when others have ended."""
+        return self._core.state is State.OPEN
+
+    @property
+    def reason(self) -> str:
+        """Why the connection is not usable."""
+        return self._core.reason
+
+    async def open(self, fields: Headers, message_limit_bytes: int | None, limit_s: float) -> Call | None:
+        """Open a call as soon as the server allows one more; None if the connection takes no more calls.
+
+        Raises:
+            RpcFailed: UNAVAILABLE, the server allowed none for ``limit_s``.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                while self.usable and not self._core.calls_possible:
+                    self._calls_possible.clear()
+                    await self._calls_possible.wait()
+        except TimeoutError:
+            text = f"the server allows no more than {self._core.calls} calls at once"
+            raise RpcFailed(Status.UNAVAILABLE, text) from None
+        if not self.usable:
+            return None
+        call_id = self._core.open_call(fields, message_limit_bytes)
+        call = self._calls[call_id] = Call(self, call_id)
+        self._idle.clear()
+        self._flush()
+        return call
+
+    # What calls do
+
+    def send(self, call_id: int, data: memoryview) -> int:
+        """Take what windows and the network allow; after less than all, :meth:`Call.room` will be called."""
+        sent = 0
+        while sent < len(data) and not self._paused:
+            taken = self._core.send(call_id, data[sent:])
+            if not taken:
+                break
+            sent += taken
+            self._flush()  # may pause us
+        return sent
+
+    def end(self, call_id: int) -> None:
+        """Send the end of our messages."""
+        self._core.end(call_id)
+        self._flush()
+
+    def consumed(self, call_id: int) -> None:
+        """Return the credit of messages that were read."""
+        self._core.consumed(call_id)
+        self._flush()
+
+    def cancel(self, call_id: int) -> None:
+        """End a call; idempotent."""
+        self._core.cancel(call_id)
+        self._flush()
+        self._drop(call_id)
+        self._calls_possible.set()
+
+    # Life
+
+    def close(self, reason: str) -> None:
+        """Send GOAWAY and close; calls fail with ``reason``. Idempotent."""
+        if self._transport is None:
+            return
+        self._dispatch(self._core.close(reason))
+        self._flush()
+        self._transport.close()
+
+    def retire(self) -> None:
+        """Close when no call is open: another connection has taken its place. Idempotent."""
+        self._retired = True
+        if not self._calls:
+            self.close("retired")
+
+    async def wait_idle(self, limit_s: float) -> None:
+        """Wait until no call is open, at most ``limit_s``."""
+        if self._calls:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), limit_s)
+
+    async def wait_closed(self) -> None:
+        """Wait until the transport is gone; abort it if the peer does not close in time."""
+        await asyncio.wait([self.closed], timeout=_CLOSE_S)
+        if not self.closed.done() and self._transport is not None:
+            self._transport.abort()
+            await self.closed
+
+    # What the transport does
+
+    def opened(self, transport: Transport) -> None:
+        """See :class:`xds.aio.tls.Inner`."""
+        self._transport = transport
+        self._core.start()
+        self._flush()
+        if self._keepalive is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._keepalive.interval_s, self._check)
+
+    def received(self, data: memoryview) -> None:
+        """See :class:`xds.aio.tls.Inner`."""
+        assert self._transport is not None
+        self._heard = True
+        self._dispatch(self._core.receive_data(data))
+        self._flush()
+        if self._core.state is State.CLOSED:
+            self._transport.close()
+        elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
+            # Messages stop long before: the rest is answers to a server that asks (PING, SETTINGS) and does not
+            # read.
+            self._cut("the server does not read what it asked for")
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._paused = False
+        for call in list(self._calls.values()):
+            call.room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        # EOF and reset are how control planes end streams; xDS clients know these words.
+        text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
+        self._dispatch(self._core.lost(text))
+        self._stop_timer()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _dispatch(self, events: Iterable[CallEvent]) -> None:
+        for event in events:
+            match event:
+                case MessageReceived():
+                    call = self._calls.get(event.call_id)
+                    if call is not None:
+                        call.received(event.message)
+                case CallEnded():
+                    call = self._drop(event.call_id)
+                    if call is not None:
+                        call.ended(event.failure)
+                case WritePossible():
+                    woken = self._calls.values() if event.call_id is None else (self._calls.get(event.call_id),)
+                    for call in list(woken):
+                        if call is not None:
+                            call.room()
+                case CallsPossible():
+                    self._calls_possible.set()
+                case Opened():
+                    pass
+                case _:
+                    assert_never(event)
+        if self._core.state is not State.OPENING and not self.opening.done():
+            self.opening.set_result(None)
+
+    def _drop(self, call_id: int) -> Call | None:
+        call = self._calls.pop(call_id, None)
+        if not self._calls:
+            self._idle.set()
+            if self._retired:
+                # Not at once: the caller that dropped the last call may have a last frame to send.
+                asyncio.get_running_loop().call_soon(self.retire)
+        return call
+
+    def _flush(self) -> None:
+        data = self._core.data_to_send()
+        if data and self._transport is not None:
+            self._transport.write(data)
+
+    # Keepalive
+
+    def _check(self) -> None:
+        assert self._keepalive is not None
+        if self._core.state is State.CLOSED:
+            return
+        loop = asyncio.get_running_loop()
+        if self._heard:
+            self._heard = False
+            self._timer = loop.call_later(self._keepalive.interval_s, self._check)
+            return
+        self._core.ping()
+        self._flush()
+        self._timer = loop.call_later(self._keepalive.timeout_s, self._give_up)
+
+    def _give_up(self) -> None:
+        assert self._keepalive is not None
+        if self._heard:
+            self._check()
+            return
+        self._cut(f"no answer to a PING within {self._keepalive.timeout_s:g} s")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut(self, reason: str) -> None:
+        self._dispatch(self._core.lost(reason))
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Channel:
+    """Calls to one address, over one connection at a time; ``async with`` closes it.
+
+    Args:
+        target: ``host:port``, IPv6 hosts in brackets, or ``unix:/path``.
+        tls: from :func:`xds.grpc.tls.client_tls`, which knows the server's names; None is plain text.
+        message_limit_bytes: of one received message; None allows any length, up to the protocol's 4 GiB.
+        keepalive: None sends no PING.
+        connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
+            more calls at once.
+
+    Raises:
+        ValueError: the target is neither.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: TlsContext | None = None,
+        message_limit_bytes: int | None = None,
+        keepalive: Keepalive | None = KEEPALIVE,
+        connect_timeout_s: float = CONNECT_S,
+    ) -> None:
+        self.target = target
+        self._path = target.removeprefix("unix:") if target.startswith("unix:") else ""
+        self._host, self._port = ("localhost", 0) if self._path else host_and_port(target)
+        self._tls = tls
+        self._message_limit_bytes = message_limit_bytes
+        self._keepalive = keepalive
+        self._connect_timeout_s = connect_timeout_s
+        self._connection: _Connection | None = None
+        self._retired: set[_Connection] = set()
+        self._dialling = asyncio.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """End the connections; calls under way have ``grace_s`` to end first. Returns when they are gone."""
+        self._closed = True
+        connections = [*self._retired, *filter(None, [self._connection])]
+        self._connection = None
+        until_s = asyncio.get_running_loop().time() + grace_s
+        for connection in connections:
+            await connection.wait_idle(until_s - asyncio.get_running_loop().time())
+            connection.close("channel closed")
+            await connection.wait_closed()
+
+    async def call(
+        self, path: str, *, metadata: Iterable[tuple[str, str]] = (), timeout_s: float | None = None
+    ) -> Call:
+        """Begin a call of ``/package.Service/Method``; the caller ends or cancels it.
+
+        Where the server allows no more calls at once, this waits for another call to end.
+
+        Args:
+            path: of the method.
+            metadata: names in lower case and printable values.
+            timeout_s: sent to the server; keeping it is the caller's part.
+
+        Raises:
+            RpcFailed: UNAVAILABLE, there is no connection that takes calls; INVALID_ARGUMENT, the metadata
+            cannot be
+                sent.
+        """
+        try:
+            fields = request_fields(
+                path,
+                "localhost" if self._path else self.target,
+                secure=self._tls is not None,
+                metadata=metadata,
+                timeout_s=timeout_s,
+                user_agent=_USER_AGENT,
+            )
+        except ValueError as error:
+            raise RpcFailed(Status.INVALID_ARGUMENT, str(error)) from error
+        while True:
+            connection, fresh = await self._connected()
+            call = await connection.open(fields, self._message_limit_bytes, self._connect_timeout_s)
+            if call is not None:
+                return call
+            if fresh:
+                # A server that ends connections as soon as it accepts them is overloaded or stopping. Dialling
+                # again at once would be a storm; the caller backs off.
+                raise RpcFailed(Status.UNAVAILABLE, f"{self.target} took no calls: {connection.reason}")
+
+    async def unary(
+        self, path: str, message: bytes, *, metadata: Iterable[tuple[str, str]] = (), timeout_s: float
+    ) -> bytes:
+        """Send one message and return the one answer, within ``timeout_s`` including the connection.
+
+        Raises:
+            RpcFailed: as the server says, or DEADLINE_EXCEEDED.
+        """
+        call: Call | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                call = await self.call(path, metadata=metadata, timeout_s=timeout_s)
+                with suppress(RpcFailed):  # reading raises what ended the call
+                    await call.write(message, ended=True)
+                answer = await call.read()
+                if answer is None or await call.read() is not None:
+                    count = "no message" if answer is None else "more than one message"
+                    raise RpcFailed(Status.UNIMPLEMENTED, f"the server answered with {count}")
+                return answer
+        except TimeoutError:
+            raise RpcFailed(Status.DEADLINE_EXCEEDED, f"no answer within {timeout_s:g} s") from None
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def _connected(self) -> tuple[_Connection, bool]:
+        """Return a connection, and whether it was dialled for this caller; a new one may be unusable already."""
+        async with self._dialling:
+            if self._closed:
+                raise RpcFailed(Status.CANCELLED, "channel closed")
+            connection = self._connection
+            if connection is not None and connection.usable:
+                return connection, False
+            dialled = await self._dial()
+            if self._closed:
+                dialled.close("channel closed")
+                raise RpcFailed(Status.CANCELLED, "channel closed")
+            self._connection = dialled
+            if connection is not None and not connection.closed.done():
+                self._retired.add(connection)
+                connection.closed.add_done_callback(lambda _: self._retired.discard(connection))
+                connection.retire()
+            return dialled, True
+
+    async def _dial(self) -> _Connection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await self._over(await self._socket())
+        except TimeoutError:
+            raise RpcFailed(Status.UNAVAILABLE, f"cannot connect to {self.target}: no answer in time") from None
+        except (OSError, TlsError) as error:
+            raise RpcFailed(Status.UNAVAILABLE, f"cannot connect to {self.target}: {_words(error)}") from error
+
+    async def _over(self, sock: socket.socket) -> _Connection:
+        loop = asyncio.get_running_loop()
+        connection = _Connection(self._keepalive)
+        outer = Plain(connection) if self._tls is None else Secured(self._tls, connection)
+        transport, _ = await loop.create_connection(lambda: outer, sock=sock)
+        try:
+            if isinstance(outer, Secured):
+                await outer.established
+            # The server's SETTINGS come first of all (RFC 9113, 3.4). Before them its limit of calls is
+            # unknown, and whether it speaks HTTP/2 at all.
+            await connection.opening
+        except BaseException:
+            transport.abort()
+            raise
+        return connection
+
+    async def _socket(self) -> socket.socket:
+        """Return a socket connected to the first address that accepts; raise the last one's error if none does."""
+        loop = asyncio.get_running_loop()
+        addresses: list[tuple[int, int, str | tuple[Any, ...]]]
+        if self._path:
+            addresses = [(socket.AF_UNIX, 0, self._path)]
+        else:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            addresses = [(family, protocol, address) for family, _, protocol, _, address in found]
+        for index, (family, protocol, address) in enumerate(addresses, 1):
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
+            try:
+                async with asyncio.timeout(None if index == len(addresses) else _EACH_S):
+                    await loop.sock_connect(sock, address)
+            except OSError:  # TimeoutError is one
+                sock.close()
+                if index == len(addresses):
+                    raise
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                if not self._path:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+        raise OSError("the name has no addresses")
+
+
+def _words(error: OSError | TlsError) -> str:
+    """Return the kernel's words, where asyncio's repeat the address."""
+    if isinstance(error, (TlsError, socket.gaierror)) or not error.errno:
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return os.strerror(error.errno)

@@ -1,0 +1,216 @@
+"""The tunnels' TLS for calls: between an asyncio transport and a connection that sees it as its transport."""
+
+import asyncio
+from typing import Final, Protocol, cast
+
+from hbone.errors import TlsError
+from hbone.tls import TlsSession, sealed_bytes
+from hbone.tls_context import TlsContext
+
+READ_BYTES: Final = 64 * 1024
+"""Handled in one turn of the loop: 1 ms of processor time for long answers, 10 ms for small messages."""
+
+
+class Transport(Protocol):
+    """The part of :class:`asyncio.Transport` that a connection uses, with TLS or without."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+
+    def close(self) -> None:
+        """See :class:`asyncio.BaseTransport`."""
+
+    def abort(self) -> None:
+        """See :class:`asyncio.WriteTransport`."""
+
+    def get_write_buffer_size(self) -> int:
+        """See :class:`asyncio.WriteTransport`."""
+
+
+class Inner(Protocol):
+    """A connection above the transport; its calls come as those of :class:`asyncio.BaseProtocol`."""
+
+    def opened(self, transport: Transport) -> None:
+        """The connection is there, past any handshake."""
+
+    def received(self, data: memoryview) -> None:
+        """Plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+
+
+class Plain(asyncio.BufferedProtocol):
+    """A connection in plain text, read in slices.
+
+    A slice is what one turn of the loop handles. A transport alone does not bound it: libuv, and with it uvloop,
+    reads up to 32 times in a row while bytes keep coming. After a full slice reading pauses until the next turn.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self._buffer = bytearray(READ_BYTES)
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of other classes
+        self._inner.opened(self._transport)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """See :class:`asyncio.BufferedProtocol`."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See :class:`asyncio.BufferedProtocol`."""
+        self._slice(memoryview(self._buffer)[:nbytes])
+        transport = self._transport
+        if nbytes == READ_BYTES and transport is not None and not transport.is_closing():
+            transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._resume)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._inner.resume_writing()
+
+    def _slice(self, data: memoryview) -> None:
+        self._inner.received(data)
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+
+class Secured(Plain):
+    """A connection over TLS; ``inner`` learns of it when the handshake is done, and sees plaintext only.
+
+    The dial that made it limits the time of the handshake, and aborts the transport after that.
+
+    Attributes:
+        established: done when the handshake is; its exception is ``TlsError``, or ``OSError`` of the network.
+    """
+
+    def __init__(self, context: TlsContext, inner: Inner) -> None:
+        super().__init__(inner)
+        self.established: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # A dial that was cancelled does not ask how the handshake ended.
+        self.established.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._session = TlsSession(context)
+        self._plain = memoryview(bytearray(READ_BYTES))
+        self._error: Exception | None = None
+        self._closing = False
+
+    # For the network
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._shake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        if self._session.established:
+            self._inner.connection_lost(self._error or exc)
+        elif not self.established.done():
+            error = self._error or exc or ConnectionResetError("closed during the TLS handshake")
+            self.established.set_exception(error)
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        if self._session.established:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.BaseProtocol`."""
+        if self._session.established:
+            self._inner.resume_writing()
+
+    def _slice(self, data: memoryview) -> None:
+        self._session.receive(data)
+        if not self._session.established:
+            self._shake()
+        if self._session.established and not self._closing:
+            self._decrypt()
+
+    def _shake(self) -> None:
+        try:
+            done = self._session.handshake()
+        except TlsError as error:
+            self._send(b"")  # the alert
+            self._fail(error)
+            return
+        self._send(b"")
+        if done:
+            self._inner.opened(self)
+            if not self.established.done():
+                self.established.set_result(None)
+
+    def _decrypt(self) -> None:
+        try:
+            count = len(self._plain)
+            while count == len(self._plain) and not self._closing:
+                count = self._session.read_into(self._plain)
+                if count:
+                    self._inner.received(self._plain[:count])
+        except TlsError as error:
+            self._fail(error)
+            return
+        if not self._closing:
+            self._send(b"")  # an answer to a key update
+            if self._session.peer_closed:
+                self.close()
+
+    def _send(self, plain: bytes | memoryview) -> None:
+        out = memoryview(bytearray(sealed_bytes(len(plain))))
+        filled = self._session.seal(plain, out)
+        if filled and self._transport is not None:
+            self._transport.write(out[:filled])
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
+    # For the connection inside
+
+    def write(self, data: bytes | memoryview) -> None:
+        """See :class:`Transport`."""
+        if self._closing:
+            return
+        try:
+            self._send(data)
+        except TlsError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Say close_notify and close; see :class:`Transport`."""
+        if not self._closing and self._transport is not None:
+            self._closing = True
+            self._session.close()
+            self._send(b"")
+            self._transport.close()
+
+    def abort(self) -> None:
+        """See :class:`Transport`."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        """See :class:`Transport`."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()

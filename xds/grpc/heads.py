@@ -1,0 +1,77 @@
+"""Header fields of calls: requests written, answers judged ("Requests", "Responses" of the protocol)."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from xds.grpc.status import Header, Headers, RpcFailed, Status, failure_of_http
+
+CONTENT_TYPE: Final[Header] = (b"content-type", b"application/grpc")
+_UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_MOST: Final = 99_999_999  # eight digits
+#: Fields that belong to the transport.
+_NO_METADATA: Final = frozenset((b"te", b"content-type", b"user-agent", b"content-length"))
+
+
+def request_fields(
+    path: str,
+    authority: str,
+    *,
+    secure: bool,
+    metadata: Iterable[tuple[str, str]] = (),
+    timeout_s: float | None = None,
+    user_agent: str = "",
+) -> Headers:
+    """Return the head of a request, in the protocol's order.
+
+    Raises:
+        ValueError: metadata that HTTP/2 cannot carry, or that belongs to the transport. The text names fields
+        only,
+            since values may be secrets.
+    """
+    fields: list[Header] = [
+        (b":method", b"POST"),
+        (b":scheme", b"https" if secure else b"http"),
+        (b":path", path.encode("ascii")),
+        (b":authority", authority.encode("ascii")),
+        (b"te", b"trailers"),
+    ]
+    if timeout_s is not None:
+        fields.append((b"grpc-timeout", encode_timeout(timeout_s)))
+    fields.append(CONTENT_TYPE)
+    if user_agent:
+        fields.append((b"user-agent", user_agent.encode("ascii")))
+    for name, value in metadata:
+        if not re.fullmatch(r"[0-9a-z_.-]+", name) or name.startswith("grpc-") or name.encode() in _NO_METADATA:
+            raise ValueError(f"{name!r} cannot be the name of metadata")
+        if not re.fullmatch(r"[!-~]([ -~]*[!-~])?|", value):
+            raise ValueError(f"the value of metadata {name!r} is not printable ASCII, or has blanks at its ends")
+        fields.append((name.encode(), value.encode()))
+    return tuple(fields)
+
+
+def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
+    """Return why the head of an answer is not gRPC's; None if it is (the call's own status may still be in it)."""
+    if status != 200:
+        return failure_of_http(status)
+    content_type = dict(fields).get(b"content-type", b"")
+    if not is_grpc(content_type):
+        shown = content_type.decode("ascii", "replace")
+        return RpcFailed(Status.UNKNOWN, f"the answer has content-type {shown!r}: no gRPC server is there")
+    return None
+
+
+def is_grpc(content_type: bytes) -> bool:
+    """Return whether this is ``application/grpc``, alone or with ``+proto`` or parameters after it."""
+    kind, rest = content_type[: len(CONTENT_TYPE[1])].lower(), content_type[len(CONTENT_TYPE[1]) :]
+    return kind == CONTENT_TYPE[1] and (not rest or rest[:1] in (b"+", b";"))
+
+
+def encode_timeout(seconds: float) -> bytes:
+    """Return ``grpc-timeout``: up to eight digits and a unit, rounded up; microseconds where they fit."""
+    for unit in (b"u", b"m", b"S", b"M"):
+        count = max(math.ceil(seconds / _UNIT_S[unit] - 1e-6), 0)
+        if count <= _MOST:
+            return b"%d%b" % (count, unit)
+    return b"%dH" % min(math.ceil(seconds / 3600), _MOST)
