@@ -4,12 +4,16 @@
 per subscription, as Envoy does for SDS from a local agent. Both are sources as :mod:`xds.protocol.resource`
 describes them, with the protocol's rules in :mod:`xds.protocol.sotw` and :mod:`xds.protocol.delta`.
 
-Who runs what: ``async with`` owns the tasks. One task keeps the stream (connect, read, write, wait, again);
-one task per type hands updates to receivers, so a receiver that warms holds back its own type's ACK only.
-What arrives for a busy type is merged and stays as small as the configuration itself.
+``async with`` owns the tasks. One task keeps the stream (connect, read, write, wait, again); one task per type
+hands updates to receivers, so a receiver that warms holds back its own type's ACK only. What arrives for a busy
+type is merged and stays as small as the configuration itself.
 
-While the control plane is away everything stays in force. One line tells that it is away and what to check,
-one that it is back.
+No exception leaves these tasks but cancellation. A control plane that cannot be reached or breaks its protocol is
+tried again after a back-off, and so is what turns out to be our own bug, logged with its traceback: the proxy
+serves on with the configuration that it has.
+
+While the control plane is away the last configuration stays current. One log line says that it is away and what to
+check, one that it is back.
 """
 
 import asyncio
@@ -139,6 +143,7 @@ class _Stream:
         self._away_since_s: float | None = None
         self._away_because = ""
         self._answered = False
+        self._call: Call | None = None
 
     def subscribe(
         self,
@@ -152,7 +157,7 @@ class _Stream:
         if feed is None:
             feed = self._feeds[type_url] = Feed(type_url, self.state, self.wake, keeps_bodies=self._keeps_bodies)
             if self._tasks is not None:
-                self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
+                self._tasks.create_task(self._deliver(feed), name=f"xds {self._name} {type_url}")
         subscription = GrpcSubscription(feed, receive, initial_fetch_timeout_s, on_initial_timeout)
         feed.set(subscription, names)
         return subscription
@@ -172,7 +177,7 @@ class _Stream:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for type_url, feed in self._feeds.items():
-                    self._tasks.create_task(feed.deliver_forever(), name=f"xds {self._name} {type_url}")
+                    self._tasks.create_task(self._deliver(feed), name=f"xds {self._name} {type_url}")
                 await self._keep_connected()
         finally:
             self._tasks = None
@@ -182,17 +187,28 @@ class _Stream:
                 for subscription in feed.subscriptions():
                     subscription.initial_fetch.over()
 
+    async def _deliver(self, feed: Feed) -> None:
+        while True:
+            try:
+                await feed.deliver_forever()
+            except Exception:
+                # Our bug. The response under way was neither accepted nor refused, and the server may wait for
+                # that before it sends more: a new stream, after its back-off, begins with what is current.
+                logger.exception("delivery of configuration failed target=%s", self._name)
+                if self._call is not None:
+                    self._call.cancel()
+
     async def _keep_connected(self) -> None:
         while True:
             await self._wake.wait()  # nothing to ask for, no stream
             try:
                 await self._one_stream()
-            except XdsError as error:
-                broken = error if isinstance(error, StreamBroken) else _unreachable(error)
+            except Exception as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    # gRPC answers a cancelled read with the status of the call if that has just failed.
-                    raise asyncio.CancelledError from broken
+                    # A read that is cancelled raises the failure of its call if that came in the same turn.
+                    raise asyncio.CancelledError from error
+                broken = self._why(error)
                 self.stats.ended[broken.end] += 1
                 self._backoff.ended(broken.end)
                 self._lost(broken)
@@ -203,6 +219,15 @@ class _Stream:
                     self.stats.lost_at_s = asyncio.get_running_loop().time()
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
+
+    def _why(self, error: Exception) -> StreamBroken:
+        if isinstance(error, StreamBroken):
+            return error
+        if isinstance(error, XdsError):
+            return _unreachable(error)
+        # Our bug, or a library's: nothing of a control plane's client ends the process.
+        logger.error("stream to the control plane failed target=%s", self._name, exc_info=error)
+        return StreamBroken(f"internal error: {type(error).__name__}", answered=self._answered)
 
     async def _one_stream(self) -> None:
         self._answered = False
@@ -215,6 +240,7 @@ class _Stream:
                 call = await channel.call(self._path, metadata=metadata)
             except RpcFailed as failure:
                 raise self._broken(failure) from failure
+            self._call = call
             self.state.stream_opened()
             # No TaskGroup: before Python 3.13 one whose child fails may leave its parent marked as cancelled
             # (Task.cancelling), and the caller needs that mark.
@@ -227,6 +253,7 @@ class _Stream:
             except DecodeError as error:
                 raise StreamBroken("the server sent a malformed response", answered=self._answered) from error
             finally:
+                self._call = None
                 call.cancel()
                 writer.cancel()
                 await asyncio.wait([writer])

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from google.protobuf.message import Message
 
-from xds.aio.client import AdsClient, PerTypeClient
+from xds.aio.client import AdsClient, PerTypeClient, connect_to
 from xds.aio.server import ServeError, SnapshotServer
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
@@ -296,3 +296,153 @@ def test_leaving_ends_every_task_while_the_control_plane_is_away() -> None:
         assert {task for task in asyncio.all_tasks() - before if "xds" in task.get_name()} == set()
 
     run(main)
+
+
+class Hostile:
+    """A server that ends each of its first connections with some bytes after its SETTINGS, and then serves well.
+
+    It stands in front of the real one: good connections are passed through byte by byte.
+    """
+
+    def __init__(self, target: str, bad: list[bytes]) -> None:
+        self.target, self.bad, self.accepted = target, list(bad), 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        if self.bad:
+            writer.write(b"\0\0\0\4\0\0\0\0\0" + self.bad.pop(0))
+            while await reader.read(65536):
+                pass
+            writer.close()
+            return
+        host, _, port = self.target.rpartition(":")
+        inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._pass(reader, inner_writer))
+            both.create_task(self._pass(inner_reader, writer))
+
+    @staticmethod
+    async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+
+GOAWAY = b"\0\0\x08\7\0\0\0\0\0" + bytes(8)
+NO_STREAMS = b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\0"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    "bad",
+    [[GOAWAY] * 20, [NO_STREAMS + GOAWAY] * 5, [b"\0\0\1\4\0\0\0\0\0x"] * 5],
+    ids=["goaway", "none", "broken"],
+)
+def test_a_control_plane_that_ends_new_connections_ends_nothing_else(loop: str, bad: list[bytes]) -> None:
+    async def main() -> None:
+        async with server(["127.0.0.1:0"]) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            hostile = Hostile(control_plane.addresses[0], bad)
+            front = await asyncio.start_server(hostile, "127.0.0.1", 0)
+            address = f"127.0.0.1:{front.sockets[0].getsockname()[1]}"
+            async with front:
+                receive = Receiver()
+                async with client(address) as ads:
+                    ads.subscribe(CDS, None, receive)
+                    assert await receive.names() == ["a"]
+                assert hostile.accepted == len(bad) + 1
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_bug_on_the_way_to_the_control_plane_is_logged_and_tried_again(
+    loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a client of the control plane raises, the proxy serves on with the configuration that it has."""
+    attempts = 0
+
+    async def main() -> None:
+        async with server(["127.0.0.1:0"]) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            good = connect_to(control_plane.addresses[0])
+
+            def connect() -> Any:
+                nonlocal attempts
+                attempts += 1
+                if attempts <= 2:
+                    raise KeyError("oops")
+                return good()
+
+            receive = Receiver()
+            backoff = Backoff(base_s=0.02, max_s=0.1)
+            async with AdsClient("it", NODE, backoff=backoff, connect=connect) as ads:
+                ads.subscribe(CDS, None, receive)
+                assert await receive.names() == ["a"]
+
+    run(main, loop)
+    assert attempts == 3
+    broken = [record for record in said(caplog) if record.exc_info]
+    assert len(broken) == 2
+    assert all("target=it" in record.getMessage() for record in broken)
+
+
+def test_a_bug_in_writing_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = 0
+
+    def metadata() -> tuple[tuple[str, str], ...]:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise ZeroDivisionError
+        return ()
+
+    async def main() -> None:
+        async with server(["127.0.0.1:0"]) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            receive = Receiver()
+            backoff = Backoff(base_s=0.02, max_s=0.1)
+            address = control_plane.addresses[0]
+            async with PerTypeClient(address, NODE, backoff=lambda: backoff, metadata=metadata) as each:
+                each.subscribe(CDS, None, receive)
+                assert await receive.names() == ["a"]
+
+    run(main)
+    assert attempts == 2
+    assert sum(record.exc_info is not None for record in said(caplog)) == 1
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_bug_in_delivery_makes_a_new_stream(delta: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A response that was neither accepted nor refused would keep the server waiting for ever."""
+
+    class Unreadable(UpdateRejected):
+        @property
+        def rejected(self) -> frozenset[str]:  # type: ignore[override]
+            raise KeyError("oops")
+
+        @rejected.setter
+        def rejected(self, names: object) -> None:
+            pass
+
+    updates = 0
+    applied = asyncio.Event()
+
+    async def receive(update: Update) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 1:
+            raise Unreadable("no")
+        applied.set()
+
+    async def main() -> None:
+        answers: asyncio.Queue[Answered] = asyncio.Queue()
+        async with server(["127.0.0.1:0"], answers) as control_plane:
+            control_plane.publish("node-1", snapshot(Cluster(name="a")))
+            async with client(control_plane.addresses[0], delta=delta) as ads:
+                ads.subscribe(CDS, None, receive)
+                await applied.wait()
+                assert (await answers.get()).error is None
+
+    run(main)
+    assert sum("delivery" in record.getMessage() for record in said(caplog) if record.exc_info) == 1

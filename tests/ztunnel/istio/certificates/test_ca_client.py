@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -207,3 +208,31 @@ def test_the_fake_authority_warns_and_certifies(caplog: pytest.LogCaptureFixture
     assert issued.identity == WEB
     issued.chain[0].verify_directly_issued_by(issued.roots[0])
     assert issued.not_after - datetime.now(UTC) < timedelta(seconds=61)
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_an_authority_that_ends_new_connections_is_a_failure_in_words(
+    tmp_path: Path, runner: Callable[[Any], None]
+) -> None:
+    """GOAWAY, or a limit of no streams, in the bytes that open the connection: an attempt that failed, no more."""
+    settings = b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\0"
+    goaway = b"\0\0\x0c\7\0\0\0\0\0" + bytes(8) + b"stop"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(settings + goaway)
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_unix_server(serve, tmp_path / "ca")
+        async with server:
+            ours = client(f"unix:{tmp_path}/ca")
+            for _ in range(10):
+                with pytest.raises(
+                    IdentityError, match=r"signing gRPC error \(UNAVAILABLE\): .* GOAWAY NO_ERROR stop"
+                ):
+                    await ours.issue(WEB)
+            await ours.close()
+
+    runner(asyncio.wait_for(body(), WAIT_S))
