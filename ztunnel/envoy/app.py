@@ -211,10 +211,8 @@ class Proxy:
         return self._files.at(source.path, source.watched_directory or None)
 
     def _open_stream(self, source: GrpcSource) -> ResourceSource:
-        stream = self._streams.get(source)
-        if stream is None:
-            raise LookupError(f"no static cluster '{source.cluster}' with one endpoint for its stream")
-        return stream
+        self.bootstrap.check(source)
+        return self._streams[source]
 
     def _count_unknown_fields(self, path: str, fields: tuple[str, ...]) -> None:
         self.unknown_fields.value += len(fields)

@@ -8,7 +8,7 @@ from xds.dialects.envoy.reading import api_config_source, at, config_source, fet
 from xds.errors import ConfigError
 from xds.grpc.address import host_and_port
 from xds.model.address import SocketAddress
-from xds.model.tls import ConfigSource, GrpcSource
+from xds.model.tls import AdsSource, ConfigSource, GrpcSource
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
@@ -56,6 +56,17 @@ class BootstrapConfig:
     cds: Discovery | None
     admin: SocketAddress | None
     targets: Mapping[str, GrpcTarget]
+
+    def check(self, source: ConfigSource) -> None:
+        """Refuse a source that this bootstrap does not lead to; a file may still come.
+
+        Raises:
+            ConfigError: in words for the operator.
+        """
+        if isinstance(source, AdsSource) and self.ads is None:
+            raise ConfigError("the configuration asks for ADS, but the bootstrap has no ads_config")
+        if isinstance(source, GrpcSource) and source.cluster not in self.targets:
+            raise ConfigError(f"no static cluster '{source.cluster}' with one endpoint for its stream")
 
 
 def load_bootstrap(path: str) -> BootstrapConfig:
@@ -112,6 +123,10 @@ def read_bootstrap(message: Bootstrap) -> BootstrapConfig:
             f"no static cluster '{ads.cluster}' with one endpoint",
             "dynamic_resources.ads_config.grpc_services[0].envoy_grpc.cluster_name",
         )
+    for field, discovery in (("cds_config", config.cds), ("lds_config", config.lds)):
+        if discovery is not None:
+            with at("dynamic_resources", field):
+                config.check(discovery.source)
     return config
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from operator import attrgetter
 
+from xds.errors import ConfigError
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
 from ztunnel.envoy.telemetry.stats import Counter, Declared, Gauge, Scope, TextReadout
@@ -24,10 +25,7 @@ class Sources:
     Args:
         ads: the aggregated stream, if the bootstrap has one.
         open_file: a source over one watched file.
-        open_stream: a per-type stream to a cluster of the bootstrap.
-
-    Raises:
-        LookupError: from :meth:`of`, for an aggregated stream that the bootstrap does not configure.
+        open_stream: a per-type stream to a cluster of the bootstrap; raises ``ConfigError`` for any other cluster.
     """
 
     def __init__(
@@ -41,11 +39,27 @@ class Sources:
         self._open_stream = open_stream
         self._made: dict[ConfigSource, ResourceSource] = {}
 
+    def check(self, source: ConfigSource) -> None:
+        """Refuse what :meth:`of` would refuse, without watching a file.
+
+        A resource is checked before anything is made of it: it is then refused as a whole, and nothing waits for a
+        source that never answers.
+
+        Raises:
+            ConfigError: there is no such source.
+        """
+        if not isinstance(source, FileSource):
+            self.of(source)
+
     def of(self, source: ConfigSource) -> ResourceSource:
-        """The source a configuration names."""
+        """Return the source that a configuration names.
+
+        Raises:
+            ConfigError: the bootstrap has no aggregated stream, or no such cluster.
+        """
         if isinstance(source, AdsSource):
             if self._ads is None:
-                raise LookupError("the configuration asks for ADS, but the bootstrap has no ads_config")
+                raise ConfigError("the configuration asks for ADS, but the bootstrap has no ads_config")
             return self._ads
         made = self._made.get(source)
         if made is None:

@@ -16,7 +16,7 @@ from xds.dialects.envoy import (
 from xds.errors import ConfigError
 from xds.model.cluster import Cluster, Discovery
 from xds.model.listener import Listener
-from xds.model.tls import FileSource, SecretRef
+from xds.model.tls import ConfigSource, FileSource, SecretRef
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
@@ -26,13 +26,14 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.envoy.bootstrap import BootstrapConfig, GrpcTarget
+from ztunnel.envoy.listeners.manager import wanted_sources
 from ztunnel.envoy.secrets.verify import check_secret
 from ztunnel.envoy.upstream.grpc import tls_of
 
 
 def faults_of(bootstrap: BootstrapConfig) -> list[str]:
     """Everything wrong with a bootstrap's static resources and with every file it leads to, one line each."""
-    check = _Check()
+    check = _Check(bootstrap)
     static = bootstrap.message.static_resources
     check.resources(
         "bootstrap", (registry.pack(m) for m in (*static.secrets, *static.clusters, *static.listeners))
@@ -47,8 +48,10 @@ def faults_of(bootstrap: BootstrapConfig) -> list[str]:
 
 
 class _Check:
-    def __init__(self) -> None:
+    def __init__(self, bootstrap: BootstrapConfig) -> None:
         self.faults: list[str] = []
+        self._bootstrap = bootstrap
+        self._static_secrets = {secret.name for secret in bootstrap.message.static_resources.secrets}
         self._surroundings = Surroundings(lambda path: Path(path).read_bytes(), os.environ)
         self._files: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
@@ -107,6 +110,8 @@ class _Check:
     def _listener(self, message: Message) -> None:
         assert isinstance(message, listener_pb2.Listener)
         model: Listener = compile_listener(message, self._surroundings)
+        for source in wanted_sources(model):
+            self._source(source)
         for chain in model.all_chains:
             self._secrets(chain.secret_refs)
 
@@ -114,13 +119,19 @@ class _Check:
         assert isinstance(message, cluster_pb2.Cluster)
         model: Cluster = compile_cluster(message, self._surroundings)
         self._secrets(model.secret_refs)
-        if model.discovery is Discovery.EDS and isinstance(model.eds_source, FileSource):
-            self._wanted[model.eds_source.path] = None
+        if model.discovery is Discovery.EDS and model.eds_source is not None:
+            self._source(model.eds_source)
 
     def _secrets(self, refs: Iterable[SecretRef]) -> None:
         for ref in refs:
-            if isinstance(ref.source, FileSource):
-                self._wanted[ref.source.path] = None
+            if ref.name not in self._static_secrets:
+                self._source(ref.source)
+
+    def _source(self, source: ConfigSource) -> None:
+        if isinstance(source, FileSource):
+            self._wanted[source.path] = None
+        else:
+            self._bootstrap.check(source)
 
 
 def void(_: object) -> None:

@@ -12,7 +12,9 @@ from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import unpack
 from xds.errors import ConfigError
+from xds.model.http import HttpConnectionManager, RouteTableRef
 from xds.model.listener import DiscoveredFilter, Listener, WorkloadMetadata
+from xds.model.tls import ConfigSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2
 from xds.proto.envoy.config.listener.v3 import listener_pb2
@@ -53,6 +55,18 @@ class Delivered:
     good: Resource | None = None
     at: float = 0.0
     failure: Failure | None = None
+
+
+def wanted_sources(model: Listener) -> set[ConfigSource]:
+    """Return where a listener's routes and extension configurations come from; its secrets are the chains'."""
+    sources = {
+        entry.filter.source for entry in model.listener_filters if isinstance(entry.filter, DiscoveredFilter)
+    }
+    for chain in model.all_chains:
+        terminal = chain.terminal
+        if isinstance(terminal, HttpConnectionManager) and isinstance(terminal.routes, RouteTableRef):
+            sources.add(terminal.routes.source)
+    return sources
 
 
 class ListenerManager:
@@ -148,6 +162,7 @@ class ListenerManager:
             ConfigError: it cannot be obeyed.
         """
         model = self._compile(body)
+        self._check_sources(model)
         self._static.add(model.name)
         self._warm(self._make(model, body, ""))
 
@@ -165,14 +180,11 @@ class ListenerManager:
             try:
                 await self._apply(resource)
                 self.failures.pop(resource.name, None)
-            except (ConfigError, TproxyError, LookupError, OSError) as error:
+            except (ConfigError, TproxyError, OSError) as error:
                 reason = str(error)
                 log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
-                self._create_failure.value += 1
                 errors.append(f"{resource.name}: {reason}")
-                self.failures[resource.name] = Failure(
-                    resource.name, resource.body, reason, self._clock.wall(), resource.version
-                )
+                self._failed(resource.name, resource.body, reason, resource.version)
         gone = set(update.removed)
         if update.complete:
             gone |= {each.name for each in (*self._table, *self._warming.values()) if each.name not in seen}
@@ -209,7 +221,23 @@ class ListenerManager:
         if model.name in self._static:
             return
         self._refuse_duplicate_address(model)
+        self._check_sources(model)
         self._warm(self._make(model, resource.body, resource.version))
+
+    def _failed(self, name: str, body: AnyMessage, reason: str, version: str) -> None:
+        self._create_failure.value += 1
+        self.failures[name] = Failure(name, body, reason, self._clock.wall(), version)
+
+    def _check_sources(self, model: Listener) -> None:
+        """Refuse a listener that would wait for a source which this proxy does not have.
+
+        Raises:
+            ConfigError: see :meth:`ztunnel.envoy.sources.Sources.check`.
+        """
+        for source in wanted_sources(model):
+            self._sources.check(source)
+        for chain in model.all_chains:
+            self._secrets.check(chain.secret_refs)
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
         wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
@@ -258,22 +286,34 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
+        # Before the task: an error of asking refuses the resource that is being applied.
+        waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:
             self._discard(superseded)
         self._warming[name] = listener
-        self._tasks.start(self._warm_up(listener), f"warming {name}")
+        self._tasks.start(self._warm_up(listener, waits), f"warming {name}")
 
-    async def _warm_up(self, listener: LiveListener) -> None:
-        waits = self._subscribe(listener)
-        await listener.settled()
-        for event in waits:
-            await event.wait()
-        if self._warming.get(listener.name) is listener:
-            del self._warming[listener.name]
-            self._promote(listener)
-        done, self._warmed_one = self._warmed_one, asyncio.Event()
-        done.set()
+    async def _warm_up(self, listener: LiveListener, waits: list[asyncio.Event]) -> None:
+        try:
+            await listener.settled()
+            for event in waits:
+                await event.wait()
+            if self._warming.get(listener.name) is listener:
+                del self._warming[listener.name]
+                self._promote(listener)
+        except Exception as error:
+            # Our bug. The response was answered long ago, so that nobody is left to refuse it to; but the start of
+            # the proxy waits for every listener that warms, and must not wait for this one.
+            log.exception("listener %s cannot become active", listener.name)
+            reason = f"internal error: {type(error).__name__}: {error}"
+            self._failed(listener.name, listener.body, reason, listener.version)
+            if self._warming.get(listener.name) is listener:
+                del self._warming[listener.name]
+                self._discard(listener)
+        finally:
+            done, self._warmed_one = self._warmed_one, asyncio.Event()
+            done.set()
 
     def _subscribe(self, listener: LiveListener) -> list[asyncio.Event]:
         """Ask for what the listener needs by ECDS and RDS; events tell when it is here or its time is up."""

@@ -87,14 +87,28 @@ class SecretStore:
         self._accept(handle, message, body, "")
         self._static[message.name] = handle
 
+    def check(self, refs: Iterable[SecretRef]) -> None:
+        """Refuse references that :meth:`acquire` would refuse.
+
+        Raises:
+            ConfigError: there is no such source.
+        """
+        for ref in refs:
+            if ref.name not in self._static:
+                self._sources.check(ref.source)
+
     def acquire(self, ref: SecretRef, changed: Callable[[], None]) -> SecretHandle:
-        """Use a secret; ``changed`` is called after each new version."""
+        """Use a secret; ``changed`` is called after each new version.
+
+        Raises:
+            ConfigError: there is no such source; :meth:`check` first.
+        """
         handle = self._static.get(ref.name)
         if handle is None:
             key = (ref.name, ref.source)
             handle = self._handles.get(key)
             if handle is None:
-                handle = self._handles[key] = SecretHandle(ref, self._clock)
+                handle = SecretHandle(ref, self._clock)
                 handle.subscription = self._sources.of(ref.source).subscribe(
                     TYPE_URL,
                     [ref.name],
@@ -104,6 +118,8 @@ class SecretStore:
                 )
                 handle.scope = self._stats.scope(f"sds.{ref.name}")
                 self._sources.count(handle.scope, handle.subscription)
+                # Last: the next user must not find a handle that was never subscribed to.
+                self._handles[key] = handle
         handle.users += 1
         handle.watchers.append(changed)
         return handle

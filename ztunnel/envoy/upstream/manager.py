@@ -85,6 +85,7 @@ class ClusterManager:
             ConfigError: it cannot be obeyed.
         """
         model = self._compile(body)
+        self._check_sources(model)
         cluster = LiveCluster(model, body, self._surround, added_via_api=False)
         self._static.add(model.name)
         self._active[model.name] = cluster
@@ -148,6 +149,11 @@ class ClusterManager:
             raise ConfigError(f"not a Cluster: {body.type_url}")
         return compile_cluster(message, self._surroundings)
 
+    def _check_sources(self, model: Cluster) -> None:
+        if model.eds_source is not None:
+            self._surround.sources.check(model.eds_source)
+        self._surround.secrets.check(model.secret_refs)
+
     def _apply(self, resource: Resource) -> LiveCluster | None:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
@@ -163,10 +169,11 @@ class ClusterManager:
         if current is not None and current.model.content == model.content:
             current.body, current.version = body, version
             return None
+        self._check_sources(model)
         try:
             cluster = LiveCluster(model, body, self._surround, version=version)
             cluster.start()
-        except (LookupError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(str(error)) from None
         superseded = self._warming.pop(model.name, None)
         if superseded is not None:
