@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -18,15 +17,14 @@ from functools import partial
 from typing import Protocol
 
 from hbone.aio import waits
-from hbone.aio.fiber import OneShotFuture
-from hbone.aio.interval_timer import IntervalTimer
+from hbone.aio.answers import PendingAnswers
+from hbone.aio.keepalive import Keepalive
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
 from hbone.errors import (
     ConnectionBroken,
-    ConnectRefused,
     ErrorCode,
     HboneError,
     PeerSilent,
@@ -56,8 +54,6 @@ from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
 
 logger = logging.getLogger(__name__)
-
-_CHECKS_PER_PERIOD = 4  # per interval of pings, or time that one may take: how exactly both are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +96,9 @@ class Connection(TunnelCarrier):
         "_established",
         "_first",
         "_flushing",
+        "_keepalive",
         "_on_change",
         "_on_established",
-        "_ping_payload",
-        "_ping_sent_s",
-        "_ping_timer",
         "_requests",
         "_room",
         "_to_flush",
@@ -144,7 +138,7 @@ class Connection(TunnelCarrier):
         self._on_established = on_established
         self._on_change: Callable[[Connection], None] | None = None
         self._tunnels: dict[int, Tunnel] = {}
-        self._answers: dict[int, OneShotFuture[Tunnel]] = {}
+        self._answers = PendingAnswers(poller)
         self._waiting: dict[int, Tunnel] = {}
         self._to_flush: list[Tunnel] = []
         self._room = False
@@ -152,10 +146,8 @@ class Connection(TunnelCarrier):
         self._closing = False
         self._established: asyncio.Future[None] = poller.loop.create_future()
         self._closed: asyncio.Future[None] = poller.loop.create_future()
-        self._ping_timer: IntervalTimer | None = None
+        self._keepalive: Keepalive | None = None
         self._first: asyncio.TimerHandle | None = None
-        self._ping_payload = b""
-        self._ping_sent_s = 0.0
         poller.register(sock.fileno(), self)
 
     # Opening
@@ -281,7 +273,7 @@ class Connection(TunnelCarrier):
                 self._tunnels[event.stream_id] = tunnel = Tunnel(self, event.stream_id)
                 self._requests.start(self, tunnel, event.head, ended=event.ended)
             case ResponseReceived():
-                self._answered(event.stream_id, event.status, event.headers)
+                self._answers.answered(event.stream_id, event.status, event.headers)
             case StreamEnded():
                 tunnel_at = self._tunnels.get(event.stream_id)
                 if tunnel_at is not None:
@@ -295,9 +287,8 @@ class Connection(TunnelCarrier):
                     self._room = True
                     self.poller.schedule_flush(self)  # resumed in flush, when this read's buffers are free
             case PingAcknowledged():
-                if event.payload == self._ping_payload:
-                    self._ping_payload = b""
-                elif self._closing:
+                ours = self._keepalive is not None and self._keepalive.answered(event.payload)
+                if self._closing and not ours:
                     self._changed()  # perhaps the PONG that made the engine say its final GOAWAY
             case GoawayReceived():
                 self._changed()
@@ -307,32 +298,10 @@ class Connection(TunnelCarrier):
                 self.flush()
                 self._end(RemoteProtocolError(event.code, event.detail))
 
-    def _answered(self, stream_id: int, status: int, headers: tuple[Header, ...]) -> None:
-        answer = self._answers.pop(stream_id, None)
-        tunnel = self._tunnels.get(stream_id)
-        if answer is None or tunnel is None or answer.done():
-            return
-        if status == 200:
-            tunnel.headers = headers
-            if tunnel.early_sent is not None:
-                client, size = tunnel.early_sent
-                client.discard(size)
-            answer.set_result(tunnel)
-        else:
-            answer.set_exception(ConnectRefused(status, headers))
-            tunnel.close()
-
-    def _unanswered(self, stream_id: int, tunnel: Tunnel | None, error: TunnelBroken) -> None:
-        """Tell whoever waits for the answer that there will be none."""
-        answer = self._answers.pop(stream_id, None)
-        if answer is not None and not answer.done():
-            early = tunnel is not None and tunnel.early_sent is not None
-            answer.set_exception(error.after_early_data() if early else error)
-
     def _stream_gone(self, stream_id: int, error: TunnelBroken) -> None:
         tunnel = self._tunnels.pop(stream_id, None)
         self._waiting.pop(stream_id, None)
-        self._unanswered(stream_id, tunnel, error)
+        self._answers.broken(stream_id, error)
         if tunnel is not None:
             tunnel.on_reset(error)
             if self._requests is not None:
@@ -449,7 +418,7 @@ class Connection(TunnelCarrier):
         """The tunnel's owner is done with it."""
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
-        self._unanswered(tunnel.stream_id, tunnel, ConnectionBroken("connection closed"))
+        self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
         self._changed()
 
     # For owners
@@ -495,8 +464,7 @@ class Connection(TunnelCarrier):
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
-        answer: OneShotFuture[Tunnel] = OneShotFuture(self.poller)
-        self._answers[stream_id] = answer
+        answer = self._answers.expect(tunnel)
         if client is not None and self.engine.peer_early_bytes:
             self._send_early(tunnel, client)
         self.poller.schedule_flush(self)
@@ -550,11 +518,11 @@ class Connection(TunnelCarrier):
         if self.error is not None:
             return
         self.error = bare(error)
-        if self._ping_timer is not None:
-            self._ping_timer.unregister(self)
+        if self._keepalive is not None:
+            self._keepalive.stop()
         if self._first is not None:
             self._first.cancel()
-        self._ping_timer = self._first = None
+        self._keepalive = self._first = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
@@ -562,12 +530,7 @@ class Connection(TunnelCarrier):
             self._established.set_exception(error)
             self._established.exception()  # also when nobody waits for it any more
         if isinstance(error, TlsError):
-            for stream_id, answer in self._answers.items():
-                tunnel = self._tunnels.get(stream_id)
-                # Who refuses our certificate has not looked at the request.
-                early = tunnel is not None and tunnel.early_sent is not None and not error.by_peer
-                if not answer.done() and not early:
-                    answer.set_exception(error)
+            self._answers.refused_by_tls(error)
         for stream_id in list(self._tunnels):
             self._stream_gone(
                 stream_id,
@@ -592,28 +555,21 @@ class Connection(TunnelCarrier):
     def _keep_alive(self) -> None:
         settings = self.settings
         if settings.ping_interval_s is not None and self.error is None:
-            self._ping_sent_s = self.poller.loop.time()
-            self._ping_timer = self.poller.interval_timer(
-                min(settings.ping_interval_s, settings.ping_timeout_s) / _CHECKS_PER_PERIOD
+            self._keepalive = Keepalive(
+                self, self.poller, interval_s=settings.ping_interval_s, timeout_s=settings.ping_timeout_s
             )
-            self._ping_timer.register(self, self.poller.now_s)
 
-    def on_interval(self) -> None:
-        """A PING every interval; the PONG of the last one must have come within ``ping_timeout_s``."""
-        settings, now_s = self.settings, self.poller.loop.time()
-        assert settings.ping_interval_s is not None
-        since_s = now_s - self._ping_sent_s
-        if self._ping_payload:
-            if since_s >= settings.ping_timeout_s:
-                if self.role is Role.SERVER:
-                    self.engine.goaway(ErrorCode.NO_ERROR)
-                    self.flush()
-                self._end(PeerSilent("HBONE ping timeout"))
-        elif since_s >= settings.ping_interval_s:
-            self._ping_payload = os.urandom(8)
-            self._ping_sent_s = now_s
-            self.engine.ping(self._ping_payload)
-            self.poller.schedule_flush(self)
+    def send_ping(self, payload: bytes) -> None:
+        """See :class:`hbone.aio.keepalive.Pinged`."""
+        self.engine.ping(payload)
+        self.poller.schedule_flush(self)
+
+    def on_silence(self) -> None:
+        """See :class:`hbone.aio.keepalive.Pinged`."""
+        if self.role is Role.SERVER:
+            self.engine.goaway(ErrorCode.NO_ERROR)
+            self.flush()
+        self._end(PeerSilent("HBONE ping timeout"))
 
 
 def _broken(error: Exception, when: str) -> HboneError:

@@ -1,0 +1,69 @@
+"""Keepalive of a connection: a PING every interval, whose answer must come within a limit."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from hbone.aio.interval_timer import IntervalTimer
+from hbone.aio.poller import Poller
+
+_CHECKS_PER_PERIOD = 4
+"""Of the interval or the limit, the shorter one: how exactly both are kept."""
+
+
+class Pinged(Protocol):
+    """A connection that is kept alive."""
+
+    def send_ping(self, payload: bytes) -> None:
+        """Send a PING with 8 bytes of ``payload``."""
+
+    def on_silence(self) -> None:
+        """End: the last PING was not answered in time."""
+
+
+class Keepalive:
+    """Member of a shared timer (:mod:`hbone.aio.interval_timer`) until :meth:`stop`.
+
+    A timer of its own per connection, moved with each PONG, would cost more than the checks.
+    """
+
+    __slots__ = ("_connection", "_interval_s", "_payload", "_poller", "_sent_s", "_timeout_s", "_timer")
+
+    def __init__(self, connection: Pinged, poller: Poller, *, interval_s: float, timeout_s: float) -> None:
+        self._connection: Pinged | None = connection
+        self._poller = poller
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._payload = b""  # of the PING under way
+        self._sent_s = poller.loop.time()
+        self._timer: IntervalTimer = poller.interval_timer(min(interval_s, timeout_s) / _CHECKS_PER_PERIOD)
+        self._timer.register(self, poller.now_s)
+
+    def answered(self, payload: bytes) -> bool:
+        """Take a PONG; False: it answers no PING of this keepalive."""
+        # The payload is random, so that a peer cannot answer in advance and pass for alive.
+        if not self._payload or payload != self._payload:
+            return False
+        self._payload = b""
+        return True
+
+    def on_interval(self) -> None:
+        """See :class:`hbone.aio.interval_timer.Member`."""
+        connection = self._connection
+        if connection is None:
+            return
+        now_s = self._poller.loop.time()
+        since_s = now_s - self._sent_s
+        if self._payload:
+            if since_s >= self._timeout_s:
+                connection.on_silence()
+        elif since_s >= self._interval_s:
+            self._payload = os.urandom(8)
+            self._sent_s = now_s
+            connection.send_ping(self._payload)
+
+    def stop(self) -> None:
+        """Leave the timer and release the connection; idempotent."""
+        self._timer.unregister(self)
+        self._connection = None
