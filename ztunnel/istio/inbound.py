@@ -206,7 +206,8 @@ class Inbound:
                 record.denied_early(refusal.early)
             request.refuse(refusal.status)
         except HboneError as error:
-            failure = Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
+            # The stream was gone by the time it was accepted; on purpose, if there is a reason.
+            failure = of_reason(entry.reason) if entry.reason else _broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else Failed("h2 failed: the client gave up")
             # A policy that came while the application was dialled: 401, a verdict, which the client must not try
@@ -541,6 +542,10 @@ def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:
         except ValueError:
             continue
     return None
+
+
+def _broken(error: HboneError) -> Failed:
+    return Failed(f"h2 failed: {error}", Flags.H2_HANDSHAKE_FAILURE)
 
 
 def _unreachable(error: Exception) -> Failed:
