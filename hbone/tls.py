@@ -15,15 +15,15 @@ from functools import lru_cache
 from typing import Any, Final
 
 from cryptography import x509
-from cryptography.hazmat.bindings.openssl.binding import Binding
 from OpenSSL import SSL
 
+from hbone import openssl
 from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
 from hbone.tls_context import NoCommonProtocol, TlsContext, Verification
 
-_ffi: Final[Any] = Binding.ffi
-_lib: Final[Any] = Binding.lib
+_ffi: Final[Any] = openssl.ffi
+_lib: Final[Any] = openssl.lib
 
 RECORD_BYTES: Final = 16_384
 RECORD_OVERHEAD: Final = 64  # of TLS 1.2 and 1.3 with AEAD suites it is 22 to 29

@@ -13,15 +13,15 @@ from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from cryptography import x509
-from cryptography.hazmat.bindings.openssl.binding import Binding
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from OpenSSL import SSL, crypto
 
+from hbone import openssl
 from hbone.errors import TlsReason
 from hbone.settings import Role
 
-_ffi: Final[Any] = Binding.ffi
-_lib: Final[Any] = Binding.lib
+_ffi: Final[Any] = openssl.ffi
+_lib: Final[Any] = openssl.lib
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""OpenSSL's binding, and a check that it has what this package uses of it.
+
+pyOpenSSL wraps the OpenSSL that is inside ``cryptography``. What it does not wrap is called through the cffi
+binding, and a few attributes of pyOpenSSL's classes are taken that have no promise. Another release may rename
+any of them: the check below turns that into one clear error at import, instead of a failure in some handshake.
+"""
+
+from typing import Any, Final
+
+import OpenSSL
+from cryptography.hazmat.bindings.openssl.binding import Binding
+from OpenSSL import SSL
+
+#: Functions and constants called through the binding, in ``tls.py`` and ``tls_context.py``.
+LIBRARY_NAMES: Final = (
+    "BIO_new_mem_buf",
+    "BIO_read",
+    "BIO_set_mem_eof_return",
+    "ERR_clear_error",
+    "SSL_CTX_set1_curves_list",
+    "SSL_CTX_set_verify",
+    "SSL_ERROR_WANT_READ",
+    "SSL_get_error",
+    "SSL_get_ex_data_X509_STORE_CTX_idx",
+    "SSL_read",
+    "SSL_read_early_data",
+    "SSL_set_bio",
+    "SSL_version",
+    "SSL_write",
+    "SSL_write_early_data",
+    "X509_STORE_CTX_get_current_cert",
+    "X509_STORE_CTX_get_error",
+    "X509_STORE_CTX_get_error_depth",
+    "X509_STORE_CTX_get_ex_data",
+    "X509_STORE_CTX_set_error",
+    "X509_up_ref",
+    "X509_verify_cert_error_string",
+)
+#: Attributes of pyOpenSSL's objects that its documentation does not name.
+CONTEXT_NAMES: Final = ("_context",)
+CONNECTION_NAMES: Final = ("_ssl", "_from_ssl", "_raise_ssl_error")
+
+ffi: Final[Any] = Binding.ffi
+lib: Final[Any] = Binding.lib
+
+
+def missing_names(library: object, context: object, connection: object) -> list[str]:
+    """Return the names that this package uses and the installed releases lack."""
+    return [
+        f"{where}.{name}"
+        for where, holder, names in (
+            ("OpenSSL binding", library, LIBRARY_NAMES),
+            ("SSL.Context", context, CONTEXT_NAMES),
+            ("SSL.Connection", connection, CONNECTION_NAMES),
+        )
+        for name in names
+        if not hasattr(holder, name)
+    ]
+
+
+def _check() -> None:
+    context = SSL.Context(SSL.TLS_METHOD)
+    missing = missing_names(lib, context, SSL.Connection(context))
+    if missing:
+        raise ImportError(
+            f"pyOpenSSL {OpenSSL.__version__} with its cryptography lacks {', '.join(missing)}; "
+            "install the releases of requirements/runtime.lock"
+        )
+
+
+_check()
