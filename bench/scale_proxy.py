@@ -22,9 +22,10 @@ from bench.scale_mesh import CLIENT, NODE, PORT, service_address
 from tproxy.aio.netns import CLONE_NEWNET, unshare
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.envoy.app import Proxy, State
+from ztunnel.envoy.app import Proxy
 from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.envoy.settings import Settings
+from ztunnel.envoy.state import State
 from ztunnel.envoy.stream_info import StreamInfo
 
 _TICK_S = 0.005

@@ -81,26 +81,136 @@ def modules(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every module a file imports at run time, dotted; what TYPE_CHECKING hides is no arrow."""
-    for node in _runtime(ast.parse(path.read_text())):
+def imports(path: Path, *, typing_only: bool = False) -> Iterator[str]:
+    """Yield every module that a file imports, dotted.
+
+    Args:
+        typing_only: those below ``TYPE_CHECKING``, too, and modules of packages one by one.
+    """
+    for node in _nodes(ast.parse(path.read_text()), typing_only=typing_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            module = node.module or ""
+            members = [f"{module}.{alias.name}" for alias in node.names] if typing_only else []
+            found = [name for name in members if _is_module(name)]
+            yield from found
+            if len(found) < len(node.names):
+                yield module
 
 
-def _runtime(tree: ast.AST) -> Iterator[ast.AST]:
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _module_name(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _nodes(tree: ast.AST, *, typing_only: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if not typing_only and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
-        yield from _runtime(child)
+        yield from _nodes(child, typing_only=typing_only)
 
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+#: Folders of the repository; another one is a design decision.
+TOP_LEVEL = {"ztunnel", "hbone", "xds", "tproxy", "tests", "bench", "deploy", "docs", "requirements", ".ci"}
+
+#: What each part of the application may import of the others. Commands stand above the front ends, these above
+#: what they share; the two front ends never meet.
+SHARED = {"runtime", "http", "identity", "policy", "dataplane"}
+LAYERS = {
+    "runtime": set(),
+    "http": {"runtime"},
+    "identity": {"runtime"},
+    "policy": {"runtime"},
+    "dataplane": {"runtime", "identity", "policy"},
+    "istio": SHARED,
+    "envoy": SHARED,
+    "agent": {"runtime", "istio"},
+    "control_plane": {"runtime", "identity"},
+    "intercept": {"runtime"},
+    "cli": {"runtime", "istio", "envoy", "agent", "control_plane", "intercept"},
+    "__main__": {"cli"},
+}
+
+
+def test_the_folders_are_known() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert {line.partition("/")[0] for line in tracked.splitlines() if "/" in line} == TOP_LEVEL
+
+
+@pytest.mark.parametrize("part", LAYERS)
+def test_arrows_point_down_inside_the_application(part: str) -> None:
+    files = (
+        [ROOT / APPLICATION / f"{part}.py"] if part in ("cli", "__main__") else modules(f"{APPLICATION}/{part}")
+    )
+    assert files
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in files
+        for name in imports(path, typing_only=True)
+        if name.startswith(f"{APPLICATION}.") and name.split(".")[1] not in {part, *LAYERS[part]}
+    ]
+    assert wrong == []
+
+
+def test_every_part_of_the_application_has_a_layer() -> None:
+    parts = {path.relative_to(ROOT / APPLICATION).parts[0] for path in modules(APPLICATION)}
+    assert {part.removesuffix(".py") for part in parts} - {"__init__"} == set(LAYERS)
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Imports for type checkers count, since their reader needs both. A Protocol or a value parts a circle."""
+    files = {
+        _module_name(path): path for path in modules(*LIBRARIES, APPLICATION) if not path.stem.endswith("_pb2")
+    }
+    arrows = {
+        module: [name for name in imports(path, typing_only=True) if name in files and name != module]
+        for module, path in files.items()
+    }
+    assert _circles(arrows) == []
+
+
+def _circles(arrows: dict[str, list[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other, after Tarjan (1972)."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in arrows[module]:
+            if other not in order:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], order[other])
+        if lowest[module] == order[module]:
+            group = stack[stack.index(module) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in arrows:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert _circles({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["a", "c"]}) == [["b", "c"]]
+    assert _circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 
 from hbone.aio.connection import ConnectionSettings
@@ -33,6 +32,7 @@ from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.settings import Settings, TunnelSource
 from ztunnel.envoy.sources import Sources
+from ztunnel.envoy.state import State
 from ztunnel.envoy.telemetry.access_log import AccessLogs
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.terminate import Terminator
@@ -52,15 +52,6 @@ log = logging.getLogger(__name__)
 _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
 #: Ports of tunnels that come back to this proxy: to itself, and by the node's NAT rule for node-local ones.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
-
-
-class State(StrEnum):
-    """How far the start has come; ``/ready`` says it."""
-
-    PRE_INITIALIZING = "PRE_INITIALIZING"
-    INITIALIZING = "INITIALIZING"
-    LIVE = "LIVE"
-    DRAINING = "DRAINING"
 
 
 class Proxy:

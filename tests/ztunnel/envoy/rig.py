@@ -22,9 +22,10 @@ from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.json import parse_value
 from xds.protocol.snapshot import Answered, Snapshot
-from ztunnel.envoy.app import Proxy, State
+from ztunnel.envoy.app import Proxy
 from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.envoy.settings import Settings, Switches
+from ztunnel.envoy.state import State
 from ztunnel.runtime import accepting
 
 T = "type.googleapis.com/"

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 
 from xds.model.secret import Certificate
 from xds.proto.dump import format_json
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.http.page import JSON, Page, text
 
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
-
 _KINDS = {"uri": "uri", "dns": "dns", "ip": "ip_address"}
 
 
-def page(proxy: Proxy) -> Page:
+def page(proxy: InspectedProxy) -> Page:
     """The answer of ``/certs``."""
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
     shown = [_context(context, now) for context in contexts_in_use(proxy)]
     return text(format_json({"certificates": shown}), content_type=JSON)
 
 
-def contexts_in_use(proxy: Proxy) -> Iterator[LiveContext]:
+def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
     """Every TLS context that has its secrets: those of clusters, then those of listeners' chains."""
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
@@ -38,7 +35,7 @@ def contexts_in_use(proxy: Proxy) -> Iterator[LiveContext]:
                 yield chain.tls
 
 
-def certificates_in_use(proxy: Proxy) -> Iterator[x509.Certificate]:
+def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
     """Roots and own certificates of every context."""
     for context in contexts_in_use(proxy):
         yield from _roots(context)

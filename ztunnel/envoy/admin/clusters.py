@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from xds.model.cluster import CircuitBreakers
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from ztunnel.envoy.admin.dump import address_message, health_of
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.upstream.cluster import LiveCluster
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.http.page import Piece, printable
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
 
 Shown = Callable[[str], bool]
 
@@ -28,7 +25,7 @@ _GAUGES = ("cx_active", "rq_active", "rq_pending_active")
 _LIMITS = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
 
 
-def _shown(proxy: Proxy, shown: Shown) -> Iterator[LiveCluster]:
+def _shown(proxy: InspectedProxy, shown: Shown) -> Iterator[LiveCluster]:
     return (cluster for cluster in proxy.clusters.active if shown(cluster.model.name))
 
 
@@ -39,7 +36,7 @@ def _count(host: Host, name: str) -> int:
 # Lines
 
 
-def text_pieces(proxy: Proxy, shown: Shown) -> Iterator[Piece]:
+def text_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
     """``<cluster>::...`` lines, one cluster at a time, one host at a time."""
     for cluster in _shown(proxy, shown):
         name = printable(cluster.model.name)
@@ -96,7 +93,7 @@ def _service_name(cluster: LiveCluster) -> str:
 # JSON
 
 
-def json_pieces(proxy: Proxy, shown: Shown) -> Iterator[Piece]:
+def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
     """``{"cluster_statuses": [...]}``, one cluster at a time; ``{}`` without any."""
     before = '{\n "cluster_statuses": [\n  '
     for cluster in _shown(proxy, shown):

@@ -7,34 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from ztunnel.envoy.admin import certs, clusters, config_dump, connections, loggers, process, readiness, server_info
 from ztunnel.envoy.admin.dump import address_message
 from ztunnel.envoy.admin.help import Command, Parameter, help_text, home_page
+from ztunnel.envoy.admin.inspected import Asked, Drain, InspectedProxy
 from ztunnel.envoy.telemetry import stats_page
 from ztunnel.http.page import HTML, JSON, Page, PageRequest, Query, printable, text
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.admin.server import AdminServer
-    from ztunnel.envoy.app import Proxy
 
 _NO_CONTENTION = "Mutex contention tracing is not enabled. To enable, run Envoy with flag --enable-mutex-tracing."
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request and whom it is put to."""
-
-    proxy: Proxy
-    server: AdminServer
-    query: Query
-
-
-def answer(proxy: Proxy, server: AdminServer, request: PageRequest) -> Page:
+def answer(proxy: InspectedProxy, drain: Drain, request: PageRequest) -> Page:
     """Answer one request to the admin server."""
     path = request.path.rstrip("/") or "/"
     command = _BY_PATH.get(path)
@@ -42,7 +28,7 @@ def answer(proxy: Proxy, server: AdminServer, request: PageRequest) -> Page:
         return text("invalid path. " + help_text(COMMANDS), 404)
     if command.mutates and request.method != "POST":
         return text(f"Method {printable(request.method)} not allowed, POST required.", 405)
-    return command.answer(Asked(proxy, server, request.query))
+    return command.answer(Asked(proxy, drain, request.query))
 
 
 # Pages that show
@@ -234,9 +220,7 @@ def _pass_health_checks(asked: Asked) -> Page:
 
 def _drain_listeners(asked: Asked) -> Page:
     query = asked.query
-    asked.server.drain(
-        inbound_only="inboundonly" in query, graceful="graceful" in query, skip_exit="skip_exit" in query
-    )
+    asked.drain(inbound_only="inboundonly" in query, graceful="graceful" in query, skip_exit="skip_exit" in query)
     return _ok()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
@@ -18,10 +18,8 @@ from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import FieldMask
 from ztunnel.envoy.admin import dump
 from ztunnel.envoy.admin.dump import Dump
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.http.page import JSON, PLAIN, Deferred, Page, Piece, Query, text
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
 
 #: Elements of more bytes on the wire are turned into text outside the event loop. 32 KiB take about 10 ms.
 _LARGE_BYTES = 16 * 1024
@@ -36,7 +34,7 @@ class Refused(Exception):
         self.message = message
 
 
-def page(proxy: Proxy, query: Query) -> Page:
+def page(proxy: InspectedProxy, query: Query) -> Page:
     """The answer of ``/config_dump``."""
     try:
         shown = _name_filter(query.get("name_regex"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xds.model.address import SocketAddress, canonical
 from xds.proto.dump import format_json
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.explain import Configuration, Question, explain
 from ztunnel.envoy.listeners.chains import LiveChain
 from ztunnel.envoy.settings import TunnelSource
@@ -15,16 +16,15 @@ from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.http.page import JSON, Page, Piece, Query, text
 
 if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.connections import LiveConnection
 
 
-def connections_page(proxy: Proxy) -> Page:
+def connections_page(proxy: InspectedProxy) -> Page:
     """Every live connection, oldest first."""
     return Page(content_type=JSON, body=_connection_pieces(proxy))
 
 
-def _connection_pieces(proxy: Proxy) -> Iterator[Piece]:
+def _connection_pieces(proxy: InspectedProxy) -> Iterator[Piece]:
     before = '{\n "connections": [\n  '
     for connection in proxy.connections:
         yield before
@@ -70,7 +70,7 @@ def _inner(info: StreamInfo) -> dict[str, Any]:
 _USAGE = "usage: /explain?source=IP[:PORT]&destination=IP:PORT[&identity=SPIFFE ID][&listener=NAME]\n"
 
 
-def explain_page(proxy: Proxy, query: Query) -> Page:
+def explain_page(proxy: InspectedProxy, query: Query) -> Page:
     """Where a connection would go, decision by decision."""
     try:
         question = Question(

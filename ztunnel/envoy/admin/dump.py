@@ -28,11 +28,11 @@ from xds.proto.envoy.extensions.filters.network.http_connection_manager.v3 impor
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import Timestamp
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.upstream.cluster import LiveCluster, live_assignment
 from ztunnel.envoy.upstream.host import Host
 
 if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.listeners.listener import LiveListener
     from ztunnel.envoy.listeners.manager import Delivered
     from ztunnel.envoy.secrets.store import SecretHandle
@@ -76,7 +76,7 @@ class Dump:
         return self.message
 
 
-def dumps(proxy: Proxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Dump]:
+def dumps(proxy: InspectedProxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Dump]:
     """Every top-level dump, in order."""
     yield Dump(bootstrap(proxy))
     yield Dump(clusters(proxy, shown))
@@ -90,7 +90,7 @@ def dumps(proxy: Proxy, *, include_eds: bool, shown: Shown = everything) -> Iter
     yield Dump(secrets(proxy, shown))
 
 
-def bootstrap(proxy: Proxy) -> admin.BootstrapConfigDump:
+def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
     """The bootstrap as given."""
     return admin.BootstrapConfigDump(bootstrap=proxy.bootstrap.message, last_updated=timestamp(proxy.started_at))
 
@@ -98,7 +98,7 @@ def bootstrap(proxy: Proxy) -> admin.BootstrapConfigDump:
 # Clusters and endpoints
 
 
-def clusters(proxy: Proxy, shown: Shown) -> admin.ClustersConfigDump:
+def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
     """Static clusters, dynamic ones that serve and ones that warm; a refused version is at its last good one."""
     manager = proxy.clusters
     dump = admin.ClustersConfigDump(version_info=manager.version)
@@ -132,7 +132,7 @@ def _dynamic_cluster(
         entry.error_state.CopyFrom(_error_state(failure))
 
 
-def endpoints(proxy: Proxy, shown: Shown) -> Dump:
+def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
     """The hosts in use of every cluster that serves; no versions and no times, as in Envoy."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
@@ -211,7 +211,7 @@ def address_message(message: core.Address, address: EndpointAddress) -> None:
 # Listeners and what they discover
 
 
-def listeners(proxy: Proxy, shown: Shown) -> admin.ListenersConfigDump:
+def listeners(proxy: InspectedProxy, shown: Shown) -> admin.ListenersConfigDump:
     """Static listeners, and for each dynamic name its active, warming, draining and refused version."""
     manager = proxy.listeners
     dump = admin.ListenersConfigDump(version_info=manager.version)
@@ -249,7 +249,7 @@ def _listener_state(listener: LiveListener) -> admin.ListenersConfigDump.Dynamic
     )
 
 
-def extensions(proxy: Proxy, shown: Shown) -> admin.EcdsConfigDump:
+def extensions(proxy: InspectedProxy, shown: Shown) -> admin.EcdsConfigDump:
     """Extension configurations that arrived by ECDS for a listener that is still there."""
     dump = admin.EcdsConfigDump()
     for name in sorted(_wanted_extensions(proxy)):
@@ -258,7 +258,7 @@ def extensions(proxy: Proxy, shown: Shown) -> admin.EcdsConfigDump:
     return dump
 
 
-def _wanted_extensions(proxy: Proxy) -> set[str]:
+def _wanted_extensions(proxy: InspectedProxy) -> set[str]:
     wanted = {
         entry.filter.name
         for listener in (*proxy.listeners.active, *proxy.listeners.warming, *proxy.listeners.draining)
@@ -268,7 +268,7 @@ def _wanted_extensions(proxy: Proxy) -> set[str]:
     return wanted & proxy.listeners.extensions.keys()
 
 
-def _wanted_routes(proxy: Proxy) -> set[str]:
+def _wanted_routes(proxy: InspectedProxy) -> set[str]:
     wanted = {
         chain.manager.wanted_routes.name
         for listener in (*proxy.listeners.active, *proxy.listeners.warming, *proxy.listeners.draining)
@@ -291,7 +291,7 @@ def _delivered(
         entry.error_state.CopyFrom(_error_state(delivered.failure))
 
 
-def routes(proxy: Proxy, shown: Shown) -> Dump:
+def routes(proxy: InspectedProxy, shown: Shown) -> Dump:
     """Route tables inlined in listeners, once per chain that has one, and those from RDS."""
     inlined = (
         admin.RoutesConfigDump.StaticRouteConfig(
@@ -329,7 +329,7 @@ def _inlined_routes(body: AnyMessage) -> Iterable[route_pb2.RouteConfiguration]:
 # Secrets
 
 
-def secrets(proxy: Proxy, shown: Shown) -> admin.SecretsConfigDump:
+def secrets(proxy: InspectedProxy, shown: Shown) -> admin.SecretsConfigDump:
     """Secrets by name, certificates before validation contexts; the page redacts them."""
     dump = admin.SecretsConfigDump()
     for handle in proxy.secrets.static:

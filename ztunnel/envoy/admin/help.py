@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
+from ztunnel.envoy.admin.inspected import Asked
 from ztunnel.http.page import Page
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.admin.commands import Asked
 
 
 @dataclass(frozen=True, slots=True)

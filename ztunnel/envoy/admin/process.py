@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from OpenSSL import SSL
 
 from ztunnel import __version__
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
+from ztunnel.envoy.admin.inspected import InspectedProxy
 
 DISTRIBUTION = "ztunnel-py"
 _STATUS = Path("/proc/self/status")
@@ -44,7 +41,7 @@ def memory() -> dict[str, int]:
     }
 
 
-def days_until_first_expiry(proxy: Proxy) -> int:
+def days_until_first_expiry(proxy: InspectedProxy) -> int:
     """Whole days until the first certificate in use expires, 0 when one has; the largest value without any."""
     from ztunnel.envoy.admin.certs import certificates_in_use
 
@@ -53,7 +50,7 @@ def days_until_first_expiry(proxy: Proxy) -> int:
     return max(0, min(days, default=2**32 - 1))
 
 
-def register(proxy: Proxy) -> None:
+def register(proxy: InspectedProxy) -> None:
     """Enter the gauges of ``server.`` that need the operating system or the whole proxy."""
     scope = proxy.stats.scope("server")
     scope.gauge("memory_allocated", lambda: float(memory()["allocated"]))

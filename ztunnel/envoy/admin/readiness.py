@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.http.page import PLAIN, Page, PageRequest, printable, text
 
 if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.upstream.cluster import LiveCluster
 
 #: A kubelet shows the answer in an event; a list of every cluster would not help there.
 _MOST_NAMES = 10
 
 
-def page(proxy: Proxy, request: PageRequest) -> Page:
+def page(proxy: InspectedProxy, request: PageRequest) -> Page:
     """Answer of the readiness server."""
     if request.path != "/healthz/ready":
         return text("", 404, PLAIN)
@@ -28,7 +28,7 @@ def page(proxy: Proxy, request: PageRequest) -> Page:
     return text(f"not ready, pending: {', '.join(pending(proxy))}\n", 500, PLAIN)
 
 
-def pending(proxy: Proxy) -> list[str]:
+def pending(proxy: InspectedProxy) -> list[str]:
     """What the start still waits for, sorted; never empty before the proxy is live."""
     waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
     waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
@@ -39,6 +39,6 @@ def pending(proxy: Proxy) -> list[str]:
     return [*waiting[:_MOST_NAMES], f"{more} more"] if more > 0 else waiting
 
 
-def unready_clusters(proxy: Proxy) -> list[LiveCluster]:
+def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:
     """Clusters that wait for endpoints or secrets; a static one is in use while it does."""
     return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
 from ztunnel.envoy.admin import commands, metrics, process, readiness
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.http.page import Page, PageRequest
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.runtime.tasks import Tasks
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
 
 Concerns = Callable[[object], bool]
 
@@ -44,7 +41,7 @@ class AdminServer:
         PortTaken: from ``async with``; names the address.
     """
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy
         self._tasks = Tasks("admin")
         self._stack = AsyncExitStack()
@@ -89,7 +86,7 @@ class AdminServer:
         return server.address
 
     def _admin_page(self, request: PageRequest) -> Page:
-        return commands.answer(self._proxy, self, request)
+        return commands.answer(self._proxy, self.drain, request)
 
     # What /drain_listeners does
 

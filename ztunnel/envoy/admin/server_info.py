@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from xds.proto.dump import to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
+from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.admin.process import version
-
-if TYPE_CHECKING:
-    from ztunnel.envoy.app import Proxy
 
 _64_BIT = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
-def server_info(proxy: Proxy) -> dict[str, Any]:
+def server_info(proxy: InspectedProxy) -> dict[str, Any]:
     """The page's object; of ``command_line_options`` every field is there (as Envoy)."""
     uptime = f"{int(proxy.clock.monotonic() - proxy.started)}s"
     return {
@@ -30,7 +28,7 @@ def server_info(proxy: Proxy) -> dict[str, Any]:
     }
 
 
-def _options(proxy: Proxy) -> dict[str, Any]:
+def _options(proxy: InspectedProxy) -> dict[str, Any]:
     settings = proxy.settings
     known = {
         "concurrency": 1,

@@ -9,7 +9,7 @@ import base64
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -18,17 +18,15 @@ import hbone
 from xds.model.address import SocketAddress
 from ztunnel import __version__
 from ztunnel.istio.admin import mesh_dump
+from ztunnel.istio.admin.inspected import InspectedProxy
 from ztunnel.istio.certificates.credentials import Roots
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import AmbientConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.zds.pods import RunningPod
 
-if TYPE_CHECKING:
-    from ztunnel.istio.app import AmbientProxy
 
-
-def pieces(proxy: AmbientProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
+def pieces(proxy: InspectedProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
     """The page.
 
     Args:
@@ -68,7 +66,7 @@ def _list(key: str, entries: Iterable[object], *, last: bool = False) -> Iterato
     yield ("]" if separator == "\n    " else "\n  ]") + ("\n" if last else ",\n")
 
 
-def _certificates(proxy: AmbientProxy) -> Iterator[Mapping[str, Any]]:
+def _certificates(proxy: InspectedProxy) -> Iterator[Mapping[str, Any]]:
     states = proxy.certificates.states()
     for identity in sorted(states, key=str):
         state = states[identity]
@@ -90,7 +88,7 @@ def _certificate(certificate: x509.Certificate) -> Mapping[str, str]:
     }
 
 
-def _pods(proxy: AmbientProxy, connections: Mapping[RunningPod, object]) -> Mapping[str, Any]:
+def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Mapping[str, Any]:
     entries: dict[str, Any] = {}
     for uid, status in proxy.pods.states().items():
         entry: dict[str, Any] = {

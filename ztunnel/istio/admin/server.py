@@ -13,12 +13,11 @@ from xds.model.address import SocketAddress
 from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, text
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.istio.admin import config_dump
+from ztunnel.istio.admin.inspected import InspectedProxy, InspectedWorkers
 from ztunnel.istio.logs import InvalidLevel
 
 if TYPE_CHECKING:
-    from ztunnel.istio.app import AmbientProxy
     from ztunnel.istio.metrics import Metrics
-    from ztunnel.istio.workers.main import Workers
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Servers:
         TproxyError: from ``async with``: a port is taken.
     """
 
-    def __init__(self, proxy: AmbientProxy) -> None:
+    def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy
         self._stack = AsyncExitStack()
         self.addresses: dict[str, list[SocketAddress]] = {}
@@ -113,10 +112,10 @@ class Servers:
         return _metrics_page(self._proxy.metrics, request)
 
     @staticmethod
-    async def _stats_of_all(workers: Workers, request: PageRequest) -> Page:
+    async def _stats_of_all(workers: InspectedWorkers, request: PageRequest) -> Page:
         return _metrics_page(await workers.metrics(), request)
 
-    async def _dump_of_all(self, workers: Workers) -> Page:
+    async def _dump_of_all(self, workers: InspectedWorkers) -> Page:
         connections = await workers.connections()
         return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections))
 

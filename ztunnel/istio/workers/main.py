@@ -28,6 +28,7 @@ from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Changes
+from ztunnel.istio.admin.inspected import Connections
 from ztunnel.istio.certificates.manager import CertificateManager, WorkloadCertificate
 from ztunnel.istio.config import PodName
 from ztunnel.istio.metrics import Gauge, Metrics
@@ -78,9 +79,6 @@ _FIRST_RESTART_S: Final = 0.1
 _PAGE_S: Final = 1.0
 #: Longest time applying a snapshot may take; 200,000 workloads take ten seconds.
 _SYNC_S: Final = 300.0
-
-#: Entries of the dump: ``inbound`` and ``outbound`` connections.
-Connections = dict[str, list[dict[str, str | None]]]
 
 
 class WorkerPod:

@@ -11,9 +11,10 @@ from urllib.parse import urlencode
 
 from tests.ztunnel.envoy.admin.reference import Reference
 from xds.model.address import SocketAddress
-from ztunnel.envoy.app import Proxy, State
+from ztunnel.envoy.app import Proxy
 from ztunnel.envoy.bootstrap import load_bootstrap
 from ztunnel.envoy.settings import Settings
+from ztunnel.envoy.state import State
 
 WAIT_S = 10.0
 _POLL_S = 0.01

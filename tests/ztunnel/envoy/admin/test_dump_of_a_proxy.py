@@ -16,7 +16,7 @@ from tests.ztunnel.envoy.admin.reference import (
     proxy_to,
     rewrite,
 )
-from ztunnel.envoy.app import State
+from ztunnel.envoy.state import State
 
 ADMIN = "type.googleapis.com/envoy.admin.v3."
 

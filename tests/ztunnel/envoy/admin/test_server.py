@@ -16,7 +16,7 @@ from tests.ztunnel.envoy.admin.reference import (
     proxy_to,
 )
 from tproxy.errors import PortTaken
-from ztunnel.envoy.app import State
+from ztunnel.envoy.state import State
 
 # Headers and dispatch
 

@@ -1,0 +1,63 @@
+"""What admin pages read of the proxy, and change: an interface, so that pages need not import the application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ztunnel.envoy.bootstrap import BootstrapConfig
+from ztunnel.envoy.connections import Connections
+from ztunnel.envoy.listeners.manager import ListenerManager
+from ztunnel.envoy.secrets.store import SecretStore
+from ztunnel.envoy.settings import Settings
+from ztunnel.envoy.state import State
+from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.envoy.upstream.manager import ClusterManager
+from ztunnel.http.page import Query
+from ztunnel.runtime.clock import Clock
+
+
+class InspectedProxy(Protocol):
+    """A proxy process; see :class:`ztunnel.envoy.app.Proxy`.
+
+    Attributes:
+        started, started_at: monotonic and wall-clock seconds of the start.
+        failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
+    """
+
+    settings: Settings
+    bootstrap: BootstrapConfig
+    clock: Clock
+    started: float
+    started_at: float
+    stats: Stats
+    connections: Connections
+    clusters: ClusterManager
+    listeners: ListenerManager
+    secrets: SecretStore
+    logs: AccessLogs
+    failing_health_checks: bool
+
+    @property
+    def state(self) -> State:
+        """How far the start has come."""
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end."""
+
+
+class Drain(Protocol):
+    """See :meth:`ztunnel.envoy.admin.server.AdminServer.drain`."""
+
+    def __call__(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
+        """Drain listeners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request to the admin server, with what it may need to be answered."""
+
+    proxy: InspectedProxy
+    drain: Drain
+    query: Query

@@ -1,0 +1,12 @@
+"""How far the start of a proxy has come."""
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """The states of Envoy's ``/ready`` and ``/server_info``, in their order."""
+
+    PRE_INITIALIZING = "PRE_INITIALIZING"
+    INITIALIZING = "INITIALIZING"
+    LIVE = "LIVE"
+    DRAINING = "DRAINING"

@@ -1,0 +1,61 @@
+"""What admin pages read of the proxy, and change: an interface, so that pages need not import the application."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xds.model.mesh import Mesh
+from ztunnel.istio.certificates.manager import CertificateManager
+from ztunnel.istio.config import AmbientConfig
+from ztunnel.istio.logs import LogStream
+from ztunnel.istio.metrics import Metrics
+from ztunnel.istio.xds.control import ControlPlane
+from ztunnel.istio.zds.manager import PodManager
+from ztunnel.istio.zds.pods import RunningPod
+from ztunnel.runtime.clock import Clock
+
+#: Entries of the dump by direction, ``inbound`` and ``outbound``.
+Connections = dict[str, list[dict[str, str | None]]]
+
+
+class PendingTasks(Protocol):
+    """What readiness waits for; empty: ready."""
+
+    pending: set[str]
+
+
+class InspectedWorkers(Protocol):
+    """See :class:`ztunnel.istio.workers.main.Workers`."""
+
+    async def metrics(self) -> Metrics:
+        """Return what all processes have counted."""
+
+    async def connections(self) -> dict[RunningPod, Connections]:
+        """Return live connections by pod."""
+
+
+class InspectedProxy(Protocol):
+    """A proxy process; see :class:`ztunnel.istio.app.AmbientProxy`."""
+
+    config: AmbientConfig
+    clock: Clock
+    mesh: Mesh
+    metrics: Metrics
+    logs: LogStream
+    certificates: CertificateManager
+    control: ControlPlane
+    pods: PodManager
+
+    @property
+    def readiness(self) -> PendingTasks:
+        """What the start still waits for."""
+
+    @property
+    def workers(self) -> InspectedWorkers | None:
+        """The worker processes; ``None`` where this process carries all connections."""
+
+    def change_log_filter(self, text: str, *, reset: bool) -> None:
+        """Change the log's filter, in workers, too."""
+
+    def shut_down(self) -> None:
+        """Begin to drain, then end."""
