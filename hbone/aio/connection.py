@@ -1,9 +1,9 @@
 """One HTTP/2 connection over a TCP socket, with TLS or without: the engine, run by the poller.
 
-Everything per chunk is a callback; coroutines wait for the handshake, for the answer to CONNECT, for the
-end. All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls
-:meth:`Connection.close` or :meth:`Connection.abort`; what the network or the peer ends is reported through
-the tunnels and :meth:`Connection.wait_closed`.
+Everything per chunk is a callback; coroutines wait for the handshake, for the answer to CONNECT and for the end.
+All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls :meth:`Connection.close`
+or :meth:`Connection.abort`. An end by the network or the peer is reported through the tunnels and
+:meth:`Connection.wait_closed`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Connection(TunnelCarrier):
         self.engine = Engine(role, settings.http2, poller)
         tls = None
         if tls_context is not None:
-            # Who may send first bytes with a CONNECT knows that before the first one.
+            # The announcement of early data must reach the client before its first CONNECT, so our SETTINGS leave
+            # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They tell an unproven client nothing else.
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, self.engine.opening if early else b"")
         self.link = Link(sock, tls, poller)
@@ -175,7 +176,9 @@ class Connection(TunnelCarrier):
                 try:
                     finished = tls.handshake()
                 finally:
-                    # What a server says last, tickets nobody uses, goes along with its first frames.
+                    # The last flight of a server is session tickets, which no client of ours uses; it leaves in
+                    # one segment with the first frames. A client's last flight must leave at once: the server
+                    # waits.
                     if not finished or self.role is Role.CLIENT:
                         self.link.send_tls()
                 if not finished:
@@ -183,14 +186,14 @@ class Connection(TunnelCarrier):
                 self.facts = tls.facts()
             if self._on_established is not None:
                 self._on_established(self)
-        except Exception as error:  # noqa: BLE001  the hook's refusals are the application's own types
+        except Exception as error:  # noqa: BLE001  the hook raises the application's own types to refuse
             self._end(error)
             return
         self._established.set_result(None)
         if tls is None or not tls.half_rtt_sent:
             self.engine.start()
         if self._closing and self.role is Role.SERVER:
-            self.engine.drain()
+            self.engine.drain()  # asked for during the handshake; GOAWAY may not come before SETTINGS
         self.flush()
         self._keep_alive()
         limit_s = self.settings.first_request_timeout_s
@@ -284,12 +287,14 @@ class Connection(TunnelCarrier):
                 self._stream_gone(event.stream_id, error)
             case WindowOpened():
                 if event.stream_id == 0 or event.stream_id in self._waiting:
+                    # Tunnels resume in flush(), not here: their peers would read into the scratch buffers, which
+                    # still hold the rest of this read.
                     self._room = True
-                    self.poller.schedule_flush(self)  # resumed in flush, when this read's buffers are free
+                    self.poller.schedule_flush(self)
             case PingAcknowledged():
                 ours = self._keepalive is not None and self._keepalive.answered(event.payload)
                 if self._closing and not ours:
-                    self._changed()  # perhaps the PONG that made the engine say its final GOAWAY
+                    self._changed()  # perhaps the PONG that made the engine send its final GOAWAY
             case GoawayReceived():
                 self._changed()
             case SettingsReceived():
@@ -311,7 +316,7 @@ class Connection(TunnelCarrier):
     # Output
 
     def flush(self) -> None:
-        """Send everything queued as one TLS write; then let those who waited for room go on."""
+        """Send everything queued as one TLS write, then resume the tunnels that waited for room."""
         self.dirty = False
         if self.error is not None or self._flushing:
             return
@@ -320,6 +325,8 @@ class Connection(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
+                # In the order in which they ran out of room, each as much as it can. One that finds none puts
+                # itself at the end again, so that tunnels share a small window in turns.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:
@@ -359,10 +366,11 @@ class Connection(TunnelCarrier):
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
 
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        """Room for payload of ``tunnel``; None: it is called when there may be some."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if not self.link.blocked:
             if not self.dirty:
-                self.poller.schedule_flush(self)  # also when nothing comes of it: the buffer goes back then
+                # Also when the read that follows finds nothing: flush() gives the borrowed buffer back.
+                self.poller.schedule_flush(self)
             room = self.engine.reserve(tunnel.stream_id, limit)
             if room is None and self._made_room():
                 room = self.engine.reserve(tunnel.stream_id, limit)
@@ -372,7 +380,7 @@ class Connection(TunnelCarrier):
         return None
 
     def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
-        """As :meth:`reserve`, one view per frame."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if not self.link.blocked:
             if not self.dirty:
                 self.poller.schedule_flush(self)
@@ -385,37 +393,37 @@ class Connection(TunnelCarrier):
         return None
 
     def _made_room(self) -> bool:
-        """Whether sending a full output before the end of the turn has made room."""
+        """Send a full output buffer before the end of the turn; return whether that made room."""
         if not self.engine.output.full:
             return False
         self._write()
         return self.error is None and not self.link.blocked
 
     def flush_after_read(self, tunnel: Tunnel) -> None:
-        """The tunnel's peer must be flushed before the read's buffers are used again."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         self._to_flush.append(tunnel)
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """Return credit."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.acknowledge(stream_id, size)
             if self.engine.output and not self.dirty:
                 self.poller.schedule_flush(self)
 
     def end_stream(self, tunnel: Tunnel) -> None:
-        """Send END_STREAM."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.end_stream(tunnel.stream_id)
             self.poller.schedule_flush(self)
 
     def reset(self, tunnel: Tunnel, code: int) -> None:
-        """Send RST_STREAM, unless the stream is gone."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         if self.error is None:
             self.engine.reset_stream(tunnel.stream_id, code)
             self.poller.schedule_flush(self)
 
     def release(self, tunnel: Tunnel) -> None:
-        """The tunnel's owner is done with it."""
+        """See :class:`hbone.aio.tunnel.TunnelCarrier`."""
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
         self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
@@ -424,17 +432,17 @@ class Connection(TunnelCarrier):
     # For owners
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
-        """Call when a stream ended, SETTINGS or GOAWAY arrived, or the connection ended."""
+        """Set the one callback for changes: a stream ended, SETTINGS or GOAWAY arrived, the connection ended."""
         self._on_change = callback
 
     @property
     def open_streams(self) -> int:
-        """Tunnels that still have an owner or a stream."""
+        """Number of tunnels that still have an owner or a stream."""
         return max(len(self._tunnels), self.engine.open_streams)
 
     @property
     def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open` may be called."""
+        """Client: whether :meth:`open` can succeed now."""
         return self.error is None and not self._closing and self.engine.accepts_streams
 
     def open(
@@ -444,22 +452,23 @@ class Connection(TunnelCarrier):
 
         Args:
             headers: of the request.
-            client: what has come from here goes along, if the peer says that it holds it until it has answered
-                (Setting.EARLY_BYTES): a round trip less for the first bytes. It is consumed when the 200 comes;
-                without one it is there for another attempt.
+            client: its first bytes leave with the request, if the peer has announced that it holds them until its
+                answer (Setting.EARLY_BYTES): one round trip less. They are consumed when the 200 arrives;
+                without a 200 they stay for another attempt.
 
         Raises:
             ConnectRefused: another status.
             TunnelBroken: the stream or the connection ended before the answer.
                 ``unprocessed`` also when no stream could be opened, see :attr:`accepts_streams`, but not when
                 the connection ended before it carried any.
-            TlsError: ... because the peer refused our certificate, which TLS 1.3 tells after the handshake.
+            TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
         """
         if not self.accepts_streams:
             if isinstance(self.error, TlsError):
                 raise self.error
             if self.error is not None and self.engine.unused:
-                # As a server does that judges after the handshake: another connection would only hear the same.
+                # A server that judges after the handshake ends so. A retry would only meet the same verdict, hence
+                # not ``unprocessed``.
                 raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         stream_id = self.engine.open_stream(headers)
@@ -477,7 +486,11 @@ class Connection(TunnelCarrier):
             tunnel.early_sent = (client, size)
 
     def drain(self) -> None:
-        """Take no new streams; a server tells the peer in two steps. Open streams go on."""
+        """Take no new streams, and close with the last open one; idempotent.
+
+        A server announces it in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING, and
+        when the PONG has come the final GOAWAY, so that no request which crossed the first one is lost.
+        """
         if self.error is None and not self._closing:
             self._closing = True
             if self.role is Role.SERVER and self._established.done():  # else right behind its SETTINGS
@@ -486,7 +499,7 @@ class Connection(TunnelCarrier):
             self._changed()
 
     def close(self) -> None:
-        """Reset what is open, say GOAWAY and close_notify, close; does not wait for the network."""
+        """Reset open streams, send GOAWAY and close_notify, close; idempotent, does not wait for the network."""
         if self.error is not None:
             return
         if self._established.done():
@@ -503,15 +516,15 @@ class Connection(TunnelCarrier):
         self._end(TunnelClosed("connection closed"))
 
     def abort(self, reason: str) -> None:
-        """Close without a word (as Rust ztunnel when a pod is deleted or the drain deadline is over)."""
+        """Close at once and send nothing, as Rust ztunnel for a deleted pod or after its drain; idempotent."""
         self._end(TunnelClosed(reason))
 
     def _has_ended(self) -> bool:
-        """Asked again after a call that may have ended it: type checkers remember what an attribute was."""
+        """Whether a call since has ended the connection; type checkers remember what an attribute was."""
         return self.error is not None
 
     def wait_closed(self) -> asyncio.Future[None]:
-        """Until the connection has ended; :attr:`error` says why."""
+        """Return a future that resolves when the connection has ended; :attr:`error` says why."""
         return asyncio.shield(self._closed)
 
     def _end(self, error: Exception) -> None:
@@ -528,7 +541,7 @@ class Connection(TunnelCarrier):
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
         if not self._established.done():
             self._established.set_exception(error)
-            self._established.exception()  # also when nobody waits for it any more
+            self._established.exception()  # retrieved: there may be no waiter left
         if isinstance(error, TlsError):
             self._answers.refused_by_tls(error)
         for stream_id in list(self._tunnels):
@@ -545,6 +558,7 @@ class Connection(TunnelCarrier):
         self._on_change = None
 
     def _changed(self) -> None:
+        # Drained. In a callback of its own: this may run inside a read whose events are not all dispatched.
         if self._closing and self.error is None and not self.open_streams and self.engine.goaway_sent:
             self.poller.loop.call_soon(self.close)
         if self._on_change is not None:

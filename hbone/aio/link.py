@@ -1,4 +1,4 @@
-"""A socket, with or without TLS on it, as plaintext in and out: what connections and TLS ends share."""
+"""A socket, with or without TLS, as plaintext in and out: the part that connections and TLS ends share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hbone.tls import TlsSession
 
 
 class LinkClosed(Exception):
-    """The other side ended the byte stream in order (EOF; ``notified``: after close_notify)."""
+    """The other side ended the byte stream: by a FIN alone, or (``notified``) by close_notify."""
 
     def __init__(self, *, notified: bool) -> None:
         super().__init__(notified)
@@ -33,20 +33,20 @@ class Link:
 
     @property
     def blocked(self) -> bool:
-        """The network took less than it was given: send no more for now."""
+        """Whether the network took less than it was given: send no more for now."""
         return bool(self._unsent)
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the network."""
+        """Number of bytes that wait for the network."""
         return len(self._unsent)
 
     def hang_up_seen(self) -> None:
-        """The poller reported an end: read on until it is found."""
+        """Note that the poller reported an end: a short read no longer means that the socket is empty."""
         self._hung_up = True
 
     def receive_raw(self, into: memoryview) -> int:
-        """One read; 0: nothing there now.
+        """Read once; 0: nothing has arrived.
 
         Raises:
             LinkClosed: EOF.
@@ -60,12 +60,14 @@ class Link:
         if not size:
             raise LinkClosed(notified=False)
         self.poller.read_bytes += size
+        # A short read has emptied a stream socket, so the read that would fail with EAGAIN is saved (epoll(7)).
+        # Only an end that was reported already does not come again as an edge: it must be read now.
         if size < len(into) and not self._hung_up:
             self.readable = False
         return size
 
     def receive(self) -> memoryview | None:
-        """One read as plaintext, valid until the next; None: nothing there now; may be empty.
+        """Read once and decrypt; the view is valid until the next read, and may be empty. None: nothing arrived.
 
         Raises:
             LinkClosed: EOF or close_notify.
@@ -85,20 +87,20 @@ class Link:
         tls.receive(poller.ciphertext[:size])
         size = tls.read_into(plain)
         if tls.peer_closed:
-            # The end was in what has been read: the socket says nothing more, and a peer that wants the
-            # close_notify of both sides waits for ours.
+            # The alert was in the bytes just read, so the socket may have no event left, while a peer that wants
+            # the close_notify of both sides waits for ours before it sends a FIN. Read again, and find it.
             self.readable = True
         return plain[:size]
 
     def left_over(self) -> memoryview:
-        """After the handshake: plaintext that came with its last bytes."""
+        """Return the plaintext that came with the last bytes of the handshake; called once, after it."""
         plain = self.poller.plaintext
         assert self.tls is not None
         size = self.tls.read_into(plain)
         return plain[:size]
 
     def send(self, views: list[memoryview | bytes]) -> None:
-        """Seal and send everything; what the network does not take now waits here.
+        """Encrypt and send everything; what the network does not take waits here.
 
         Raises:
             TlsError: the session cannot send.
@@ -116,14 +118,14 @@ class Link:
                 self._put(sealed[:size])
 
     def send_tls(self) -> None:
-        """Send what TLS itself has to say: handshake, alerts, close_notify."""
+        """Send the records of TLS itself: handshake, key updates, alerts, close_notify."""
         if self.tls is not None:
             size = self.tls.seal(b"", self.poller.sealed)
             if size:
                 self._put(self.poller.sealed[:size])
 
     def retry(self) -> bool:
-        """Send what waits; True when nothing is left."""
+        """Send what waits; return whether nothing is left."""
         if self._unsent:
             try:
                 sent = self.sock.send(self._unsent)
@@ -148,7 +150,7 @@ class Link:
             self.poller.watch_writable(self.sock.fileno())
 
     def discard(self) -> None:
-        """Forget what waits for a network that is gone."""
+        """Drop what waits for a network that is gone; idempotent."""
         self._unsent = bytearray()
 
     def close(self) -> None:

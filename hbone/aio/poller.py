@@ -1,17 +1,17 @@
 """Readiness for the data path: a private edge-triggered epoll, itself watched by the asyncio loop.
 
-One wake-up of the loop serves every socket that is ready, by plain callbacks. Theory of a turn: sockets that
-were left readable by the fairness rule go first, then what epoll reports; then the coroutines that can go on
-(:mod:`hbone.aio.fiber`); whatever has output puts itself on the dirty list and is flushed once, at the end. Code
-that queues output outside a turn (a task, a timer) uses the same list; a turn is then scheduled. Works on uvloop
-and on asyncio's own loop, because it only needs ``add_reader``.
+One wake-up of the loop serves every socket that is ready, by plain callbacks. A turn runs, in this order: the
+sockets that the fairness rule stopped in the turn before, the events of epoll, the coroutines that can resume
+(:mod:`hbone.aio.fiber`), and one flush for each object on the dirty list. Code that queues output outside a turn
+(a task, a timer) uses the same list, and a turn is scheduled for it. This works on uvloop and on asyncio's own
+loop, because it needs only ``add_reader``.
 
-Buffers: a turn handles one read at a time to its end, so that one set of scratch buffers serves all sockets
-(:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`); output buffers are borrowed
-while there is something to write. Idle connections hold none.
+Buffers: a turn handles one read to its end before the next, so that one set of scratch buffers serves all sockets
+(:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Output buffers are borrowed while
+there is something to write. Idle connections hold none.
 
-Adaptive spin: for a short time after activity the poller asks again instead of sleeping, because a wake-up
-costs more than the request it is for. See :class:`hbone.aio.spin.Spin` for when it does not.
+Adaptive spin: for a short time after activity the poller polls again instead of sleeping, because a wake-up costs
+more than a small request. :class:`hbone.aio.spin.Spin` decides when it does not.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hbone.tls import sealed_bytes
 
 logger = logging.getLogger(__name__)
 
-READS_PER_TURN: Final = 4  # of one socket, before others get theirs
+READS_PER_TURN: Final = 4  # of one socket, before the others are read
 _BATCH: Final = 256
-#: A step is some 50 microseconds, and who gets what it sends is idle meanwhile: of 4, 8, 16 and no limit 8 had the
-#: highest rate of new connections (``bench.compare --only "crr, 32"``).
+#: A step takes some 50 microseconds, in which the receivers of what earlier steps have queued are idle: of 4, 8,
+#: 16 and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
 _STEPS_PER_FLUSH: Final = 8
 _KEPT_BUFFERS: Final = 64
-_FEW_BUFFERS: Final = 4  # are not worth dropping: whoever writes now and then has them again at once
+_FEW_BUFFERS: Final = 4  # kept in any case: an occasional write would allocate them again at once
 READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 WRITABLE: Final = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
@@ -44,29 +44,29 @@ _INTEREST: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 
 
 class Handler(Protocol):
-    """What sits on a file descriptor."""
+    """The owner of a watched file descriptor."""
 
     def on_event(self, mask: int) -> None:
-        """``mask`` of EPOLL bits; 0 when this asked to be called again."""
+        """Handle ``mask`` of EPOLL bits; 0: a call that :meth:`Poller.requeue` asked for."""
 
     def on_bug(self, error: Exception) -> None:
-        """A callback raised what it should not: release everything."""
+        """Release everything: a callback of this handler raised an unexpected error."""
 
 
 class Flushable(Protocol):
-    """What has output at the end of a turn."""
+    """An object with output at the end of a turn."""
 
     dirty: bool
 
     def flush(self) -> None:
-        """Write; clears ``dirty``."""
+        """Write what is queued and clear ``dirty``."""
 
 
-class Steps(Protocol):
-    """What goes on after the events of a turn; a :class:`hbone.aio.fiber.Fiber`."""
+class Steppable(Protocol):
+    """A coroutine that resumes after the events of a turn; a :class:`hbone.aio.fiber.Fiber`."""
 
     def step(self) -> None:
-        """Go on until it waits again; raises only what ends the process."""
+        """Run until the next await; raises only what ends the process."""
 
 
 class Poller:
@@ -79,7 +79,7 @@ class Poller:
         self._most = 0
         self._filled: set[int] = set()
         self._requeued: list[Handler] = []
-        self._steps: deque[Steps] = deque()
+        self._steps: deque[Steppable] = deque()
         self._dirty: list[Flushable] = []
         self._scheduled = False
         self._turning = False
@@ -95,28 +95,30 @@ class Poller:
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
         self.read_bytes = 0
-        """What was read from sockets since somebody thought about spinning; who reads adds to it."""
+        """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop this belongs to."""
+        """The loop that runs this poller."""
         return self._loop
 
     @property
     def registered(self) -> int:
-        """Sockets under watch."""
+        """Number of watched sockets."""
         return len(self._handlers)
 
     def peak(self) -> int:
-        """The most sockets that were under watch since this was last asked."""
+        """Return the highest number of watched sockets since the last call, and start anew."""
         most, self._most = self._most, len(self._handlers)
         return most
 
     def register(self, fd: int, handler: Handler) -> None:
-        """Watch ``fd``, edge-triggered, for bytes and ends; it must be non-blocking.
+        """Watch ``fd``, which must be non-blocking, for bytes and ends.
 
-        What is there already is an event of the next turn. Room is not: see :meth:`watch_writable`.
+        Edge-triggered: an event comes once per arrival, so a handler reads until the socket is empty, or calls
+        :meth:`requeue`. Bytes that are there already are an event of the next turn. Room to write is none: see
+        :meth:`watch_writable`.
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
@@ -124,9 +126,9 @@ class Poller:
             self._most = len(self._handlers)
 
     def watch_writable(self, fd: int) -> None:
-        """The network took less than it was given: from now on room in it is an event too.
+        """Report room to write from now on, too; called when the network took less than it was given. Idempotent.
 
-        Not from the beginning, since every new socket has room: a turn for each to say so.
+        Not from the start: every new socket has room, and each would get an event only to say so.
         """
         if fd not in self._filled:
             self._filled.add(fd)
@@ -139,20 +141,23 @@ class Poller:
             self._epoll.unregister(fd)
 
     def unregister_closing(self, fd: int) -> None:
-        """As :meth:`unregister`, for a descriptor that is closed next: the kernel does its part by itself then.
+        """As :meth:`unregister`, for a descriptor that is closed next; saves a system call.
 
-        One system call less per socket, which must not have been duplicated.
+        The kernel drops a closed descriptor from an epoll by itself, unless it was duplicated (epoll(7)).
         """
         self._filled.discard(fd)
         self._handlers.pop(fd, None)
 
     def requeue(self, handler: Handler) -> None:
-        """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty."""
+        """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty.
+
+        No edge would tell it again, because nothing new has arrived.
+        """
         self._requeued.append(handler)
         self._schedule()
 
-    def call_soon(self, waiting: Steps) -> None:
-        """Call ``waiting.step()`` in this turn, when its events have been handled and no buffer is in use."""
+    def call_soon(self, waiting: Steppable) -> None:
+        """Call ``waiting.step()`` in this turn, once its events are handled and no scratch buffer is in use."""
         if self._closed:
             self._loop.call_soon(waiting.step)
         else:
@@ -160,21 +165,21 @@ class Poller:
             self._schedule()
 
     def schedule_flush(self, flushable: Flushable) -> None:
-        """Flush at the end of this turn."""
+        """Call ``flushable.flush()`` at the end of this turn; idempotent until then."""
         if not flushable.dirty:
             flushable.dirty = True
             self._dirty.append(flushable)
             self._schedule()
 
     def interval_timer(self, interval_s: float) -> IntervalTimer:
-        """The one of an interval: idle times are few values, from the configuration."""
+        """Return the shared timer of an interval; there are few, since intervals come from the configuration."""
         known = self._timers.get(interval_s)
         if known is None:
             known = self._timers[interval_s] = IntervalTimer(self._loop, interval_s)
         return known
 
     def acquire(self) -> memoryview:
-        """A buffer of 256 KiB."""
+        """Borrow a buffer of 256 KiB."""
         if not self._free:
             return memoryview(bytearray(BUFFER_BYTES))
         buffer = self._free.pop()
@@ -183,19 +188,19 @@ class Poller:
         return buffer
 
     def release(self, buffer: memoryview) -> None:
-        """Return a buffer of :meth:`take`."""
+        """Take back a buffer of :meth:`acquire`."""
         if len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)
 
     def drop_buffers(self) -> int:
-        """Let go of the buffers that nobody has taken since this was last called, but for a few; how many."""
+        """Free the buffers that were not used since the last call, but for a few; return how many."""
         dropped = max(0, self._unused - _FEW_BUFFERS)
-        del self._free[:dropped]  # whoever takes one takes the last
+        del self._free[:dropped]  # acquire() takes the last one, so the first are the unused ones
         self._unused = len(self._free)
         return dropped
 
     def close(self) -> None:
-        """Stop watching everything; the sockets stay with their owners."""
+        """Stop watching everything; idempotent. The sockets stay with their owners."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._epoll.fileno())
@@ -208,6 +213,8 @@ class Poller:
             for each in self._timers.values():
                 each.close()
             self._timers.clear()
+            # Fibers outlive their poller: they are cancelled by a program that ends in whatever order, and must
+            # still run their clean-up. The loop takes over.
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()
@@ -224,6 +231,8 @@ class Poller:
         self._turning = True
         try:
             self.now_s = self._loop.time()
+            # Before the new events: a socket that always has more must not wait for those that have little, nor
+            # the other way round; each gets READS_PER_TURN reads per turn.
             requeued, self._requeued = self._requeued, []
             for handler in requeued:
                 self._call(handler.on_event, 0, handler)
@@ -233,6 +242,9 @@ class Poller:
                 ready = spin.poll(self._epoll, _BATCH)
             handlers = self._handlers
             for fd, mask in ready:
+                # An earlier event of this batch may have closed this socket. Its number may even be in use
+                # again, by a socket accepted since: that one gets an event too many, and a read that finds
+                # nothing.
                 handler_at = handlers.get(fd)
                 if handler_at is not None:
                     try:
@@ -241,6 +253,9 @@ class Poller:
                         self._report(handler_at, error)
                     if self._is_closed():
                         return
+            # Coroutines before the flush, so that their output leaves in the same turn, and in slices, so that the
+            # network gets something to do in between. A step may queue further steps; output that a flush
+            # produces (a tunnel that has room again) is flushed in the next round of this loop.
             steps = self._steps
             while steps or self._dirty:
                 left = _STEPS_PER_FLUSH
@@ -260,6 +275,8 @@ class Poller:
                 self.read_bytes = 0
         finally:
             self._turning = False
+        # A full batch may have left events in epoll. The loop watches our epoll level-triggered and would come
+        # back by itself, but only after its own poll, which is a wake-up more.
         if self._requeued or len(ready) == _BATCH or (spin is not None and spin.on):
             self._schedule()
 

@@ -90,13 +90,13 @@ class Pool:
         return tuple(self._connections.values())
 
     async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
-        """A tunnel on a connection of ``key``, after its 200; the caller closes it.
+        """Return a tunnel on a connection of ``key``, after its 200; the caller closes it.
 
         A request that the peer certainly did not process (REFUSED_STREAM, a GOAWAY that crossed it) is sent
         again, on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
 
         Args:
-            key: what tunnels of one connection have in common.
+            key: tunnels with equal keys share connections.
             request: its fields.
             client: see :meth:`Connection.open <hbone.aio.connection.Connection.open>`.
 
@@ -171,7 +171,9 @@ class Pool:
                     self._dials[key] = StartedTask(self._run_dial(key), loop=self._loop, name=name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
-                    if future.done():  # cancelled, and not run since
+                    # The waiter was cancelled, and its ``finally`` has not run yet: the slot goes back, later,
+                    # because this list of actions is not finished.
+                    if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
                         # Should it end before the waiter runs, it still says why.
@@ -201,18 +203,19 @@ class Pool:
             connection = await self._dial(key)
         except asyncio.CancelledError:
             if self._dials.get(key) is not task:
-                return  # CancelDial: nobody waits
+                return  # CancelDial: no tunnel waits for it any more
             self._dial_over(key, TunnelBroken("dial was cancelled"))
             raise
-        except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the one who asked
+        except Exception as error:  # noqa: BLE001  any error of a dial is the caller's that asked for it
             self._dial_over(key, error)
             return
         if self._dials.get(key) is not task:
             connection.close()
             return
         if isinstance(connection.error, TlsError):
-            # A client of TLS 1.3 is through before the server has judged its certificate: more dials would only
-            # hear the same, and this says what it was.
+            # A client of TLS 1.3 has finished its handshake before the server judges its certificate, so the
+            # refusal may be here already. Handing the connection out would dial once more for each waiter, to
+            # the same end.
             self._dial_over(key, connection.error)
             return
         del self._dials[key]
@@ -251,7 +254,8 @@ class Pool:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                # What comes later may be due earlier, as a spare one is; but not before this.
+                # One timer at a time, and it may not oversleep: a connection that becomes spare after this call is
+                # due before the idle ones, but never sooner than the spare timeout.
                 soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

@@ -13,7 +13,7 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
-"""How long an application may go on writing into a tunnel whose peer is gone (a guess)."""
+"""How long an application may still write into a tunnel whose peer is gone (a guess)."""
 
 
 _CHECKS_PER_TIMEOUT = (
@@ -22,7 +22,7 @@ _CHECKS_PER_TIMEOUT = (
 
 
 class ByteCounts:
-    """What a relay has moved: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``; live."""
+    """Live counters of a relay: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``."""
 
     __slots__ = ("_a", "_b", "_received", "_sent")
 
@@ -34,12 +34,12 @@ class ByteCounts:
 
     @property
     def sent(self) -> int:
-        """Bytes from the first end to the second."""
+        """Bytes that the first end has read."""
         return self._a.read_bytes if self._a is not None else self._sent
 
     @property
     def received(self) -> int:
-        """Bytes from the second end to the first."""
+        """Bytes that the second end has read."""
         return self._b.read_bytes if self._b is not None else self._received
 
     def follow(self, a: End, b: End) -> None:
@@ -47,7 +47,7 @@ class ByteCounts:
         self._a, self._b = a, b
 
     def freeze(self) -> None:
-        """Keep the numbers, let go of the ends."""
+        """Keep the current numbers and release the ends."""
         self._sent, self._received = self.sent, self.received
         self._a = self._b = None
 
@@ -115,7 +115,7 @@ class Relay(RelayObserver):
         return waits.relay_end(self, self._done).__await__()
 
     def abort(self, reason: str) -> None:
-        """End now, in both directions; the owner closes the ends, which tells the peers."""
+        """End both directions now; idempotent. The owner then closes the ends, which informs their networks."""
         if self._error is None:
             self._error = TunnelClosed(reason)
             self._first = None
@@ -124,7 +124,7 @@ class Relay(RelayObserver):
     # Called by the ends
 
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """``end`` will give no more; ``clean``: ``error`` counts as an ordinary end."""
+        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
         if error is not None and not clean and self._error is None:
@@ -133,7 +133,7 @@ class Relay(RelayObserver):
             self.on_half_close(end)
 
     def write_ended(self, end: End) -> None:
-        """Everything for ``end``, its EOF included, has been handed to the network (or is swallowed)."""
+        """See :class:`hbone.aio.end.RelayObserver`; the relay is over when both ends have reported it."""
         self._open_sinks.discard(end)
         if not self._open_sinks:
             self._finish()
@@ -143,14 +143,16 @@ class Relay(RelayObserver):
         self._finish()
 
     def sink_broken(self, end: End, error: Exception) -> None:
-        """``end`` swallows from now on; the relay lingers for the rest, not without limit."""
+        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
+        # The other direction may end in order (an application that is writing its last bytes), or never: an end
+        # whose output is discarded has no reason to stop.
         if self._linger is None and self._a is not None:
             self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
 
     def fail(self, end: End, error: Exception) -> None:
-        """``end`` cannot go on at all."""
+        """See :class:`hbone.aio.end.RelayObserver`."""
         if self._first is None:
             self._first = end
         if self._error is None:
@@ -158,7 +160,7 @@ class Relay(RelayObserver):
         self._finish()
 
     def on_interval(self) -> None:
-        """Once per eighth of the idle time: end when nothing has moved for all of it."""
+        """End when nothing has moved for the whole idle time; called by the timer, eight times per idle time."""
         moved = self._counts.sent + self._counts.received
         self._quiet = self._quiet + 1 if moved == self._seen else 0
         self._seen = moved
@@ -186,7 +188,7 @@ class Relay(RelayObserver):
 
 
 def relay(a: End, b: End, counts: ByteCounts, *, idle_timeout_s: float | None = None) -> Relay:
-    """Start to copy between two ends; half-closes are passed on.
+    """Start to copy between two ends and return the running relay; half-closes are passed on.
 
     Args:
         a: by convention the client's side.

@@ -1,4 +1,4 @@
-"""The server's side of a connection: requests, one handler each, owned by the connection's object."""
+"""The server's side of a connection: each request is handled by a fiber, and the connection owns them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """One request, waiting for its answer. Not only CONNECT: the handler answers 404 or 400 itself."""
+    """One request that waits for its answer. Not only CONNECT: the handler itself answers 404 or 400."""
 
     __slots__ = ("_tunnel", "answered", "connection", "ended", "head")
 
@@ -36,11 +36,11 @@ class Request:
 
     @property
     def gone(self) -> bool:
-        """The client reset the stream, or the connection ended."""
+        """Whether the client reset the stream, or the connection ended."""
         return self._tunnel.gone
 
     def accept(self, headers: Iterable[Header] = ()) -> Tunnel:
-        """Answer 200; the stream is a tunnel from now on, and the caller's to close.
+        """Answer 200 and return the stream as a tunnel, which the caller closes.
 
         Raises:
             TunnelBroken: the stream is gone.
@@ -60,10 +60,10 @@ class Request:
         body: bytes = b"",
         reset_code: int = ErrorCode.NO_ERROR,
     ) -> None:
-        """Answer with an end; then reset the stream when the client has not ended it.
+        """Answer and end the stream; reset it as well when the client has not ended it.
 
-        The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)); Envoy's 503 has a body
-        and CONNECT_ERROR. Nothing when the stream is gone.
+        The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)); Envoy's 503 has a body and
+        CONNECT_ERROR. Does nothing when the stream is gone.
         """
         if self.gone:
             self.answered = True
@@ -75,7 +75,7 @@ class Request:
         self._tunnel.close()
 
     def reset(self, code: int) -> None:
-        """RST_STREAM instead of an answer."""
+        """Send RST_STREAM instead of an answer."""
         self.answered = True
         self.connection.reset(self._tunnel, code)
         self._tunnel.close()
@@ -99,13 +99,16 @@ class Requests:
         self._running: dict[Tunnel, tuple[Request, Fiber]] = {}
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
-        """Start the handler of a new stream."""
+        """See :class:`hbone.aio.connection.RequestSink`."""
         request = Request(connection, tunnel, head, ended=ended)
         fiber = Fiber(connection.poller, self._run(request, tunnel), f"request {tunnel.stream_id}")
         self._running[tunnel] = request, fiber
 
     def cancel(self, tunnel: Tunnel) -> None:
-        """The stream ended under its handler: before the answer there is nothing left to do."""
+        """See :class:`hbone.aio.connection.RequestSink`.
+
+        After the answer the stream is the handler's tunnel, whose relay still delivers what was received.
+        """
         entry = self._running.get(tunnel)
         if entry is not None and not entry[0].answered:
             entry[1].cancel("the client gave up")
@@ -132,7 +135,7 @@ class Requests:
             self._running.pop(tunnel, None)
 
     async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
-        """Wait for every handler: cancelled, or left to deliver what their tunnels have received."""
+        """Wait until every handler has returned; ``cancel``: cancel them, else let them deliver what came."""
         fibers = []
         for tunnel, (_, fiber) in list(self._running.items()):
             fibers.append(fiber)
@@ -175,7 +178,8 @@ async def serve_connection(
     try:
         await connection.establish()
         await connection.wait_closed()
-        # What the peer sent in full is still delivered; relays whose tunnel is gone end within their linger.
+        # The connection is gone, but the bytes it brought are not all delivered: an application that reads slowly
+        # still gets them, and relays whose tunnel is gone end within their linger.
         await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")

@@ -25,11 +25,11 @@ def abort_on_close(sock: socket.socket) -> None:
 class PlainSocket(End):
     """A connected, non-blocking stream socket; owns it from here on.
 
-    Bytes that arrive before a relay starts stay in the kernel, unless taken with :meth:`read` and given back with
-    :meth:`push_back`. Before that nobody watches it, unless somebody waits for its bytes.
+    Bytes that arrive before a relay starts stay in the kernel, unless :meth:`read` takes them and
+    :meth:`push_back` gives them back. The poller watches the socket from the first wait or the relay's start on.
 
     Args:
-        fresh: connected just now, so that nothing can have come; a relay waits for the first event.
+        fresh: connected just now, so that nothing can have arrived; a relay waits for the first event.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class PlainSocket(End):
         self.read_bytes = 0
         self.broken: OSError | None = None
         self.closed = False
-        self._readable = not fresh  # perhaps: the first read tells
+        self._readable = not fresh  # perhaps: the first read will show
         self._watched = False
         self._hung_up = False
         self._paused = False
@@ -74,7 +74,7 @@ class PlainSocket(End):
     # Before a relay
 
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
-        """Up to ``size`` bytes, left in the kernel; waits for more than ``seen``. At EOF no more than ``seen``.
+        """Return up to ``size`` bytes and leave them in the kernel; waits for more than ``seen``, or for EOF.
 
         Raises:
             OSError: the connection was reset.
@@ -86,7 +86,7 @@ class PlainSocket(End):
             await self._next_event()
 
     async def read(self, size: int) -> bytes:
-        """Up to ``size`` bytes, consumed; empty at EOF.
+        """Consume and return up to ``size`` bytes; waits for at least one, returns none at EOF.
 
         Raises:
             OSError: the connection was reset.
@@ -107,11 +107,11 @@ class PlainSocket(End):
             return None
 
     def push_back(self, data: bytes) -> None:
-        """Bytes that :meth:`read` took too many; the next read or the relay gets them first."""
+        """Give back bytes that :meth:`read` took; the next read or the relay gets them first."""
         self._pushed = data + self._pushed
 
     def peek_into(self, room: memoryview) -> int:
-        """Copy what has come into ``room``, consuming nothing; how much that was."""
+        """Copy the bytes that have arrived into ``room``, consuming nothing; return how many. Never waits."""
         if self._pushed:
             size = min(len(self._pushed), len(room))
             room[:size] = self._pushed[:size]
@@ -119,13 +119,13 @@ class PlainSocket(End):
         return self._peek_into(room) or 0
 
     def _peek_into(self, room: memoryview) -> int | None:
-        """How much came; 0 at an EOF or a reset, None when nothing is known."""
+        """Return how much was copied; 0 at an EOF or a reset, None when nothing has arrived."""
         try:
             return self.sock.recv_into(room, 0, socket.MSG_PEEK)
         except BlockingIOError:
             return None
         except OSError as error:
-            self.broken = bare(error)  # the kernel tells it once, and says EOF then
+            self.broken = bare(error)  # the kernel reports a reset once, and EOF from then on: see _end
             return 0
 
     def discard(self, size: int) -> None:
@@ -135,15 +135,15 @@ class PlainSocket(End):
             self._pushed = self._pushed[size:]
         elif not self.closed:
             try:
-                # All of it is still there, also after a reset. Of TCP nothing is copied (tcp(7)).
+                # All of it is still there, also after a reset. With MSG_TRUNC TCP copies nothing (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
-                self.broken = bare(error)  # its own affair, not that of whoever carries the answer
+                self.broken = bare(error)  # of this socket, not of the connection whose answer led here
             if not self._watched:
-                self._readable = False  # what else there is will be the first event
+                self._readable = False  # registering reports what is left as the first event
 
     def send_first(self, data: bytes) -> None:
-        """Queue bytes that precede the relay's (a PROXY header); they are not counted."""
+        """Queue bytes that precede the relay's, such as a PROXY header; they are not counted."""
         self._send(memoryview(data))
 
     def _watch(self) -> None:
@@ -249,7 +249,7 @@ class PlainSocket(End):
         self.poller.requeue(self)
 
     def _begin_splicing(self) -> bool:
-        """Whether the rest of the flow can stay in the kernel: the other end is a plain socket too."""
+        """Make the pipe if the rest of the flow can stay in the kernel: the peer is a plain socket too."""
         peer = self.peer
         if type(peer) is not PlainSocket or peer._pending or peer.broken is not None or peer.closed:
             return False
@@ -260,7 +260,7 @@ class PlainSocket(End):
         return True
 
     def _splice(self) -> None:
-        """As :meth:`_pump`, through the pipe, once: what it moves is as much as several reads."""
+        """As :meth:`_pump`, through the pipe, and once per turn: a pipe holds as much as several reads."""
         pipe, peer = self._pipe, self.peer
         assert pipe is not None
         if type(peer) is not PlainSocket or not self._empty_pipe(pipe, peer):
@@ -283,7 +283,7 @@ class PlainSocket(End):
             self.poller.requeue(self)
 
     def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
-        """Give the sink what the pipe holds; False: it cannot take all, and the flow goes on when it can."""
+        """Move what the pipe holds into the sink; False: the sink is full, and resumes this source later."""
         try:
             if pipe.empty(peer.sock.fileno()):
                 return True
@@ -450,7 +450,7 @@ class PlainSocket(End):
         """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
 
     def detach(self) -> socket.socket:
-        """Give the socket up to another owner, as it is; only before a relay, and with nothing pushed back."""
+        """Return the socket to a new owner, as it is; only before a relay, and with nothing pushed back."""
         assert self.relay is None
         assert not self._pushed
         self.closed = True

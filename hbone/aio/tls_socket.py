@@ -152,7 +152,7 @@ class TlsSocket(End):
                 self.poller.requeue(self)  # not at once: the scratch buffers may be in use
 
     def delivered(self, size: int) -> None:
-        """Bytes given to the peer have left; reading goes on when all have."""
+        """See :class:`End`; reading resumes when everything given to the peer has left."""
         self._in_flight -= size
         if self._in_flight <= 0:
             self.resume()
@@ -220,7 +220,7 @@ class TlsSocket(End):
             return None
         if self._output is None:
             self._output = self.poller.acquire()
-        self.poller.schedule_flush(self)  # also when nothing comes of it: the buffer goes back then
+        self.poller.schedule_flush(self)  # also when the read finds nothing: flush() returns the buffer
         return self._output[self._filled : self._filled + limit]
 
     def commit(self, size: int) -> None:
@@ -229,7 +229,7 @@ class TlsSocket(End):
             self._filled += size
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """See :class:`End`; sealed at once, so that nothing of the views is kept."""
+        """See :class:`End`; encrypted at once, so that no view is kept."""
         if self.broken is None:
             try:
                 self.link.send(list(chunks))
@@ -241,7 +241,7 @@ class TlsSocket(End):
             self.peer.delivered(size)
 
     def flush(self) -> None:
-        """Seal and send what was collected: at the end of a turn."""
+        """Encrypt and send what was collected; called at the end of a turn."""
         self.dirty = False
         output = self._output
         if output is None or self.link.blocked:
@@ -317,7 +317,7 @@ class TlsSocket(End):
         """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
 
     def close(self, error: Exception | None = None) -> None:
-        """Say close_notify if the network takes it, close."""
+        """Send close_notify if the network takes it, and close; idempotent."""
         if self.closed:
             return
         self.closed = True
