@@ -1,22 +1,25 @@
 """One HTTP/2 connection as a state machine, both roles, limited to CONNECT tunnels and calls (RFC 9113).
 
-Theory of operation. Bytes go in by :meth:`Engine.receive_data`, which returns events; every other method
-changes the state and may queue frames. Frames wait in :attr:`Engine.output` and leave together, once per
-turn of the caller's loop. DATA never becomes an object of its own: on the way in, its payload is handed out
-as views of the received bytes, also when the frame is still incomplete; on the way out the caller reads
-straight into the output buffer (:meth:`Engine.reserve`), and :meth:`Engine.commit` puts the frame header in
-front of what came.
+Theory of operation. Bytes go in by :meth:`Engine.receive_data`, which returns events. Every other method changes
+the state and may queue frames. Frames wait in :attr:`Engine.output` and leave together, once per turn of the
+caller's loop.
 
-Flow control is by delivery: a received byte counts against the stream's and the connection's window until
-:meth:`Engine.acknowledge` says that it has left, and credit goes back in WINDOW_UPDATEs of half a window.
+DATA never becomes an object of its own. On the way in, its payload is handed out as views of the received bytes,
+also while the frame is incomplete. On the way out the caller reads from its socket straight into the output buffer
+(:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload.
 
-A stream is known from its first frame until both sides have ended it or one has reset it. Frames on streams
-already gone are ignored where RFC 9113, 5.1 allows or asks it, and cost the peer budget. Whatever a peer
-can repeat is either bounded in number (streams, header bytes, unsent frames) or paid from a budget
-(:mod:`hbone.flow`); overdrawn budgets end the connection with ENHANCE_YOUR_CALM.
+Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
+:meth:`Engine.acknowledge` reports that it has left this proxy. Credit returns in WINDOW_UPDATEs of half a
+window: few frames, and a sender that never has to stop. So a peer can make us hold one window at most, however
+slow the application behind us is.
 
-Nothing waits for the peer's SETTINGS: until they come the defaults of RFC 9113, 6.5.2 hold. Push and
-priorities are not implemented; field sections are validated in :mod:`hbone.head`.
+A stream is known from its first frame until both sides have ended it or one has reset it. Which frames its state
+allows is a table (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
+(streams, header bytes, unsent frames) or paid from a budget (:mod:`hbone.flow`); an overdrawn budget ends the
+connection with ENHANCE_YOUR_CALM.
+
+Nothing waits for the peer's SETTINGS: the defaults of RFC 9113, 6.5.2 apply until they arrive. Push and
+priorities are not implemented. Field sections are validated in :mod:`hbone.head`.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ class _Stream:
 
 
 class Engine:
-    """One connection. ``buffers`` lends output buffers; without it the engine allocates."""
+    """One connection. ``buffers`` lends output buffers; without it the engine allocates its own."""
 
     def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
         self.role = role
@@ -109,7 +112,7 @@ class Engine:
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS; None while it has not limited us."""
         self.peer_early_bytes = 0
-        """Client: so many bytes of a stream the peer holds before its answer."""
+        """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
         self.peer_settings_seen = False
         limits = settings.limits
         self._server = role is Role.SERVER
@@ -148,7 +151,7 @@ class Engine:
 
     @property
     def opening(self) -> bytes:
-        """What opens the connection: (preface,) SETTINGS, WINDOW_UPDATE."""
+        """The first bytes of the connection: the preface of a client, SETTINGS, WINDOW_UPDATE."""
         opening = b"" if self._server else PREFACE
         opening += frames.settings_frame(self.settings.wire(self.role))
         raise_by = self.settings.connection_window_bytes - _DEFAULT_WINDOW
@@ -163,22 +166,22 @@ class Engine:
 
     @property
     def goaway_sent(self) -> bool:
-        """Server: the final GOAWAY was sent; a client has none to send before it closes."""
+        """Whether the final GOAWAY was sent; True for a client, which needs none before it closes."""
         return not self._server or self._goaway_limit is not None
 
     @property
     def open_streams(self) -> int:
-        """Streams not yet ended by both sides."""
+        """Number of streams that are not ended by both sides."""
         return len(self._streams)
 
     @property
     def unused(self) -> bool:
-        """Client: no stream was ever opened."""
+        """Client: whether no stream was ever opened."""
         return self._next_id == 1
 
     @property
     def exhausted(self) -> bool:
-        """Client: no stream identifier is left."""
+        """Client: whether no stream identifier is left."""
         return self._next_id > MAX_STREAM_ID
 
     @property
@@ -238,7 +241,7 @@ class Engine:
                 stream.send_window -= size
                 self._send_window -= size
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
-            else:  # a body is a courtesy: not worth a queue of its own
+            else:  # the body explains the status and may be lost; it is not worth a queue of its own
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id))
         if ended or body:
             self._local_ended(stream_id, stream)
@@ -246,7 +249,7 @@ class Engine:
             self.reset_stream(stream_id, reset_code)
 
     def reset_stream(self, stream_id: int, code: int) -> None:
-        """RST_STREAM; nothing when the stream is already gone."""
+        """Send RST_STREAM; idempotent, and nothing when the stream is already gone."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
             # What is left of a DATA frame that the network has cut goes the way of later frames: dropped, with its
@@ -256,7 +259,11 @@ class Engine:
             self._send_reset(stream_id, code)
 
     def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
-        """END_STREAM on an empty DATA frame, or on ``trailers``; the other direction goes on."""
+        """Send END_STREAM on an empty DATA frame, or on ``trailers``; the other direction stays open.
+
+        Raises:
+            LocalProtocolError: the stream is gone, or was ended before.
+        """
         stream = self._known(stream_id)
         if StreamFrame.DATA_END not in SENT[stream.state]:
             raise LocalProtocolError(f"stream {stream_id} has been ended")
@@ -267,13 +274,14 @@ class Engine:
         self._local_ended(stream_id, stream)
 
     def ping(self, payload: bytes) -> None:
-        """PING with 8 bytes of ``payload``; :class:`PingAcknowledged` answers it."""
+        """Send PING with 8 bytes of ``payload``; :class:`PingAcknowledged` reports the answer."""
         self.output.append(frames.frame(frames.PING, 0, 0, payload))
 
     def drain(self) -> None:
-        """Server, first step of a graceful end (RFC 9113, 6.8): announce GOAWAY, then PING.
+        """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
 
-        When the PONG shows that the peer has seen it, the final GOAWAY follows by itself.
+        Requests may cross that GOAWAY and are still taken. The PONG shows that the peer has seen it; the final
+        GOAWAY follows by itself then.
         """
         if not self.draining and not self.failed:
             self.draining = True
@@ -283,7 +291,7 @@ class Engine:
             )
 
     def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
-        """Final GOAWAY with the last stream of the peer we took; later ones are not answered."""
+        """Send the final GOAWAY with the peer's last stream that was taken; later ones are not answered."""
         self.draining = True
         if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
             self._goaway_limit = self._last_peer_id
@@ -292,11 +300,14 @@ class Engine:
     # Payload out
 
     def reserve(self, stream_id: int, limit: int) -> memoryview | None:
-        """Room in the output for up to ``limit`` bytes of the stream's payload, not yet sent.
+        """Return room in the output for up to ``limit`` bytes of the stream's payload.
 
-        None: no room before a :class:`WindowOpened` of this stream or of stream 0, or, when
-        ``output.full``, before the output was taken. Nothing else may be called between this and
-        :meth:`commit`; a reservation without commit costs nothing.
+        None: no room before a :class:`WindowOpened` of this stream or of stream 0 or, when ``output.full``, before
+        the output was sent. Nothing else may be called between this and :meth:`commit`; a reservation without
+        commit costs nothing.
+
+        Raises:
+            LocalProtocolError: the stream is gone, or we have ended it.
         """
         allowed = self._allowed(stream_id, limit)
         if allowed == 0:
@@ -320,7 +331,7 @@ class Engine:
         self.output.commit(stream_id, size, self.peer_max_frame_bytes)
 
     def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
-        """Copy as much of ``data`` into the output as windows and room allow; how much that was."""
+        """Copy as much of ``data`` into the output as windows and room allow; return how much."""
         sent = 0
         while sent < len(data):
             room = self.reserve(stream_id, len(data) - sent)
@@ -333,9 +344,10 @@ class Engine:
         return sent
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """``size`` received bytes of the stream were delivered or dropped: give their credit back.
+        """Return the credit of ``size`` received bytes of the stream, which were delivered or dropped.
 
-        Also for streams that are gone, whose bytes still count against the connection.
+        Also called for streams that are gone: their bytes count against the connection's window all the same, and
+        without this it would shrink with every stream that is cut off.
         """
         self._unacknowledged += size
         if self._unacknowledged >= self._connection_step:
@@ -399,7 +411,7 @@ class Engine:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """See :class:`hbone.reader.FrameSink`; most frames of small messages come so."""
+        """See :class:`hbone.reader.FrameSink`; the path of nearly all frames, hence the checks written out."""
         stream = self._streams.get(stream_id)
         if (
             stream is None
@@ -436,7 +448,8 @@ class Engine:
                 stream = None
             elif not payload and not ended:
                 self._charge()
-        if length > payload:  # padding and its length byte are nobody's to deliver
+        # Padding and its length byte count against the windows (RFC 9113, 6.1), and are delivered as soon as seen.
+        if length > payload:
             self.acknowledge(stream_id, length - payload)
         self._data_stream_id = stream_id
         self._data_stream = stream
@@ -555,6 +568,9 @@ class Engine:
     # Other frames
 
     def _window_update(self, stream_id: int, increment: int) -> None:
+        # A peer returns credit as often as it likes (nginx per frame, others per half window), so a fixed rate
+        # would be too low for a fast transfer or too high for an idle one. Each KiB sent earns it one update for
+        # free.
         if self._earned >= 1 << _EARNED_SHIFT:
             self._earned -= 1 << _EARNED_SHIFT
         else:
@@ -587,8 +603,10 @@ class Engine:
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
         del self._streams[stream_id]
+        # Rapid reset, CVE-2023-44487: a stream that is opened and abandoned costs the client nothing and us a
+        # handler, a dial and a log line, and MAX_CONCURRENT_STREAMS does not bound it.
         if self._server and not stream.answered:
-            self._charge_reset()  # rapid reset, CVE-2023-44487
+            self._charge_reset()
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
         self._events.append(StreamReset(stream_id, code, unprocessed=unprocessed))
 
@@ -611,6 +629,8 @@ class Engine:
         if key == Setting.INITIAL_WINDOW_SIZE:
             if value > MAX_WINDOW:
                 raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
+            # Moves the windows of open streams, too, by the difference; one may become negative, and then waits
+            # for WINDOW_UPDATEs (RFC 9113, 6.9.2).
             change = value - self._peer_initial_window
             self._peer_initial_window = value
             for stream_id, stream in self._streams.items():
@@ -672,7 +692,7 @@ class Engine:
         return stream
 
     def stream_state(self, stream_id: int) -> StreamState:
-        """Return the state of any stream; those that are gone are told apart as far as resets are remembered."""
+        """Return the state of any stream; one that is gone is RESET only while that reset is remembered."""
         stream = self._streams.get(stream_id)
         if stream is not None:
             return stream.state
@@ -693,6 +713,8 @@ class Engine:
         # As SENT has it; written out, because it is asked per chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
+        # Which window is shut decides which WINDOW_UPDATE reports room again (WindowOpened): only a sender that
+        # has asked in vain is told, so that idle streams cost nothing.
         allowed = stream.send_window
         if allowed <= 0:
             stream.blocked = True
@@ -734,13 +756,17 @@ class Engine:
         self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:
-        """Reset a stream for what the peer did on it; the budget covers MadeYouReset, CVE-2025-8671."""
+        """Reset a stream for an error of the peer on it."""
+        # MadeYouReset, CVE-2025-8671: the rapid reset with the roles changed, for a peer can provoke our
+        # RST_STREAM as cheaply as it sends its own.
         self._charge_reset()
         if self._streams.pop(stream_id, None) is not None:
             self._events.append(StreamReset(stream_id, code, by_peer=False))
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
+        # Two limits for two floods: frames that come too fast, and answers (ACKs, resets) that pile up here
+        # because the peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
         if self.output.frames > self.settings.limits.unsent_frames:

@@ -1,4 +1,4 @@
-"""What :class:`hbone.engine.Engine` reports. Built per read, so not frozen (frozen ones cost twice)."""
+"""The events that :class:`hbone.engine.Engine` reports; built per read, so not frozen (which costs twice)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class WindowOpened:
 
 @dataclass(slots=True)
 class SettingsReceived:
-    """The peer's SETTINGS are in force; read them from the engine."""
+    """The peer's SETTINGS are applied; the engine's attributes have them."""
 
 
 @dataclass(slots=True)
@@ -114,8 +114,8 @@ class GoawayReceived:
 class ConnectionFailed:
     """The peer broke the protocol or a limit. Send the output (a GOAWAY), then close.
 
-    An event and not an exception, so that what came before it in the same bytes is not lost and nothing
-    depends on where the network cut them.
+    An event and not an exception: the events before it in the same read are not lost, and nothing depends on where
+    the network cut the bytes.
     """
 
     code: int

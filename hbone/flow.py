@@ -1,4 +1,8 @@
-"""Budgets against floods: what a peer may make us do, per second and at once. Time is an argument."""
+"""Budgets against floods: how much work a peer may cause per second and at once. Time is an argument.
+
+A limit on a rate alone would refuse honest bursts (a hundred tunnels that close together), one on a number alone
+would refuse a long-lived connection in the end. A token bucket allows a burst and then a rate.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ class Budget:
         self._seen_s: float | None = None
 
     def spend(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Take ``tokens`` at ``now_s`` (monotonic seconds); False: the budget is overdrawn."""
+        """Take ``tokens`` at ``now_s`` (monotonic seconds); return False when the budget is overdrawn."""
         if self._seen_s is None:
             self._seen_s = now_s
         elif now_s > self._seen_s:

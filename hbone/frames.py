@@ -1,4 +1,4 @@
-"""Frames of RFC 9113, section 4 and 6, as bytes: constants and writers; reading is the engine's loop."""
+"""Frames of RFC 9113, sections 4 and 6, as bytes: constants and writers; :mod:`hbone.reader` reads them."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class Setting(IntEnum):
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
     ENABLE_CONNECT_PROTOCOL = 8
-    #: Server: so many bytes of a stream may come before the answer to its CONNECT and are held until then. In the
-    #: range for experiments; whoever does not know it ignores it (RFC 9113, 6.5.2).
+    #: Server: this number of bytes of a stream may arrive before the answer to its CONNECT, and is held until
+    #: then. From the range for experiments; a peer that does not know it ignores it (RFC 9113, 6.5.2).
     EARLY_BYTES = 0xF0EB
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """One whole frame."""
+    """Return a complete frame."""
     size = len(payload)
     return HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
 
 
 def settings_frame(values: dict[int, int]) -> bytes:
-    """SETTINGS with ``values`` in their order."""
+    """Return SETTINGS with ``values`` in their order."""
     return frame(SETTINGS, 0, 0, b"".join(SETTING.pack(key, value) for key, value in values.items()))
 
 
 def header_frames(stream_id: int, block: bytes, *, ended: bool, max_frame_bytes: int) -> bytes:
-    """HEADERS, and CONTINUATION for what the peer's frame size does not allow in one."""
+    """Return HEADERS, followed by CONTINUATION if the block is longer than the peer's frame size."""
     first, rest = block[:max_frame_bytes], block[max_frame_bytes:]
     flags = (END_STREAM if ended else 0) | (0 if rest else END_HEADERS)
     out = frame(HEADERS, flags, stream_id, first)

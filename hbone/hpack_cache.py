@@ -1,4 +1,4 @@
-"""Header blocks, by the ``hpack`` library behind caches of what recurs (RFC 7541).
+"""Header blocks, by the ``hpack`` library behind caches of those that recur (RFC 7541).
 
 Ours are written without dynamic table: every field is a static index or a never-indexed literal. That costs
 a couple of hundred bytes per tunnel and makes a field's encoding depend on nothing, so that it is encoded
@@ -40,14 +40,14 @@ _LITERALS = (0x00, 0x10)  # without indexing, never indexed (RFC 7541, 6.2.2 and
 
 
 def plain_fields(block: bytes, max_list_bytes: int) -> Headers | None:
-    """The fields of a block that has nothing to do with the dynamic table and no Huffman codes.
+    """Decode a block that neither uses the dynamic table nor Huffman codes; None for any other.
 
     Args:
         block: a whole header block.
         max_list_bytes: limit of the list's size (RFC 9113, 6.5.2: 32 bytes per field besides its own).
 
     Returns:
-        None: the library must see it, be it right or wrong.
+        The fields; None: the library must decode the block, which may be wrong.
     """
     fields: list[Header] = []
     position, end, size = 0, len(block), 0
@@ -144,10 +144,10 @@ class BlockDecoder(Generic[T]):
         self._last: tuple[bytes, T] | None = None
 
     def decode(self, block: bytes) -> T:
-        """The parsed block; must see every block of the peer, wanted or not (RFC 7541, 2.2).
+        """Return the parsed block; call it for every block of the peer, wanted or not (RFC 7541, 2.2).
 
         Raises:
-            HeaderBlockError: the connection cannot go on.
+            HeaderBlockError: the connection must end, since the dynamic tables of both sides may differ now.
         """
         known = self._blocks.get(block)
         if known is not None:
@@ -206,7 +206,7 @@ class BlockEncoder:
         self._blocks: dict[Headers, bytes] = {}
 
     def encode(self, headers: Iterable[Header]) -> bytes:
-        """One header block; names in lower case."""
+        """Return the header block of ``headers``, whose names must be in lower case."""
         key = tuple(headers)
         known = self._blocks.get(key)
         if known is not None:

@@ -1,7 +1,7 @@
-"""The engine's output: frames in order, DATA payload written in place by whoever reads a socket.
+"""The engine's output: frames in order, with DATA payload that a socket's read has put in place.
 
-Frames go one after the other into a buffer that is borrowed while there is something to write. What no
-longer fits (or must wait because the network does not take the buffer) queues behind it as whole frames.
+Frames go one after the other into a buffer that is borrowed while there is something to write. Frames that no
+longer fit, or must wait because the network does not take the buffer, queue behind it as bytes objects.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _LEAST_ROOM: Final = 4096  # a smaller remainder is not worth a read of its own
 
 
 class Buffers(Protocol):
-    """Where output buffers come from; an idle connection holds none."""
+    """A source of output buffers; an idle connection holds none."""
 
     def acquire(self) -> memoryview:
-        """A writable buffer, at least 64 KiB."""
+        """Lend a writable buffer of at least 64 KiB."""
 
     def release(self, buffer: memoryview) -> None:
-        """Return one that ``take`` gave."""
+        """Take back a buffer of ``acquire``."""
 
 
 class OwnBuffers:
     """Buffers by allocation, for tests and engines outside a poller."""
 
     def acquire(self) -> memoryview:
-        """A new buffer."""
+        """Allocate a buffer."""
         return memoryview(bytearray(BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Nothing to keep."""
+        """Leave the buffer to the allocator."""
 
 
 class Output:
@@ -48,14 +48,14 @@ class Output:
         self.frames = 0
         """Frames other than DATA since the last ``taken``."""
         self.full = False
-        """The last ``reserve`` found no room."""
+        """Whether the last ``reserve`` found no room."""
 
     def __bool__(self) -> bool:
         return self._end > 0
 
     @property
     def borrows(self) -> bool:
-        """A buffer is held, perhaps with nothing in it; :meth:`taken` gives it back."""
+        """Whether a buffer is held, perhaps with nothing in it; :meth:`taken` returns it."""
         return self._buffer is not None
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Output:
         self._overflow.append(frames)
 
     def reserve(self, limit: int) -> memoryview | None:
-        """Room for up to ``limit`` bytes of one DATA frame, its header left free in front."""
+        """Return room for up to ``limit`` bytes of one DATA frame, behind room for its header."""
         buffer = self._buffer
         if buffer is None:
             buffer = self._buffer = self._buffers.acquire()
@@ -117,13 +117,13 @@ class Output:
         self._end = end + HEADER_BYTES + size
 
     def views(self) -> list[memoryview | bytes]:
-        """Everything queued, in order; valid until :meth:`taken`."""
+        """Return everything queued, in order; valid until :meth:`taken`."""
         if self._buffer is None:
             return []
         return [self._buffer[: self._end], *self._overflow] if self._end else []
 
     def taken(self) -> None:
-        """Everything :meth:`views` showed is on its way: forget it, give the buffer back."""
+        """Drop what :meth:`views` returned, which was sent, and return the buffer; idempotent."""
         if self._buffer is not None:
             self._buffers.release(self._buffer)
             self._buffer = None

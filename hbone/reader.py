@@ -1,8 +1,9 @@
 """Bytes into frames: the reading half of the engine, however the network cut them.
 
-Control frames are collected whole; DATA payload passes through in the pieces it came in; header blocks are
-put together from HEADERS and CONTINUATION; unknown frames are skipped without being collected. Everything a
-frame's nine bytes alone make wrong is refused here, before anything is collected (RFC 9113, 4 and 6).
+Control frames are collected in full. DATA payload passes through in the chunks in which it arrived. Header
+blocks are put together from HEADERS and CONTINUATION. Unknown frames are skipped without being collected.
+Everything that a frame's nine header bytes alone make wrong is refused here, before anything is collected (RFC
+9113, 4 and 6).
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ class Failure(Exception):
 
 
 class FrameSink(Protocol):
-    """What acts on frames."""
+    """Acts on frames; the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """A DATA frame without padding, all ``size`` bytes of it; else the next three are called."""
+        """Take a DATA frame without padding that arrived in full; any other calls the next three."""
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
-        """A DATA frame: ``length`` bytes for the windows, ``payload`` of them to come."""
+        """Begin a DATA frame: ``length`` bytes count against the windows, ``payload`` of them follow."""
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
-        """Payload of the DATA frame that began last."""
+        """Take payload of the DATA frame that began last."""
 
     def data_done(self) -> None:
-        """The payload of the DATA frame is complete."""
+        """Finish the DATA frame: its payload is complete."""
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        """A whole header block."""
+        """Take a complete header block."""
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Any other frame, whole; of unknown ones only the head."""
+        """Take any other frame with its payload; of an unknown one no payload."""
 
 
 class FrameReader:
@@ -171,7 +172,7 @@ class FrameReader:
         return position + take
 
     def _needed(self, kind: int, flags: int, length: int) -> int:
-        """Bytes to collect before a frame can be acted on: all of it, but of DATA and unknown ones the head."""
+        """Return the bytes to collect before acting: the frame, but for DATA and unknown ones its head only."""
         if kind == DATA:
             return HEADER_BYTES + (1 if flags & PADDED and length else 0)
         if kind > frames.CONTINUATION:

@@ -1,4 +1,4 @@
-"""What one end announces and tolerates on a connection, as values."""
+"""The SETTINGS that one end announces and the limits that it holds a peer to, as values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hbone.frames import Setting
 
 
 class Role(Enum):
-    """Which end of the connection an engine is."""
+    """The end of the connection that an engine is."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -17,9 +17,9 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on what a peer can make us hold or count; see ``docstrings`` of the fields' users for units.
+    """Bounds on what a peer can make us hold or do.
 
-    The rates are guesses above what busy honest peers were seen to need and far below what hurts.
+    The rates are guesses: above what busy honest peers were seen to need, and far below what hurts.
     """
 
     control_burst: int = 1000
@@ -56,7 +56,7 @@ class Http2Settings:
     early_data: bool = False
     """Server: announce ``early_bytes``. Client: make use of a server's announcement."""
     extra: tuple[tuple[int, int], ...] = ()
-    """More (identifier, value) pairs, sent first: to look like another implementation."""
+    """More (identifier, value) pairs, sent first, to resemble another implementation."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -84,10 +84,10 @@ class Http2Settings:
 
 
 def client_settings() -> Http2Settings:
-    """What the outbound side announces by default."""
+    """Return what the outbound side announces by default."""
     return Http2Settings(max_concurrent_streams=None, max_header_list_bytes=16_384)
 
 
 def server_settings() -> Http2Settings:
-    """What the inbound side announces by default."""
+    """Return what the inbound side announces by default."""
     return Http2Settings()

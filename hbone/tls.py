@@ -109,9 +109,9 @@ class TlsSession:
         self._incoming: memoryview | None = None
         self.established = False
         self.half_rtt_sent = False
-        """The half_rtt_data is on its way."""
+        """Whether the half-RTT data left with the first flight."""
         self.peer_closed = False
-        """The peer sent close_notify: there is nothing more to read."""
+        """Whether the peer sent close_notify; nothing more can be read then."""
 
     def receive(self, ciphertext: memoryview) -> None:
         """Offer ciphertext. It is read in place: drain the session before changing that buffer."""
@@ -121,7 +121,7 @@ class TlsSession:
         self._incoming = ciphertext  # OpenSSL points into it until the next call
 
     def handshake(self) -> bool:
-        """Go on with the handshake; True when it is finished.
+        """Advance the handshake by what was received; return whether it is finished.
 
         Raises:
             TlsError: it failed; :meth:`seal` holds the alert.
@@ -147,15 +147,19 @@ class TlsSession:
         return True
 
     def _send_half_rtt_data(self) -> None:
-        """Up to the end of our first flight, then the half_rtt_data; raises as ``do_handshake``.
+        """Advance to the end of our first flight and write the half-RTT data behind it; raises as
+        ``do_handshake``.
 
-        OpenSSL stops there only for those who ask for early data of TLS. There is none: no session is resumed.
+        OpenSSL stops between the flights only for callers that ask for 0-RTT data of the client. There never is
+        any, because no session is resumed.
         """
         nothing, size, ssl = _ffi.new("char[1]"), _ffi.new("size_t *"), self._ssl
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
         half_rtt_data, self._half_rtt_data = self._half_rtt_data, b""
-        # It stops behind a HelloRetryRequest as well, before there is any key, and only once.
+        # SSL_read_early_data also returns after a HelloRetryRequest, when there is no key yet, and only once.
+        # Then, and with TLS 1.2, the data follows after the handshake like all other: the caller sees
+        # half_rtt_sent False.
         finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
         if finished:
             if not _lib.SSL_write_early_data(ssl, half_rtt_data, len(half_rtt_data), size):
@@ -225,11 +229,11 @@ class TlsSession:
             try:
                 self._connection.shutdown()
             except SSL.Error as error:
-                # Nothing can be said to a session that has failed; its error was raised where it happened.
+                # A session that has failed cannot send close_notify; its error was raised where it happened.
                 del error
 
     def facts(self) -> PeerFacts:
-        """Call once :meth:`handshake` is True."""
+        """Return what the handshake has proved; call once :meth:`handshake` is True."""
         connection = self._connection
         seen = self._verification.chain
         chain = tuple(seen[key] for key in sorted(seen))
@@ -245,7 +249,7 @@ class TlsSession:
         )
 
     def _raise(self, count: int) -> None:
-        """Raise what OpenSSL has to say.
+        """Raise the error of OpenSSL's queue.
 
         Pointers into buffers are released before: CPython up to 3.12.6 crashes when its collector finds a
         memoryview that still lends its buffer in a cycle (gh-77894), and a traceback easily is part of one.

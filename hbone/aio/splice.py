@@ -35,7 +35,7 @@ class SplicePipe:
             del error  # over the user's limit: the size it has will do
 
     def fill(self, fd: int) -> int:
-        """Take what the socket has; the number of bytes, 0 at its end.
+        """Move what the socket has into the pipe; return the number of bytes, 0 at the socket's end.
 
         Raises:
             BlockingIOError: nothing there, or the pipe is full.
@@ -46,7 +46,7 @@ class SplicePipe:
         return size
 
     def empty(self, fd: int) -> bool:
-        """Give to the socket what is held; whether it took all.
+        """Move what the pipe holds into the socket; return whether that was all.
 
         Raises:
             OSError: the socket failed.
@@ -59,7 +59,7 @@ class SplicePipe:
         return True
 
     def close(self) -> None:
-        """Close both ends; what is held is lost."""
+        """Close both ends of the pipe; what it holds is lost."""
         os.close(self._read_fd)
         os.close(self._write_fd)
         self.held = 0

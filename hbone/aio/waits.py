@@ -36,7 +36,7 @@ async def handshake(
     timeout_s: float,
     end: Callable[[Exception], None],
 ) -> None:
-    """Begin, and wait until it is established; ``end`` whatever else happens.
+    """Call ``begin`` and wait until ``established`` resolves; in any other case call ``end`` and raise.
 
     Raises:
         PeerSilent: not within ``timeout_s``.
@@ -56,7 +56,7 @@ async def handshake(
 
 
 async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
-    """Wait for the answer to a CONNECT; without one the stream is given up."""
+    """Wait for the answer to a CONNECT and return it; close the stream when there is none."""
     try:
         return await answered
     except BaseException:
@@ -65,7 +65,7 @@ async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
 
 
 async def relay_end(relay: Abortable, done: asyncio.Future[T]) -> T:
-    """Wait until a relay is over; cancelling that aborts it."""
+    """Wait until a relay is over and return how it ended; a cancellation aborts the relay."""
     try:
         return await done
     except asyncio.CancelledError:
