@@ -1,9 +1,8 @@
 """The half-close matrix of a relay's ends: what each event makes of an end, and what the end must do then.
 
-An end is a source (its network sends to us) and a sink (we send to its network). The two halves close one by
-one, in
-order or cut short, and the network may refuse what we send at any time: :data:`TRANSITIONS` says for each pair of
-states and each event what the pair becomes, and which actions follow, in order. Plain sockets, TLS sockets and
+An end is a source (its network sends to us) and a sink (we send to its network). The two halves close one by one,
+in order or cut short, and the network may refuse what we send at any time: :data:`TRANSITIONS` says for each pair
+of states and each event what the pair becomes, and which actions follow, in order. Plain sockets, TLS sockets and
 tunnels (:mod:`hbone.aio.end`) share it; they differ in what the actions do to their networks. ``docs/relay.md``
 prints it.
 

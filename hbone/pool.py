@@ -10,9 +10,8 @@ event that will not come.
 Room is the smaller of our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS; a limit that is learned later
 counts from then on. A connection that is draining (GOAWAY, our drain, evicted) keeps its streams and takes no
 more. Idle connections are released after ``idle_timeout_s``, and beyond ``max_idle`` the least recently used
-first. One that
-becomes idle beside others of its key is spare: it is left from a peak, and released after ``spare_timeout_s``;
-each peer keeps one.
+first. One that becomes idle beside others of its key is spare: it is left from a peak, and released after
+``spare_timeout_s``; each peer keeps one.
 
 The caller executes the returned actions in order, and reports the results back.
 """

@@ -1,11 +1,11 @@
 """TLS as bytes in and bytes out: OpenSSL over memory BIOs, no socket.
 
 Bulk data skips pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call, and calls the same
-library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds
-to seal and open 256 KiB (the standard library: 194), and no dearer for 1 KiB (``bench/tls_micro.py``).
-Ciphertext is read where the network put it, through a read-only BIO
-(one copy less than a memory BIO); that is why :meth:`TlsSession.receive` must be drained before its buffer
-is used again. Everything below these few calls can be swapped without touching their callers.
+library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds to seal
+and open 256 KiB (the standard library: 194), and no dearer for 1 KiB (``bench/tls_micro.py``). Ciphertext is read
+where the network put it, through a read-only BIO (one copy less than a memory BIO); that is why
+:meth:`TlsSession.receive` must be drained before its buffer is used again. Everything below these few calls can be
+swapped without touching their callers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Coroutines of connections, run by the poller: each resumes in the very turn that has something for it.
 
 A task of asyncio resumes in the next iteration of the loop, and what it then wants to send leaves in the turn
-after: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and a client
-that waits is woken up as often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same turn, when
-the sockets have been read and before the output is flushed.
+after: two system calls, two scheduled callbacks and most of a turn for every step of every connection, and a
+client that waits is woken up as often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same
+turn, when the sockets have been read and before the output is flushed.
 
 Anything else a coroutine awaits, futures of asyncio and its timeouts included, works as in a task: a fiber is one,
 by the protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the

@@ -46,6 +46,13 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "uvloop") -> 
         asyncio.run(bounded())
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Return when ``condition`` holds; a test that waits in vain fails. For what no future reports."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 @functools.cache
 def identity() -> TlsSettings:
     authority = Authority()

@@ -42,6 +42,7 @@ from tests.hbone.aio.harness import (
     request_frame,
     run,
     tcp_pair,
+    until,
 )
 
 
@@ -140,8 +141,7 @@ def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None
         with polling() as poller:
             async with connected(poller) as pair:
                 engine = pair.client.engine
-                while not engine.peer_settings_seen:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.peer_settings_seen)
                 for size in (10, 200_000):
                     stream_id = engine.open_stream(CONNECT)
                     assert engine.send_data(stream_id, bytes(size)) == size
@@ -153,8 +153,7 @@ def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None
                     assert await App(near).read(10) == bytes(10)
                     running.abort("seen")
                 second = await pair.requests.get()
-                while not second.gone:
-                    await asyncio.sleep(0.001)
+                await until(lambda: second.gone)
                 with pytest.raises(TunnelBroken):
                     second.accept()
 
@@ -178,8 +177,7 @@ def test_data_after_the_answer_is_held_until_somebody_takes_it(*, with_answer: b
                 near, inner = tcp_pair()
                 with near, PlainSocket(inner, poller) as end, await opening as opened:
                     async with asyncio.timeout(5):
-                        while opened._early_bytes < 200_000:
-                            await asyncio.sleep(0.001)
+                        await until(lambda: opened._early_bytes >= 200_000)
                     running = relay(opened, end, ByteCounts())
                     assert await App(near).read_all() == bytes(200_000)
                     running.abort("seen")
@@ -240,14 +238,12 @@ def test_close_codes_of_tunnels() -> None:
                     connection.engine.reset_stream = spy  # type: ignore[method-assign]
                 opened, accepted = await pair.tunnel()
                 opened.close()  # open both ways
-                while not accepted.gone:
-                    await asyncio.sleep(0.001)
+                await until(lambda: accepted.gone)
                 accepted.close()
                 opened, accepted = await pair.tunnel()
                 accepted.write_eof()
                 accepted.close()  # the server is done, the client is not
-                while not opened.gone:
-                    await asyncio.sleep(0.001)
+                await until(lambda: opened.gone)
                 opened.close()
                 assert seen == [("client", ErrorCode.CANCEL), ("server", ErrorCode.NO_ERROR)]
 
@@ -261,16 +257,14 @@ def test_drain_lets_streams_finish_then_closes(tls: bool) -> None:
             async with connected(poller, tls=tls) as pair:
                 opened, accepted = await pair.tunnel()
                 pair.server.drain()
-                while pair.client.accepts_streams:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not pair.client.accepts_streams)
                 with pytest.raises(ConnectionBroken) as caught:
                     await pair.client.open(CONNECT)
                 assert caught.value.unprocessed
                 assert pair.server.error is None
                 opened.write_eof()
                 accepted.write_eof()
-                while pair.client.engine.open_streams:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not pair.client.engine.open_streams)
                 opened.close()
                 accepted.close()
                 await pair.server.wait_closed()
@@ -345,8 +339,7 @@ def test_cancelling_leaves_nothing_behind(stage: int) -> None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
-                    while pair.client.open_streams or pair.server.open_streams:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: not (pair.client.open_streams or pair.server.open_streams))
                 assert pair.client.error is None
                 assert pair.server.error is None
 
@@ -434,14 +427,12 @@ def test_idle_connections_hold_no_buffers() -> None:
                 opened, accepted = await pair.tunnel()
                 near, inner = tcp_pair()
                 with near, PlainSocket(inner, poller) as end:
-                    running = relay(end, opened, ByteCounts())
+                    counts = ByteCounts()
+                    running = relay(end, opened, counts)
                     near.send(bytes(1000))
-                    while not running._counts.sent:
-                        await asyncio.sleep(0.001)
-                    await asyncio.sleep(0.01)
+                    await until(lambda: counts.sent)
                     for connection in (pair.client, pair.server):
-                        assert not connection.engine.output.borrows
-                        assert not connection.link.blocked
+                        await until(lambda at=connection: not (at.engine.output.borrows or at.link.blocked))
                     running.abort("seen")
                 opened.close()
                 accepted.close()
@@ -507,8 +498,7 @@ def test_peers_with_small_frames_get_many_per_read() -> None:
                 with near, far, PlainSocket(inner_near, poller) as one, PlainSocket(inner_far, poller) as two:
                     relay(one, opened, ByteCounts())
                     relay(accepted, two, ByteCounts())
-                    while not pair.client.engine.peer_settings_seen:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: pair.client.engine.peer_settings_seen)
                     assert opened.scatters
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(App(near).send(data))
@@ -576,8 +566,7 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
                     poller.schedule_flush(pair.client)
                     await asyncio.sleep(0.001)
                 tunnel.write_eof()
-                while pair.client.link.blocked or engine.output:
-                    await asyncio.sleep(0.001)
+                await until(lambda: not (pair.client.link.blocked or engine.output))
                 await asyncio.sleep(0.05)
                 pair.server.abort("gone")
                 assert len(await App(near).read_all()) == sent

@@ -45,6 +45,16 @@ def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
 Run = Callable[[Main], None]
 
 
+async def turn(poller: Poller) -> None:
+    """Return when the fibers that can resume now have, in a turn of the poller, and tasks as well."""
+
+    async def nothing() -> None:
+        return
+
+    await Fiber(poller, nothing(), "a turn")
+    await asyncio.sleep(0)
+
+
 class Turns:
     """Notes, as something to be flushed, when turns of a poller end."""
 
@@ -77,7 +87,7 @@ def test_it_goes_on_in_the_turn_that_settled_its_moment_and_before_the_flush(run
 
         fiber = Fiber(poller, work(), "a fiber")
         assert notes == []  # not in the caller's hands, whose buffers may be in use
-        await asyncio.sleep(0.01)
+        await turn(poller)
         assert notes == ["begun"]
         poller.call_soon(Settles())
         await fiber
@@ -97,7 +107,7 @@ def test_whoever_waits_for_a_moment_otherwise_is_told_too(run: Run) -> None:
         waiting = [Fiber(poller, listen(), "first"), Fiber(poller, listen(), "second")]
         async with asyncio.TaskGroup() as group:
             group.create_task(listen())
-            await asyncio.sleep(0.01)
+            await turn(poller)
             moment.set_result("news")
         await asyncio.gather(*waiting)
         await Fiber(poller, listen(), "late")
@@ -110,7 +120,7 @@ def test_errors_reach_the_fiber_and_those_who_wait_for_it(run: Run) -> None:
     async def main(poller: Poller) -> None:
         moment: OneShotFuture[None] = OneShotFuture(poller)
         fiber = Fiber(poller, wait_for(moment), "a fiber")
-        await asyncio.sleep(0.01)
+        await turn(poller)
         moment.set_exception(LookupError("gone"))
         with pytest.raises(LookupError, match="gone"):
             await fiber
@@ -166,7 +176,7 @@ def test_cancelling(run: Run, when: str) -> None:
 
         fiber = Fiber(poller, work(), "a fiber", ended.append)
         if when != "before it began":
-            await asyncio.sleep(0.01)
+            await turn(poller)
         if when == "when what it waits for is there":
             moment.set_result(None)
         assert fiber.cancel("enough")
@@ -321,7 +331,7 @@ def test_an_error_that_nobody_fetches_is_logged_at_once(run: Run, caplog: pytest
         gc.disable()  # nothing of a fiber waits for the collector
         try:
             Fiber(poller, work(), "a fiber")
-            await asyncio.sleep(0.01)
+            await turn(poller)
             assert "nobody asked" in caplog.text
         finally:
             gc.enable()
@@ -336,7 +346,7 @@ def test_fibers_outlive_their_poller(run: Run) -> None:
     async def main(poller: Poller) -> None:
         never: OneShotFuture[None] = OneShotFuture(poller)
         waiting = Fiber(poller, wait_for(never), "waiting")
-        await asyncio.sleep(0.01)
+        await turn(poller)
         beginning = Fiber(poller, wait_for(asyncio.sleep(0)), "beginning")
         poller.close()
         await asyncio.wait_for(beginning, 1)

@@ -21,7 +21,7 @@ from hbone.errors import (
 from hbone.settings import Http2Settings, Role
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
-from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair
+from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair, until
 
 
 def test_settings_come_with_the_end_of_the_handshake() -> None:
@@ -87,8 +87,7 @@ def test_a_connection_that_comes_while_its_server_drains_is_told_in_order(*, ear
                 client = await connect(near, contexts()[0], default_client(), poller)
                 opened = await client.open(CONNECT)
                 async with asyncio.timeout(5):
-                    while not client.engine.going_away:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: client.engine.going_away)
                 assert client.error is None
                 opened.close()
                 accepted[0].close()

@@ -18,7 +18,7 @@ from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError,
 from hbone.pool import PoolSettings
 from hbone.settings import Http2Settings, Role
 from hbone.tls_context import TlsContext
-from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair
+from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair, until
 from tests.hbone.certificates import Authority
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
@@ -63,8 +63,7 @@ class Mesh:
             request.refuse(self.status)
             return
         request.accept()
-        while not (request.gone or self.over.is_set()):
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(request.gone or self.over.is_set()))
 
 
 @contextlib.asynccontextmanager
@@ -170,8 +169,7 @@ def test_lost_connections_are_replaced() -> None:
         async with mesh() as (pool, network):
             tunnel = await pool.open("k", CONNECT)
             network.servers[0].abort("crash")
-            while pool.statistics.connections:
-                await asyncio.sleep(0.001)
+            await until(lambda: not pool.statistics.connections)
             assert tunnel.gone
             tunnel.close()
             (await pool.open("k", CONNECT)).close()
