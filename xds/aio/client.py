@@ -298,7 +298,7 @@ class _Stream:
         self._happened(self.state.receive(response, asyncio.get_running_loop().time()))
 
     async def _receive_big(self, data: bytes, state: DeltaClient) -> None:
-        """The same in steps, between which the loop goes on."""
+        """As :meth:`_receive`, in steps between which the loop runs other work."""
         event: Received | Refused | None = None
         for event in state.receive_in_steps(data, asyncio.get_running_loop().time()):  # noqa: B007 - the last
             await asyncio.sleep(0)
@@ -342,7 +342,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # Who has put one thing right wants to know what is next.
+            # An operator who has put one thing right wants to see what is next.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 
@@ -456,7 +456,7 @@ class AdsClient:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Ask for names of a type that comes on demand; the wildcard's receiver gets what there is."""
+        """Ask for names of a type that comes on demand; the wildcard's receiver gets those that exist."""
         self._stream.ask(type_url, names)
 
 

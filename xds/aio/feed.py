@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 #: Receivers called in one turn of the loop: a mesh brings tens of thousands of updates in one response.
 _AT_ONCE = 20
 
-#: Resources of an update let go in one turn: all 200,000 of a mesh at once would take a tenth of a second.
+#: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.
 _FREED = 5000
 
 
@@ -122,7 +122,7 @@ class Feed:
         self._wake.set()
 
     def expired(self, update: Update) -> None:
-        """Deliver the removal of what outlived its time to live; nobody is told ACK."""
+        """Deliver the removal of what outlived its time to live; there is no response to ACK."""
         self._expired.append(update)
         self._wake.set()
 

@@ -3,7 +3,7 @@
 A file is read when it is first asked for and whenever something is renamed onto its path, or, with a watched
 directory, whenever something is renamed inside that directory (how Kubernetes swaps the ``..data`` link of a
 mounted volume). Writing in place changes nothing: half a file would be read. A file that is wrong or missing
-leaves the last good configuration in force; counters and one log line tell.
+leaves the last good configuration current; counters and one log line show it.
 
 Many subscriptions may share one file; it is read and parsed once per change.
 """

@@ -19,7 +19,7 @@ class InitialFetch:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out)
 
     def over(self) -> None:
-        """The first update is here, or nobody waits any more."""
+        """End the wait: the first update is here, or the subscription is closed. Idempotent."""
         self._on_timeout = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Renames onto files, told by inotify through ctypes (inotify(7)); one descriptor per watcher.
+"""Renames onto files, reported by inotify through ctypes (inotify(7)); one descriptor per watcher.
 
 A directory is watched, not the file: the file of before the rename is another inode.
 """

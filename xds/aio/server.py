@@ -112,6 +112,7 @@ class SnapshotServer:
 
     Args:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
+            gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
         tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
         identifier: what clients show as ``control_plane.identifier``.
         key_of: may raise ``ConfigError`` for a node it cannot serve.

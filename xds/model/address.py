@@ -67,7 +67,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InternalAddress:
-    """An endpoint inside this process: an internal listener, told apart by ``endpoint_id``."""
+    """An endpoint inside this process: an internal listener; ``endpoint_id`` distinguishes its endpoints."""
 
     listener: str
     endpoint_id: str

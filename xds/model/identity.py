@@ -19,7 +19,7 @@ class SpiffeId:
 
         Raises:
             ValueError: not exactly the five segments, or one of them is empty, or there are control characters or
-                others beyond ASCII: a NUL or a line's end is there to deceive whoever reads the name next.
+                others beyond ASCII: a NUL or a line's end is there to deceive the next reader of the name.
         """
         parts = text.removeprefix(_PREFIX).split("/") if text.startswith(_PREFIX) else []
         if len(parts) != 5 or parts[1] != "ns" or parts[3] != "sa" or not all(parts) or not _is_plain(text):

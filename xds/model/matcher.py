@@ -89,7 +89,7 @@ def is_local(facts: ConnectionFacts) -> bool:
 class OnMatch:
     """What a hit leads to: the name of a filter chain, or the next matcher.
 
-    With ``keep_matching`` the action is passed over and the search goes on.
+    With ``keep_matching`` the action is skipped and the search continues.
     """
 
     target: "str | Matcher"

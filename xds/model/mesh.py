@@ -1,4 +1,4 @@
-"""The mesh in force: workloads, services and authorization, indexed for the questions a node proxy asks.
+"""The current mesh: workloads, services and authorization, indexed for the questions a node proxy asks.
 
 A mutable store that values are put into; every change costs in proportion to the change, every look-up the same
 however large the mesh is. Nothing here waits, reads a clock or draws a random number.
@@ -87,7 +87,7 @@ class WorkloadPolicies:
         enforced: deny policies, then allow policies, in Istio's order. While a policy is missing it
             denies everybody, in that policy's name.
         dry_run_deny, dry_run_allow: policies that are only reported.
-        missing: policies the workload names that are not there: nobody is let in before they are.
+        missing: policies the workload names that have not come: until they do, no connection is let in.
     """
 
     enforced: PolicyList
@@ -573,7 +573,7 @@ class Mesh:
         return next(iter(found), None)
 
     def service(self, key: str) -> Service | None:
-        """By ``namespace/hostname``, whoever may see it."""
+        """Return the service of ``namespace/hostname``, whatever its visibility."""
         return self._services.get(ServiceKey(key))
 
     def policy(self, key: str) -> AuthorizationPolicy | None:
@@ -611,7 +611,7 @@ class Mesh:
     def endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
         """The endpoints of a service, unhealthy ones left out unless it wants them.
 
-        A view of what is in force, for reading now; not a copy.
+        A view of the current state, for reading now; not a copy.
         """
         entry = self._entries.get(ServiceKey(key))
         return _NOTHING if entry is None or entry.service is None else entry.serving

@@ -44,7 +44,7 @@ class IpFamilies(StrEnum):
 
 
 class Visibility(StrEnum):
-    """Who may know of the service."""
+    """Which clients may know of the service."""
 
     PUBLIC = "Public"
     NAMESPACE = "Namespace"

@@ -7,7 +7,7 @@ protobuf's own JSON reader, and are why this module exists:
 * errors name the place: ``resources[0].filter_chains[1].filters[0].typed_config.stat_prefix: ...``;
 * unknown fields are left out, as Envoy does for dynamic resources, but *reported* (:attr:`Parsed.unknown_fields`);
 * an ``Any`` of a type not known here becomes an ``Any`` of ``xds.type.v3.TypedStruct``, which exists for
-  configuration whose message nobody has: one odd extension refuses its resource, not the whole file.
+  configuration whose message is not known here: one odd extension refuses its resource, not the whole file.
 
 The way back is :mod:`xds.proto.dump`; its ``@bytes`` form of unknown types is read here.
 """

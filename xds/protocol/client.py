@@ -113,13 +113,13 @@ class ClientState(Protocol[Request, Response]):
         """Nothing is sent until the next stream; versions, names and lifetimes are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
-        """Take one response; None if there is nothing to apply (heartbeats, types nobody wants)."""
+        """Take one response; None if there is nothing to apply (heartbeats, types without a subscription)."""
 
     def accept(self, received: Received) -> None:
         """The update is applied."""
 
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
-        """The update was refused, in part or whole; its predecessor stays in force.
+        """The update was refused, in part or whole; its predecessor stays current.
 
         ``rejected`` names what was refused where everything else of the update was accepted.
         """

@@ -6,12 +6,12 @@ Per type and stream:
   that replaces another, tells the versions of everything held, so that the server sends differences only;
 * later requests carry changes of the subscription, with an empty nonce, or answer a response with its nonce
   and, to refuse it, an error; one request may do both;
-* versions are those of accepted responses: after a NACK the server is still told the old ones, except of resources
+* versions are those of accepted responses: after a NACK the server is still sent the old ones, except of resources
   that were accepted although others of their response were not.
 
 What istiod and Rust ztunnel do otherwise is in :class:`xds.protocol.client.Dialect`: the node in the first request
-of each type, types that are asked for on demand, and names that were asked for and not answered told as held in no
-version.
+of each type, types that are asked for on demand, and names that were asked for and not answered, sent as held
+in no version.
 
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """
@@ -51,14 +51,14 @@ class _Type:
     asked: dict[str, None] = field(default_factory=dict)
     """On demand: names asked for that no response has mentioned."""
     asking: list[str] = field(default_factory=list)
-    """Those of them that this stream has not been told."""
+    """Those of them that this stream has not named yet."""
     unanswered: int = 0
     undecided: dict[int, Update] = field(default_factory=dict)
     """Handed out and not yet answered, by serial."""
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
     def claims(self) -> dict[str, str]:
-        """What a new stream is told that we hold.
+        """Return what a new stream says that we hold.
 
         What an update of an older stream that is still being applied removes will be gone: it is not claimed. What
         it brings may be held in whichever version: an empty one has the server send it, or say that it is gone.

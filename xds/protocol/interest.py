@@ -20,7 +20,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Change:
-    """What is wanted since the server was told, and what is not wanted any more.
+    """Names wanted, and names no longer wanted, since the last request.
 
     Attributes:
         everything: the wildcard came or went; :meth:`Interest.union` tells what is wanted now.
@@ -35,7 +35,7 @@ class Change:
 
 
 class Interest(Generic[Key]):
-    """Who wants what of one type."""
+    """The subscriptions of one type, and the names they want."""
 
     def __init__(self, type_url: str) -> None:
         self.type_url = type_url
@@ -99,10 +99,10 @@ class Interest(Generic[Key]):
         return None if self._all else frozenset(self._by_name)
 
     def tell(self) -> Change:
-        """Return what the server must be told, and take it for told; what nobody wants any more is forgotten.
+        """Return what the next request must say, and count it as said; names without a subscription are forgotten.
 
-        Call it when the server is told, not before: a subscription that is closed and opened again in between is
-        served from here, since the server sees no change and sends nothing.
+        Call it when the request is written, not before: a subscription that is closed and opened again in
+        between is served from here, since the server sees no change and sends nothing.
         """
         change = Change(everything=bool(self._all) != self._told_all)
         for name in self._touched:

@@ -52,7 +52,7 @@ class UpdateRejected(Exception):
     and before anything was applied where it does not (EDS, SDS, RDS, ECDS).
 
     Attributes:
-        rejected: names of the resources that were refused, where all others are in force and count as accepted;
+        rejected: names of the resources that were refused, where all others are applied and count as accepted;
             None: the update as a whole counts as refused.
     """
 

@@ -189,7 +189,7 @@ class SotwServer:
         if request.response_nonce != state.nonce:
             return None
         before = state.names
-        # An empty list goes on meaning all where it did; after names it means none.
+        # An empty list still means all where it did; after names it means none.
         if "*" in names:
             state.names = None
         elif names or state.names is not None:

@@ -6,7 +6,7 @@ Per type and stream:
 * every response is answered: ACK is its version and nonce, NACK the version accepted before, its nonce and
   an error; a change of names is a request with the present version and the last nonce;
 * a response of listeners or clusters is complete, others bring what they bring; duplicates are refused,
-  resources nobody asked for ignored.
+  resources without a subscription ignored.
 
 Contract and vocabulary: :mod:`xds.protocol.client`.
 """

@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 
 class Flavour(StrEnum):
-    """Who the configuration is for."""
+    """The kind of proxy that the configuration is for."""
 
     ZTUNNEL = "ztunnel"
     STOCK_ENVOY = "envoy"

@@ -1,9 +1,9 @@
 """The part of the control plane that Istio's node proxies need beyond xDS: who they are, and their certificates.
 
-Who may have what. A caller on a Unix socket, or in plain text on this host, is trusted as the socket is: it may
-say which node it is, and get the certificate of any pod of the mesh. Everybody else shows a bearer token
-(:mod:`ztunnel.control_plane.tokens`), which names the node; it gets what is for that node, and certificates of
-pods there. A token that is shown locally counts, too.
+What each caller may have. A caller on a Unix socket, or in plain text on this host, is trusted as the socket
+is: it may say which node it is, and get the certificate of any pod of the mesh. Everybody else shows a bearer
+token (:mod:`ztunnel.control_plane.tokens`), which names the node; it gets what is for that node, and
+certificates of pods there. A token that is shown locally counts, too.
 
 Unlike istiod, a request without ``ImpersonatedIdentity`` is for the identity its CSR names: a token here stands
 for a node and has none of its own. And trust domains are checked, since this authority serves one.
@@ -58,7 +58,7 @@ class Registrar:
     """Judges callers and signs their requests.
 
     Args:
-        mesh: the mesh in force.
+        mesh: the current mesh.
         authority: signs.
         secret: of the tokens.
         lifetime: the longest there is.

@@ -94,7 +94,7 @@ class ControlPlane:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh in force."""
+        """The current mesh."""
         return self._mesh
 
     async def run(self) -> None:
@@ -131,7 +131,7 @@ class ControlPlane:
         return server_tls(certificate.key_pem, certificate.chain_pem)
 
     def _reload(self) -> bool:
-        """Read the file again if it changed; a faulty one leaves the last good mesh in force."""
+        """Read the file again if it changed; a faulty one leaves the last good mesh current."""
         try:
             text = self._path.read_text()
         except OSError as error:

@@ -1,6 +1,6 @@
 """From a mesh to what Istio's node proxies are sent: workloads, services, authorization. Pure.
 
-Every node gets the same resources. What the mesh file says of waypoints is said in today's terms: a waypoint is a
+Every node gets the same resources. Waypoints of the mesh file are written in today's terms: a waypoint is a
 service without addresses, and what is behind it refers to it. As for Envoy, a waypoint judges what is behind it:
 only the waypoint is let in there by policies that allow, and no policy that denies applies to it.
 """
@@ -131,7 +131,7 @@ class WorkloadConfig:
 
     @cached_property
     def _references(self) -> Mapping[str, list[str]]:
-        """Per pod, the policies it must be told of by name: those that are not for its whole namespace."""
+        """Return, per pod, the policies it must name: those that are not for its whole namespace."""
         references: dict[str, list[str]] = {key: [] for key in self.mesh.pods}
         for policy in self.mesh.policies:
             if policy.action not in _ACTIONS or self._for_namespace(policy):

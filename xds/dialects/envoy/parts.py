@@ -13,8 +13,8 @@ from xds.model.matcher import OnMatch
 class Parts:
     """What one version of a listener is made of; pass those of the version before, and keep these for the next.
 
-    Values are immutable, so versions share them. A chain is given out once per version: chains are told apart by
-    identity.
+    Values are immutable, so versions share them. A chain is given out once per version: chains are
+    distinguished by identity.
     """
 
     def __init__(self, earlier: "Parts | None" = None) -> None:

@@ -1,9 +1,9 @@
 """``istio.security.Authorization`` to a policy that fails closed.
 
-A policy is never refused for what it holds: the control plane would go on believing that it is in force. What
-cannot be understood is replaced by the answer that lets nobody in, :class:`Never` in an allow and :class:`Always`
-in a deny, at the smallest part that holds it (:mod:`xds.dialects.istio.rules` says why that is sound), and is
-listed with its place. Other policies are not affected.
+A policy is never refused for what it holds: the control plane would still believe that it is enforced. What
+cannot be understood is replaced by the answer that lets no connection in, :class:`Never` in an allow and
+:class:`Always` in a deny, at the smallest part that holds it (:mod:`xds.dialects.istio.rules` says why that is
+sound), and is listed with its place. Other policies are not affected.
 
 Two things about the whole:
 

@@ -92,7 +92,7 @@ def parse_local_file(text: str) -> LocalMesh:
 
 
 class _Fields:
-    """One mapping of the file: every key is taken once; what nobody took is unknown."""
+    """One mapping of the file: every key is taken once; a key that is left over is unknown."""
 
     def __init__(self, reader: "_Reader", value: object, place: str) -> None:
         self.place = place

@@ -98,7 +98,7 @@ def shared_gateway(destination: NetworkAddress | NamespacedHostname, hbone_mtls_
 
 @lru_cache(maxsize=_SHARED)
 def shared_ports(ports: tuple[tuple[int, int], ...]) -> dict[int, int]:
-    """A map of ports, once; nobody changes it."""
+    """Return a map of ports, shared between equal ones; do not change it."""
     return dict(ports)
 
 
@@ -106,7 +106,7 @@ def shared_ports(ports: tuple[tuple[int, int], ...]) -> dict[int, int]:
 def shared_services(
     services: tuple[tuple[str, tuple[tuple[int, int], ...]], ...],
 ) -> dict[ServiceKey, dict[int, int]]:
-    """Ports by service, once; nobody changes it."""
+    """Return ports by service, shared between equal ones; do not change it."""
     return {service_key(key): shared_ports(ports) for key, ports in services}
 
 

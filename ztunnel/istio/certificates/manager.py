@@ -76,7 +76,7 @@ class Revocations(Protocol):
 
     @property
     def current(self) -> RevocationLists:
-        """Those in force."""
+        """The current ones."""
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after each change."""

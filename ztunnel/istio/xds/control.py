@@ -38,7 +38,7 @@ class ControlPlane:
         metrics: gets ``istio_xds_*``.
 
     Attributes:
-        ready: every wildcard type has been told once, or there is nobody to tell.
+        ready: every wildcard type has been received once, or no control plane is configured.
     """
 
     def __init__(self, config: AmbientConfig, mesh: Mesh, metrics: Metrics) -> None:

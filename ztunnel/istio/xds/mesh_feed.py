@@ -1,9 +1,9 @@
 """What control planes and local files say of an Istio mesh, put into the :class:`~xds.model.mesh.Mesh`.
 
-A resource that cannot be read rejects itself: all others of its response are put in force first, and the refusal
+A resource that cannot be read rejects itself: all others of its response are applied first, and the refusal
 names what is not. A small response is one batch. A big one, such as the whole mesh at the start, is compiled and
-put in pieces between which the loop goes on; what it removes goes first and services come before workloads, so
-that in between there is less of the mesh than there will be, never a stale half of it.
+put in pieces between which the loop runs other work; what it removes goes first and services come before
+workloads, so that in between there is less of the mesh than there will be, never a stale half of it.
 
 A local file and a control plane may be used together. Whoever spoke last of a name is right.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-#: Resources between two turns of the loop: some five milliseconds to compile, two to put in force.
+#: Resources between two turns of the loop: some five milliseconds to compile, two to apply.
 _PIECE = 250
 #: Faults named in one log line.
 _NAMED = 10
@@ -47,14 +47,14 @@ class MeshFeed:
 
     @property
     def local(self) -> LocalMesh:
-        """The local file in force."""
+        """The current local file."""
         return self._local
 
     async def receive_addresses(self, update: Update) -> None:
-        """Put workloads and services in force (``istio.workload.Address``).
+        """Apply workloads and services (``istio.workload.Address``).
 
         Raises:
-            UpdateRejected: names what was not understood, after all else is in force.
+            UpdateRejected: names what was not understood, after all else is applied.
         """
         values, faults = await _compiled(update.resources, compile_address)
         # Stable: otherwise in the order in which they came.
@@ -72,7 +72,7 @@ class MeshFeed:
         _reject(faults)
 
     async def receive_authorizations(self, update: Update) -> None:
-        """Put policies in force (``istio.security.Authorization``).
+        """Apply policies (``istio.security.Authorization``).
 
         Policies are put all at once, however many they are: a new deny and the allow that relies on it belong
         together.
@@ -93,7 +93,7 @@ class MeshFeed:
         _reject(faults)
 
     def apply_local(self, local: LocalMesh) -> None:
-        """Put a local file in force in the place of the one before: what is in it no more is removed."""
+        """Apply a local file in place of the one before: what it no longer has is removed."""
         before, self._local = self._local, local
         addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
         policies = {policy.key for policy in local.policies}
@@ -144,11 +144,11 @@ class LocalFile:
     """A local file and its changes; ``async with`` owns the watch.
 
     It is read again when something is renamed into its directory, which is how editors save and how Kubernetes
-    swaps the content of a mounted volume. A file that is faulty or gone leaves the last good one in force.
+    swaps the content of a mounted volume. A file that is faulty or gone leaves the last good one current.
 
     Args:
         path: of the file.
-        feed: what is told.
+        feed: gets what the file holds.
     """
 
     def __init__(self, path: str, feed: MeshFeed) -> None:
