@@ -42,6 +42,24 @@ def test_headers_and_what_follows_them(wire: bytes) -> None:
             parse_header(wire[:cut])
 
 
+def test_a_line_of_107_bytes_is_the_longest() -> None:
+    """Its CRLF included, as the specification says of version 1."""
+    for size, more in ((107, b""), (107, b"payload"), (106, b"\r\n")):
+        line = b"PROXY UNKNOWN ".ljust(size - 2, b"x") + b"\r\n"
+        assert len(line) == size
+        assert parse_header(line + more) == ProxyHeader(1, size)
+    with pytest.raises(BadHeader, match="no line end within 107 bytes"):
+        parse_header(b"PROXY UNKNOWN ".ljust(106, b"x") + b"\r\n")
+
+
+def test_a_line_is_refused_with_its_107th_byte() -> None:
+    begun = b"PROXY UNKNOWN ".ljust(105, b"x")
+    with pytest.raises(NeedMore):
+        parse_header(begun + b"\r")
+    with pytest.raises(BadHeader):
+        parse_header(begun + b"\rx")
+
+
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PROXX", b"\r\n\r\nx"])
 def test_no_header_is_told_at_once(data: bytes) -> None:
     with pytest.raises(NoHeader):

@@ -38,7 +38,7 @@ from tproxy.errors import ConnectTimedOut, KernelRefused
 from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always, Condition, Never
-from xds.model.workload import ApplicationTunnel, AppProtocol, PolicyKey
+from xds.model.workload import ApplicationTunnel, AppProtocol, PolicyKey, WorkloadUid
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
@@ -429,6 +429,8 @@ def test_a_client_that_hangs_up_in_the_handshake_is_no_event(tmp_path: Path) -> 
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
+        await client.send(b"\x16\x03\x01")
+        await cluster.until(lambda: not cluster.is_idle)
         client.reset()
         await cluster.until(lambda: cluster.is_idle)
         assert cluster.lines() == []
@@ -880,6 +882,20 @@ def test_a_stopped_pod_is_unregistered_and_a_successor_is_not(tmp_path: Path) ->
         await first.stop()
         assert len(cluster.node.pods) == 2
         assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        await cluster.line(2)
+
+    play(tmp_path, body)
+
+
+def test_a_pod_without_an_address_of_that_family_is_not_joined(tmp_path: Path) -> None:
+    """The application would see an address of another pod, or of none."""
+
+    async def body(cluster: Cluster) -> None:
+        await both(cluster)
+        await cluster.start(replace(NEAR, uid=WorkloadUid("six"), name="six", addresses=(OTHER,)))
+        cluster.mesh.apply([replace(NEAR, uid=WorkloadUid("six"), name="six", addresses=("fd00::6",))])
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}", pod="six").ask() == b"ping"
+        assert cluster.wire.addresses == [f"{SERVER}:15008", str(APP)]
         await cluster.line(2)
 
     play(tmp_path, body)

@@ -1,0 +1,172 @@
+"""Binding a pod's ports: what each refusal of the kernel means. ``listen`` is replaced to force its errors."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.ztunnel.istio.nodes import LOCAL, a_node
+from tproxy.aio import sockets
+from tproxy.errors import KernelRefused, NeedCapability, PortTaken, TproxyError
+from xds.model.address import SocketAddress
+from ztunnel.istio.config import PodName
+from ztunnel.istio.node import Node
+from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.pod_sockets import PodSockets, bind, ports
+
+NAME = PodName(name=LOCAL.name, namespace=LOCAL.namespace, service_account=LOCAL.service_account)
+Refuse = Callable[[str, int, bool], Exception | None]
+
+
+class Kernel:
+    """Stands for ``sockets.listen``: gives sockets on free ports, or what ``refuse`` says."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        self.made: list[socket.socket] = []
+        self.asked: list[tuple[str, int, bool]] = []
+        self._refuse = refuse
+
+    def listen(self, host: str, port: int, *, transparent: bool, **more: Any) -> socket.socket:
+        self.asked.append((host, port, transparent))
+        error = self._refuse(host, port, transparent)
+        if error is not None:
+            raise error
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        self.made.append(sock)
+        return sock
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every socket that was given is closed."""
+        return all(sock.fileno() < 0 for sock in self.made)
+
+
+def binding(folder: Path, refuse: Refuse, check: Callable[[Node, Kernel], None], **env: str) -> None:
+    kernel = Kernel(refuse)
+
+    async def main() -> None:
+        with a_node(folder, env) as (node, _, _), mock.patch.object(sockets, "listen", kernel.listen):
+            check(node, kernel)
+
+    asyncio.run(main())
+
+
+def test_every_port_is_bound_on_every_address(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        found = bind(node, None)
+        assert [(each.address, each.transparent) for each in found] == [
+            (SocketAddress("::", 15008), True),
+            (SocketAddress("::", 15006), True),
+            (SocketAddress("::", 15001), True),
+            (SocketAddress("127.0.0.1", 15080), True),
+        ]
+        for each in found:
+            each.sock.close()
+
+    binding(tmp_path, lambda *_: None, check, UNSTABLE_ENABLE_SOCKS5="true")
+
+
+def test_the_proxys_own_pod_takes_tunnels_only(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        (found,) = bind(node, None, only_tunnels=True)
+        assert (found.address.port, found.transparent) == (15008, False)
+        found.sock.close()
+
+    binding(tmp_path, lambda *_: None, check)
+
+
+def test_without_the_capability_sources_are_not_kept(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        found = bind(node, None)
+        assert not any(each.transparent for each in found)
+        for each in found:
+            each.sock.close()
+
+    binding(
+        tmp_path,
+        lambda host, port, transparent: NeedCapability("CAP_NET_ADMIN", "bind") if transparent else None,
+        check,
+    )
+
+
+def test_a_capability_that_is_required_is_missed(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        with pytest.raises(TproxyError, match=r"failed to bind to port 15008 \(inbound\)"):
+            bind(node, None)
+
+    binding(
+        tmp_path,
+        lambda host, port, transparent: NeedCapability("CAP_NET_ADMIN", "bind") if transparent else None,
+        check,
+        ENABLE_ORIG_SRC="true",
+    )
+
+
+def test_a_pod_without_ipv6(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        found = bind(node, None)
+        assert {each.address.host for each in found} == {"0.0.0.0"}
+        for each in found:
+            each.sock.close()
+
+    def refuse(host: str, port: int, transparent: bool) -> Exception | None:
+        return KernelRefused("bind", errno.EAFNOSUPPORT) if host == "::" else None
+
+    binding(tmp_path, refuse, check)
+
+
+@pytest.mark.parametrize("error", [PortTaken("0.0.0.0", 15006), KernelRefused("bind", errno.EACCES)])
+def test_a_refusal_closes_what_was_bound(tmp_path: Path, error: Exception) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        with pytest.raises(TproxyError, match=r"failed to bind to port 15006 \(inbound plaintext\)"):
+            bind(node, None)
+        assert len(kernel.made) == 1
+        assert kernel.is_closed
+
+    binding(tmp_path, lambda host, port, transparent: error if port == 15006 else None, check)
+
+
+def test_a_pod_that_cannot_start_stops(tmp_path: Path) -> None:
+    kernel = Kernel(lambda host, port, transparent: PortTaken("::", 15001) if port == 15001 else None)
+
+    async def main() -> None:
+        with a_node(tmp_path) as (node, _, _), mock.patch.object(sockets, "listen", kernel.listen):
+            pod = PodProxy(node, NAME, PodSockets(node, None))
+            with pytest.raises(TproxyError):
+                await pod.start()
+            assert kernel.is_closed
+            assert not node.pods
+
+    asyncio.run(main())
+
+
+def test_a_pod_that_starts_and_stops(tmp_path: Path) -> None:
+    kernel = Kernel(lambda *_: None)
+
+    async def main() -> None:
+        with a_node(tmp_path) as (node, _, _), mock.patch.object(sockets, "listen", kernel.listen):
+            wired = PodSockets(node, None)
+            pod = PodProxy(node, NAME, wired)
+            await pod.start()
+            assert len(node.pods) == 1
+            assert wired.preserves_source == {15008: True, 15006: True}
+            await pod.stop()
+            await pod.stop()
+            assert kernel.is_closed
+            assert not node.pods
+
+    asyncio.run(main())
+
+
+def test_without_a_proxy_nothing_is_bound(tmp_path: Path) -> None:
+    def check(node: Node, kernel: Kernel) -> None:
+        assert ports(node.config) == {}
+        assert bind(node, None) == []
+
+    binding(tmp_path, lambda *_: None, check, ENABLE_PROXY="false", ISTIO_META_DNS_CAPTURE="true")
