@@ -799,6 +799,9 @@ def test_a_client_that_is_gone_leaves_nothing(tmp_path: Path, gone: str) -> None
         if gone == "captured":
             assert await client.read_all() == b""
         assert cluster.lines() == []
+        began_s = cluster.node.clock.monotonic()
+        await cluster.pods["client"].drain(20.0)
+        assert cluster.node.clock.monotonic() - began_s < 0.5, "it still counts as arriving"
 
     play(tmp_path, body)
 

@@ -96,6 +96,25 @@ def test_all_who_wait_get_the_one_that_is_fetched() -> None:
     run(body)
 
 
+def test_a_certificate_is_not_used_in_its_last_second() -> None:
+    """RFC 5280 lets it be; but OpenSSL, at the other end, refuses it from notAfter on."""
+
+    async def main() -> None:
+        issued = certificate(ROOT)
+        now = [issued.not_after - datetime.timedelta(seconds=1)]
+        desk = Desk()
+        manager = CertificateManager(desk, now=lambda: now[0], jitter=lambda: 0.0)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(manager.fetch(WEB))
+            (await desk.next())[1].set_result(issued)
+        assert manager.current(WEB) is waiting.result()
+        now[0] = issued.not_after
+        assert manager.current(WEB) is None
+        await manager.close()
+
+    asyncio.run(main())
+
+
 def test_a_failure_is_told_at_once_until_a_retry_heals_it(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
