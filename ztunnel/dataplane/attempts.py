@@ -15,8 +15,8 @@ from typing import Final, Generic, TypeVar
 RETRY_WINDOW_S: Final = 15.0
 
 #: How long a peer may take to answer a CONNECT. It dials its application first, for which it has ten seconds
-#: (Rust ztunnel's and our own limit). An answer that is late ends the attempts, whatever the window says: nobody
-#: can tell whether the application has got bytes that went along with the CONNECT. Not shorter than the window, so
+#: (Rust ztunnel's and our own limit). An answer that is late ends the attempts, whatever the window says: the
+#: application may have got bytes that went along with the CONNECT. Not shorter than the window, so
 #: that a single slow peer is not given up earlier than a row of failing ones.
 ANSWER_TIMEOUT_S: Final = 15.0
 

@@ -108,9 +108,9 @@ _VERSION_2_PROXY = 0x21
 
 
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
-    """A version 2 header for a sandwiched waypoint (``application_tunnel: PROXY``), as the Rust ztunnel sends it.
+    """Return a version 2 header as the Rust ztunnel sends it to a sandwiched waypoint (``application_tunnel``).
 
-    Addresses of two families cannot be told in one header: it says AF_UNSPEC and has none then.
+    One header has no room for addresses of two families: it says AF_UNSPEC and has none then.
 
     Args:
         source: peer of the tunnel's TCP connection.

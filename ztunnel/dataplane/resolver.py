@@ -1,6 +1,6 @@
 """Names to addresses with their time to live, for STRICT_DNS and LOGICAL_DNS clusters.
 
-The library is loaded when a name is looked up for the first time: ambient configurations have none, and it
+The library is loaded when a name is resolved for the first time: ambient configurations have none, and it
 takes 2 MiB.
 """
 
@@ -24,7 +24,7 @@ class Answer:
 
 
 class ResolveFailed(Exception):
-    """A name could not be resolved; what is known of it stays in force."""
+    """A name could not be resolved; what is known of it is kept."""
 
 
 class Resolver:

@@ -104,7 +104,7 @@ class Datapath:
         try:
             source, local = plain_address(peer), plain_address(sock.getsockname())
         except (OSError, ValueError):
-            sock.close()  # the client was gone before we looked
+            sock.close()  # the client is gone already
             return
         info = StreamInfo(
             connection_id=self._connections.next_id(),
@@ -246,7 +246,7 @@ class Datapath:
         downstream: End,
         upstream: ClusterUpstream,
     ) -> None:
-        """Relay until both sides are done; then everything is counted, for each hop."""
+        """Relay until both sides are done, then count the bytes of every hop."""
         counts = ByteCounts()
         settings = proxy.model
         running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
@@ -275,7 +275,7 @@ class Datapath:
 
     @staticmethod
     def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
-        """Flags and details of a relay that is over."""
+        """Enter flags and details of a relay that is over."""
         infos = [hop.info, *(inner.info for inner in upstream.hops)]
         flag: Flag | None = None
         details = ""
@@ -301,7 +301,7 @@ class Datapath:
     async def _accept_tls(
         self, info: StreamInfo, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> TlsSocket:
-        """The server's side of TLS, for chains that carry something else than tunnels inside."""
+        """Shake hands as the server, for chains that carry something else than tunnels inside."""
         assert chain.tls is not None
         context = chain.tls.current
         if context is None:
@@ -336,7 +336,7 @@ class Datapath:
         denied: list[Refused] = []
 
         def established(tunnels: Connection) -> None:
-            """Before any HTTP/2 frame is answered: who is it, and may they come in?"""
+            """Authorize the peer, before any HTTP/2 frame is answered."""
             if tunnels.facts is not None:
                 _note_peer(info, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
@@ -390,7 +390,7 @@ class Datapath:
         return settings if http2 is settings.http2 else replace(settings, http2=http2)
 
     async def _request(self, outer: Hop, chain: LiveChain, request: Request) -> None:
-        """One request of a tunnel connection: usually a CONNECT, carried to the application."""
+        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         head, base, manager = request.head, outer.info, chain.manager
         assert manager is not None
         info = StreamInfo(
@@ -466,7 +466,7 @@ class Datapath:
         if limit:
 
             def half_closed(end: End, limit_s: float = limit) -> None:
-                """Envoy's route timeout runs from the end of the request."""
+                """Start the route timeout, which in Envoy runs from the end of the request."""
                 if end is tunnel:
                     timers.append(self._poller.loop.call_later(limit_s, running.abort, "response_timeout"))
 
@@ -511,7 +511,7 @@ class Datapath:
 
 @lru_cache(maxsize=1)
 def _date_header(second: int) -> tuple[bytes, bytes]:
-    """The ``date`` of answers; a server writes the same one for a whole second."""
+    """Return the ``date`` of answers; it is the same for a whole second."""
     return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()
 
 

@@ -144,7 +144,7 @@ class Terminator:
             raise
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
-        """The request must name the pod its connection was captured for, on a port that is not ours.
+        """Check that the request names the pod its connection was captured for, on a port that is not ours.
 
         Where the configuration's header is absent the authority counts: ztunnels and waypoints of today send no
         ``x-envoy-original-dst-host``.
@@ -179,7 +179,7 @@ def _ip_port(text: str) -> SocketAddress | None:
 
 
 def _answer_to(error: Refused) -> Answer:
-    """Envoy's 503s: the same status and body for every way a host can be unreachable."""
+    """Return Envoy's 503: the same status and body for every way a host can be unreachable."""
     if isinstance(error, UpstreamFailed):
         kind = "local" if error.timed_out else "remote"
         details = f"upstream_reset_before_response_started{{remote_connection_failure|{error.reason}}}"
@@ -192,7 +192,7 @@ def _answer_to(error: Refused) -> Answer:
 
 
 def route_for(table: RouteTable, info: StreamInfo) -> Route | None:
-    """The first route of the best virtual host that matches a request."""
+    """Return the first route of the best virtual host that matches a request."""
     host = _virtual_host(table.virtual_hosts, info.authority)
     if host is None:
         return None
@@ -203,7 +203,7 @@ def route_for(table: RouteTable, info: StreamInfo) -> Route | None:
 
 
 def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
-    """Exact domain, then longest ``*.suffix``, then longest ``prefix.*``, then ``*`` (as Envoy)."""
+    """Return the best host, as Envoy: exact domain, longest ``*.suffix``, longest ``prefix.*``, then ``*``."""
     name = authority.lower()
     best: tuple[int, int] | None = None
     found = None

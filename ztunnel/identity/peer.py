@@ -1,4 +1,4 @@
-"""Who a peer must be beyond having a trusted chain, as hooks for the handshake. Pure.
+"""Checks of a peer's identity beyond its trusted chain, as hooks for the handshake. Pure.
 
 Names that are no workload identity count for nothing, on either side; a leaf with several is any of them.
 """
@@ -17,7 +17,7 @@ _REFUSED = "identity verification error: peer did not present the expected"
 
 
 def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
-    """The workload identities among a leaf's URI names; the first is who the peer is for policies and logs."""
+    """Return the workload identities among a leaf's URI names; the first is the peer's in policies and logs."""
     found = []
     for name in names:
         try:
@@ -47,7 +47,7 @@ def is_one_of(identities: Sequence[str]) -> Callable[[Iterable[str]], bool]:
 
 
 def of_trust_domain(trust_domain: str) -> Verify:
-    """For servers: the peer has an identity of exactly this trust domain."""
+    """Return a server's check: the peer has an identity of exactly this trust domain."""
     accepts = is_of_trust_domain(trust_domain)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
@@ -60,7 +60,7 @@ def of_trust_domain(trust_domain: str) -> Verify:
 
 
 def one_of(identities: Sequence[str]) -> Verify:
-    """For clients: the peer is one of these; of none of them nobody is right."""
+    """Return a client's check: the peer has one of these identities; without any, every peer is refused."""
     accepts = is_one_of(identities)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
@@ -73,7 +73,7 @@ def one_of(identities: Sequence[str]) -> Verify:
 
 
 def none_revoked(lists: RevocationLists, verify: Verify) -> Verify:
-    """Another judgement, once it is clear that nothing of the chain is revoked."""
+    """Return a check that refuses chains with a revoked certificate and leaves others to ``verify``."""
 
     def verify_both(chain: Sequence[x509.Certificate]) -> str | Refusal | None:
         if lists.is_revoked(chain):

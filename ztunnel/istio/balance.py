@@ -1,6 +1,6 @@
 """Which endpoint of a service a connection gets: candidates, their ranks, and a draw by weight.
 
-Deciding anew for each connection would look at every endpoint. Instead :class:`Candidates` holds, per service,
+Deciding anew for each connection would check every endpoint. Instead :class:`Candidates` holds, per service,
 port and kind of client, the endpoints in question by rank, each rank with its weights in a binary indexed tree, so
 that a draw takes the logarithm of their number and a change of one endpoint costs one endpoint. They are made when
 first asked for, so only services that this node's pods dial cost anything, and follow the mesh by the changes it
@@ -50,7 +50,7 @@ class Question:
 
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
-    """Ask for an endpoint of a service, reached by its name or one of its addresses."""
+    """Make the question for an endpoint of a service, reached by its name or one of its addresses."""
     balancing = service.load_balancing or LoadBalancing()
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
@@ -68,7 +68,7 @@ def question_of(service: Service, port: int, client: Workload, *, waypoint: bool
 
 
 def scope_of(workload: Workload, scope: Scope) -> str:
-    """A workload's value of a scope; unknown ones are the empty string, and equal."""
+    """Return a workload's value of a scope; unknown ones are the empty string, and equal."""
     match scope:
         case Scope.REGION:
             return workload.locality.region
@@ -85,7 +85,7 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 
 
 def rank_of(question: Question, workload: Workload) -> int | None:
-    """How well an endpoint fits its client, higher is better; None: not at all.
+    """Return how well an endpoint fits its client, higher is better; None: not at all.
 
     Scopes count while they agree, except that a network that leads the list and differs does not end the count:
     with network, region, zone the order is all 5, network and region 4, network 3, region and zone of another
@@ -108,7 +108,7 @@ def rank_of(question: Question, workload: Workload) -> int | None:
 
 
 def fits(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> bool:
-    """Whether an endpoint is a candidate at all."""
+    """Return whether an endpoint is a candidate at all."""
     if question.port not in service.ports:
         if not question.waypoint or workload.application_tunnel is None:
             return False
@@ -156,7 +156,7 @@ class Weighted:
 
     @classmethod
     def of(cls, weights: Mapping[WorkloadUid, int]) -> Self:
-        """All at once, which takes linear time."""
+        """Make the tree of all weights at once, in linear time."""
         made = cls()
         made._names = list(weights)
         made._weights = list(weights.values())
@@ -170,7 +170,7 @@ class Weighted:
         return made
 
     def remove(self, name: WorkloadUid) -> None:
-        """Take a name away that is there; the last takes its place."""
+        """Remove a name that is in the tree; the last one takes its place."""
         place = self._places.pop(name)
         last = len(self._names) - 1
         weight = self._weights[last]
@@ -192,7 +192,7 @@ class Weighted:
             number += number & -number
 
     def draw(self, choose: Choose) -> WorkloadUid:
-        """One name by weight; there must be weight."""
+        """Draw one name by weight; the total must be positive."""
         left = choose(self.total)
         place = 0
         step = 1 << (len(self._names).bit_length() - 1)
@@ -213,17 +213,17 @@ class Candidates:
         self._ranks: dict[int, Weighted] = {}
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
-        """Endpoints to look at again; None: all."""
+        """Endpoints to check again; None: all."""
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
-        """These have changed; None: anything may have."""
+        """Note which endpoints have changed; None: any may have."""
         if uids is None:
             self._changed = None
         elif self._changed is not None:
             self._changed.update(uids)
 
     def pick(self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
-        """One of the best rank by weight, those to avoid only if there is nobody else; None: there is nobody."""
+        """Draw one of the best rank by weight; those to avoid only if there is no other. None: there is none."""
         if self._changed is None or self._changed:
             self._follow(mesh)
         best = sorted(self._ranks, reverse=True) if len(self._ranks) > 1 else list(self._ranks)
@@ -243,7 +243,7 @@ class Candidates:
         if self._changed is None:
             self._start(mesh, service, endpoints)
         for uid in self._changed or ():
-            workload, rank = self._look(mesh, service, endpoints.get(uid))
+            workload, rank = self._ranked(mesh, service, endpoints.get(uid))
             before = self._rank_of.get(uid)
             if before is not None and before != rank:
                 self._leave(uid, before)
@@ -256,16 +256,16 @@ class Candidates:
         self._rank_of.clear()
         weights: dict[int, dict[WorkloadUid, int]] = {}
         for uid, endpoint in endpoints.items():
-            workload, rank = self._look(mesh, service, endpoint)
+            workload, rank = self._ranked(mesh, service, endpoint)
             if rank is not None and workload is not None:
                 self._rank_of[uid] = rank
                 weights.setdefault(rank, {})[uid] = workload.capacity
         self._ranks = {rank: Weighted.of(each) for rank, each in weights.items()}
 
-    def _look(
+    def _ranked(
         self, mesh: Mesh, service: Service | None, endpoint: Endpoint | None
     ) -> tuple[Workload | None, int | None]:
-        """An endpoint's workload and rank; no rank: it is no candidate."""
+        """Return an endpoint's workload and rank; no rank: it is no candidate."""
         workload = mesh.workload(endpoint.uid) if endpoint is not None else None
         if service is None or endpoint is None or workload is None or not workload.capacity:
             return workload, None
@@ -322,10 +322,10 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 def pick(
     mesh: Mesh, question: Question, choose: Choose, avoid: Collection[WorkloadUid] = ()
 ) -> WorkloadUid | None:
-    """The endpoint a connection gets, None if there is none.
+    """Draw the endpoint that a connection gets; None if there is none.
 
     Args:
-        mesh: the mesh in force.
+        mesh: the current mesh.
         question: which service, and for whom.
         choose: see there.
         avoid: see :meth:`Candidates.pick`.

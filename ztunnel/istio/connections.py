@@ -96,6 +96,8 @@ class PodConnections:
         if self.phase is not Phase.SERVING:
             connection.drain()
 
+    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, say_goodbye, left, end_all.
+
     def begin_drain(self) -> None:
         """Have tunnel connections whose handshake ends from now on send GOAWAY at once."""
         if self.phase is Phase.SERVING:

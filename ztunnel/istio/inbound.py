@@ -140,6 +140,8 @@ class Inbound:
                 here.identity = _first_identity(facts.uri_sans)
                 connections.established(sock, connection)
 
+            # From here on serve_connection owns the socket. It stays in ``arriving`` until the handshake is over,
+            # so that a drain gives it the time to become a tunnel connection, which then hears GOAWAY.
             owned = None
             try:
                 await serve_connection(
@@ -190,6 +192,8 @@ class Inbound:
             _describe_pod(record, labels)
             application = await self._admit(entry, labels, tunnel, peer)
             try:
+                # 200 only now that the application has accepted: until then another endpoint can take this one's
+                # place, and first bytes that came along with the CONNECT wait in the stream.
                 baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
                 running = relay(request.accept(baggage), application, record.counts)
                 entry.aborts_by(running.abort)
@@ -366,8 +370,10 @@ class Inbound:
             raise ConnectRefused(refusal.status) from refusal
         except BaseException as error:
             self._left(entry, of_reason(entry.reason))
-            # Ending this half cancels the task, which belongs to the outbound half. Over the wire the client would
-            # see 401 and no more: so if nothing but the policy has cancelled the task, it goes on with that.
+            # Both halves run in one task, and it belongs to the outbound half. To end this half while it dials,
+            # the table entry can only cancel that task. Over the wire the client's proxy would see a policy's 401
+            # and write its own line with it. So the cancellation is taken back (``uncancel``) when the policy was
+            # its only cause; one from the outbound half, or from a pod that stops, stands.
             task = asyncio.current_task()
             if entry.reason == POLICY_CHANGE and task is not None and not task.uncancel():
                 raise ConnectRefused(401) from error

@@ -58,7 +58,7 @@ def inbound_target(
         authority: as sent; None: it was missing.
         workload: of the pod the connection came to.
         host: the address it came to.
-        mesh: the mesh in force.
+        mesh: the current mesh.
         network: the proxy's own.
         illegal_ports: the proxy's own ports in the pod.
 
@@ -108,7 +108,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
 
 
 def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
-    """Whether a tunnel to ``host`` may ask for another address: an application that tunnels decides itself."""
+    """Return whether a tunnel to ``host`` may ask for another address; a tunnelling application decides itself."""
     if wanted == host or workload.application_tunnel is not None:
         return True
     there = mesh.workload_at(network, wanted) or mesh.service_at(network, wanted)
@@ -135,12 +135,12 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """The service a connection counts for: the one the client says it meant, else one whose port was dialled.
+    """Return the service a connection counts for: the one the client meant, else one whose port was dialled.
 
     Args:
         target: where it goes.
         workload: of the pod.
-        mesh: the mesh in force.
+        mesh: the current mesh.
         meant: the host in ``forwarded``.
     """
     if target.service is not None:

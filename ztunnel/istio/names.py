@@ -1,4 +1,4 @@
-"""Host names of workloads without addresses: looked up when first dialled, remembered for as long as they hold."""
+"""Host names of workloads without addresses: resolved when first dialled, cached for their time to live."""
 
 from collections import OrderedDict
 
@@ -19,7 +19,7 @@ class Names:
         self._known: OrderedDict[tuple[str, str], tuple[float, Answer]] = OrderedDict()
 
     async def resolve(self, hostname: str, families: tuple[int, ...]) -> tuple[str, ...]:
-        """Addresses of a name.
+        """Return the addresses of a name, from the cache while they hold.
 
         Args:
             hostname: a DNS name.

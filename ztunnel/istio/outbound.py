@@ -205,6 +205,8 @@ class Outbound:
             if upstream.last_words is not None and not entry.reason:
                 await upstream.last_words()
         finally:
+            # Half closes are over by now: the relay has passed each side's end on as END_STREAM or FIN, and has
+            # returned when both were through. A side that is still open is so for an error, which closing reports.
             upstream.close()
             if joined is not None:
                 failure = joined.finish(failure)
@@ -348,6 +350,7 @@ class Outbound:
         through the kernel more, for traffic that leaves the network anyway.
         """
         node, entry = self._node, call.entry
+        # No first bytes along with the outer CONNECT: they are for the inner tunnel, whose TLS comes first.
         outer = await self._tunnel(call, route, target, early_from=None)
         near, far = socket.socketpair()
         for sock in (near, far):

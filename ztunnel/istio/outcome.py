@@ -68,7 +68,7 @@ class Failed(Exception):
 
 
 def io_text(error: OSError | None) -> str:
-    """``Connection refused (os error 111)``."""
+    """Return an error as Rust prints it: ``Connection refused (os error 111)``."""
     if error is None or error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
@@ -124,8 +124,8 @@ def worth_another_endpoint(error: BaseException) -> bool:
     """Return whether another endpoint may do better: nothing was answered, and no peer had a wrong identity.
 
     A 401 is the peer's verdict on us, as is its alert, and a wrong identity must not be shopped around for. After
-    an answer that did not come in time (``TimeoutError``) nobody can tell whether the application has got first
-    bytes that went along, as after a tunnel that broke (``perhaps_delivered``): they must not be sent twice.
+    an answer that did not come in time (``TimeoutError``) the application may have got first bytes that went along
+    with the CONNECT, as after a tunnel that broke (``perhaps_delivered``): they must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -173,5 +173,5 @@ def of_reason(reason: str) -> Failed:
 
 
 def answered(status: int) -> str:
-    """``http status: 401 Unauthorized``."""
+    """Return an answer as the Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()

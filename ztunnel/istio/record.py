@@ -207,9 +207,9 @@ class Record:
         )
         service = self.service.hostname if self.service is not None else ""
         fields: list[Field | Recurring] = [("src.addr", Bare(self.source))]
-        who = _source_fields(source_name, source, self.source_identity if self.secured else None)
-        if who.fields:
-            fields.append(who)
+        shown = _source_fields(source_name, source, self.source_identity if self.secured else None)
+        if shown.fields:
+            fields.append(shown)
         fields.append(("dst.addr", Bare(self.destination)))
         if self.hbone_authority:
             fields.append(("dst.hbone_addr", Bare(self.hbone_authority)))

@@ -77,7 +77,7 @@ class Tunnel:
     waypoint: bool = False
 
     def at(self, host: str) -> "Tunnel":
-        """The same tunnel once its target's name is resolved; a target that is an address stays."""
+        """Return the same tunnel with its target's name resolved; one to an address stays as it is."""
         if not isinstance(self.target, Named):
             return self
         authority = self.authority
@@ -110,7 +110,7 @@ Route = Direct | Tunnel | DoubleTunnel
 
 
 class RouteRefused(Exception):
-    """There is no way; the text is what the access log prints."""
+    """No route exists; the text is what the access log prints."""
 
 
 class Missing(Exception):
@@ -123,7 +123,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Who dials: the pod's workload, the address its socket has, and the proxy's own network."""
+    """The pod that dials: its workload, the address its socket has, and the proxy's own network."""
 
     workload: Workload
     host: str
@@ -139,14 +139,14 @@ def route_for(
     avoid: Collection[WorkloadUid] = (),
     known: Callable[[str], bool] | None = None,
 ) -> Route:
-    """Decide.
+    """Decide where a connection goes; the data path calls it for each attempt.
 
     Args:
-        client: who dials.
+        client: the pod that dials.
         destination: what it dialled.
-        mesh: the mesh in force.
+        mesh: the current mesh.
         choose: see there.
-        avoid: endpoints that failed lately: others are taken while there are any.
+        avoid: endpoints that failed a moment ago: others are taken while there are any.
         known: on demand: whether a key was already asked for; ``None`` when the mesh holds everything.
 
     Raises:
@@ -166,7 +166,8 @@ def route_for(
             return search.through_gateway(waypoint, dialled)
         return _to_waypoint(waypoint, destination, dialled)
 
-    # Nobody to connect to: a service that has nobody is down, what is no service is none of ours. Rows 4 and 5.
+    # No workload to connect to: a service without endpoints is down, what is no service is outside the mesh and
+    # passes through. Rows 4 and 5.
     found, service = search.upstream()
     if found is None:
         service = service or (dialled if isinstance(dialled, Service) else None)
@@ -180,7 +181,7 @@ def route_for(
             raise RouteRefused(f"no service for target address: {destination}")
         return search.through_gateway(found, found.service)
 
-    # Services use their own waypoints only, so only who dials a workload itself goes through its waypoint. Row 7.
+    # Services use their own waypoints only, so a workload's waypoint is for clients that dial the workload. Row 7.
     gateway = found.workload.waypoint
     if found.service is None and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
@@ -232,16 +233,16 @@ class _Upstream:
 
     @property
     def service_identities(self) -> tuple[str, ...]:
-        """What the service says its endpoints may show; other texts than identities say nothing."""
+        """Identities that the service allows its endpoints to show; names that are no identity are skipped."""
         return tuple(_identities(self.service.subject_alt_names)) if self.service is not None else ()
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """What the workload may show."""
+        """Identities that the workload may show."""
         return (*self.service_identities, str(self.workload.identity))
 
     def target(self) -> Target:
-        """Its address and port.
+        """Return its address and port, or its host name.
 
         Raises:
             RouteRefused: it has no address that may be used, and no name.
@@ -285,7 +286,7 @@ class _Search:
     known: Callable[[str], bool] | None
 
     def at(self, network: str, host: str) -> Workload | Service | None:
-        """What is at an address, a workload before a service."""
+        """Return what is at an address, a workload before a service."""
         found = self.mesh.workload_at(network, host) or self._service_at(network, host)
         if found is None:
             self._ask(f"{network}/{host}")
@@ -298,10 +299,10 @@ class _Search:
         if self.known is not None and not self.known(key):
             raise Missing(key)
 
-    # Whom to connect to
+    # The workload to connect to
 
     def upstream(self) -> "tuple[_Upstream | None, Service | None]":
-        """Whom the client's own network has at the dialled address; and the service there, if it is one."""
+        """Return the workload for the dialled address in the client's network, and the service there, if any."""
         network, destination = self.client.workload.network, self.destination
         if network != self.client.network:
             self.at(network, destination.host)  # may not have been asked for yet
@@ -311,7 +312,7 @@ class _Search:
     def _at_address(
         self, network: str, address: SocketAddress, like: str, *, waypoint: bool
     ) -> "_Upstream | None":
-        """By address: an endpoint of the service there, else the workload."""
+        """Return an endpoint of the service at an address, else the workload there."""
         service = self._service_at(network, address.host)
         if service is not None:
             if service.mode is BalancerMode.PASSTHROUGH:
@@ -338,7 +339,7 @@ class _Search:
     # Waypoints and gateways
 
     def waypoint_of(self, service: Service) -> GatewayAddress | None:
-        """The service's waypoint, by weight where it has several."""
+        """Return the service's waypoint, drawn by weight where it has several."""
         weighted = service.weighted_waypoints
         total = sum(waypoint.weight for waypoint in weighted)
         if not total:
@@ -351,7 +352,7 @@ class _Search:
         raise AssertionError("a draw lies below the sum of the weights")
 
     def waypoint(self, gateway: GatewayAddress) -> _Upstream:
-        """Which workload of a waypoint to use.
+        """Return the workload of a waypoint to use.
 
         Raises:
             RouteRefused: none.
@@ -364,14 +365,14 @@ class _Search:
         return found
 
     def through_gateway(self, remote: _Upstream, service: Service) -> DoubleTunnel:
-        """The way to another network.
+        """Return the tunnels to another network.
 
         Args:
-            remote: who is there.
-            service: what the gateway is told to connect to.
+            remote: the workload there.
+            service: what the gateway is asked to connect to.
 
         Raises:
-            RouteRefused: there is no gateway, or nobody behind it.
+            RouteRefused: there is no gateway, or no workload behind it.
         """
         workload = remote.workload
         if workload.network_gateway is None:
@@ -407,7 +408,7 @@ class _Search:
         return found
 
     def is_client(self, gateway: GatewayAddress) -> bool:
-        """Whether the client is one of a waypoint's own workloads: its identity, and an address of one of them."""
+        """Return whether the client is one of a waypoint's own workloads, by its identity and its address."""
         client = self.client
         own = [self.mesh.workload_at(client.workload.network, client.host)]
         if client.host in client.workload.addresses:

@@ -12,18 +12,18 @@ _VERSION, _NO_AUTHENTICATION, _NONE_ACCEPTABLE = 5, 0, 0xFF
 _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
-#: A greeting and a request are at most 257 and 262 bytes; who takes longer than this is not a client.
+#: A greeting and a request are at most 257 and 262 bytes; what takes longer than this is no SOCKS client.
 _MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
-#: How long its name may take to be looked up; resolvers give up on a name that is not there later than that.
+#: How long resolving its name may take; resolvers give up on a name that does not exist later than that.
 _LOOKUP_S = 5.0
 
 
 class Resolve(Protocol):
-    """Looks a name up as the pod would."""
+    """Resolves a name as the pod would."""
 
     async def __call__(self, name: str, *, ipv6: bool) -> str | None:
-        """The first address, ``None`` when there is none or names are not resolved here."""
+        """Return the first address; ``None`` when there is none or names are not resolved here."""
 
 
 class _Refused(Exception):
@@ -33,15 +33,15 @@ class _Refused(Exception):
 
 
 def reply(status: int) -> bytes:
-    """The answer to a request; the bound address is never told."""
+    """Return the answer to a request, without the bound address."""
     return bytes((_VERSION, status, 0, _IPV4)) + bytes(6)
 
 
 async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
-    """Shake hands; success is told before anything is dialled, as upstream does.
+    """Shake hands; success is answered before anything is dialled, as upstream does.
 
     Returns:
-        Where the client wants to go; ``None`` when it was refused, which it has been told.
+        Where the client wants to go; ``None`` when it was refused, which has been answered.
 
     Raises:
         OSError: the client is gone.
@@ -72,10 +72,10 @@ def _refuse(client: PlainSocket, answer: bytes) -> None:
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """The name (bytes) or address that is asked for, and the port; ``None``: refused, and told so."""
+    """Return the name (bytes) or address that is asked for, and the port; ``None``: refused and answered."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
-        raise _Refused(COMMAND_NOT_SUPPORTED)  # of who speaks something else nothing more can be understood
+        raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read
     methods = await _exactly(client, count)
     if _NO_AUTHENTICATION not in methods:
         _refuse(client, bytes((_VERSION, _NONE_ACCEPTABLE)))

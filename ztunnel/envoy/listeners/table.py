@@ -1,4 +1,4 @@
-"""Which listeners serve now: looked up by name, address and port.
+"""The table of active listeners, by name, address and port.
 
 The manager writes it; the data path, internal listeners and tunnels' ends read it.
 """

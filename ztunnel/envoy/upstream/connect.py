@@ -102,7 +102,7 @@ class Connector:
         """Connect a hop to its cluster, trying again as often as the filter says.
 
         Args:
-            hop: who asks.
+            hop: the connection.
             proxy: its filter.
             client: whose first bytes a tunnel may take along.
 
@@ -323,7 +323,7 @@ class Connector:
         return self._clusters.get(name)
 
     def retire(self, cluster: LiveCluster) -> Pool | None:
-        """Give up a cluster's pool; the caller drains it."""
+        """Remove and return a cluster's pool; the caller drains it."""
         return self._pools.pop(cluster, None)
 
     @property
@@ -333,7 +333,7 @@ class Connector:
 
 
 def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
-    """HTTP/2 settings towards a cluster: ours, with what the configuration changes."""
+    """Return the HTTP/2 settings towards a cluster: ours, with what the configuration changes."""
     settings = default_client()
     wanted = cluster.model.http2
     http2 = replace(settings.http2, early_data=early_data)
@@ -353,7 +353,7 @@ def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSett
 
 
 def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:
-    """The ``:authority`` and the added headers of a tunnel request, in order.
+    """Return the ``:authority`` and the added headers of a tunnel request, in order.
 
     Raises:
         UpstreamFailed: the host name evaluates to nothing.
@@ -381,7 +381,7 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
 
 
 def encoded(headers: list[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    """Headers as bytes for the wire."""
+    """Return headers as bytes for the wire."""
     return [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
 
 

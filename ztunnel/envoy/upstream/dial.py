@@ -178,7 +178,7 @@ def account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> 
 
 
 def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> None:
-    """Count a failed attempt and tell outlier detection."""
+    """Count a failed attempt, and report it to outlier detection."""
     host.cx_connect_fail += 1
     cluster.stats.cx_connect_fail.value += 1
     if error.timed_out:
