@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Awaitable, Hashable, Iterable
 
 from hbone.aio.connection import Connection
 from hbone.aio.pool import Pool
@@ -39,15 +39,15 @@ class PodTunnels:
         """Every open connection."""
         return self._pool.connections
 
-    async def open(
+    def open(
         self,
         target: SocketAddress,
         identities: tuple[str, ...],
         certificate: WorkloadCertificate,
         request: Iterable[Header],
         client: PlainSocket | None,
-    ) -> Tunnel:
-        """Open a tunnel, over a shared connection where one has room; the caller closes it.
+    ) -> Awaitable[Tunnel]:
+        """Open a tunnel, over a shared connection where one has room; await it once, the caller closes it.
 
         Args:
             target: where the connection goes.
@@ -61,7 +61,7 @@ class PodTunnels:
             TproxyError: no connection could be opened.
         """
         key = PoolKey(target, certificate, certificate.generation, identities)
-        return await self._pool.open(key, request, client)
+        return self._pool.open(key, request, client)
 
     async def _dial(self, key: Hashable) -> Connection:
         assert isinstance(key, PoolKey)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from cryptography import x509
 
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
@@ -612,16 +613,24 @@ async def cluster(folder: Path, env: Mapping[str, str] | None = None, **more: An
         lines.close()
 
 
+#: For what meets no time limit, and runs on the loop of production as well.
+LOOPS = ("virtual", "uvloop")
+
+
 def play(
     folder: Path,
     body: Callable[[Cluster], Awaitable[None]],
     env: Mapping[str, str] | None = None,
+    loop: str = "virtual",
     **more: Any,
 ) -> None:
-    """Run ``body`` with a cluster, in virtual time."""
+    """Run ``body`` with a cluster: in virtual time, or on uvloop."""
 
     async def main() -> None:
         async with cluster(folder, env, **more) as made:
             await body(made)
 
-    virtual_time.run(main)
+    if loop == "uvloop":
+        uvloop.run(main())
+    else:
+        virtual_time.run(main)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.ztunnel.istio.pods import (
     APP_PORT,
     CLIENT,
     ELSEWHERE,
+    LOOPS,
     OTHER,
     ROOT,
     SERVER,
@@ -114,7 +116,8 @@ def closing(body: Callable[[Cluster, Connection], Awaitable[None]]) -> Callable[
 # Tunnels
 
 
-def test_a_tunnel_reaches_the_application(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         app = cluster.application(SERVER)
         tunnel = await connection.open(fields())
@@ -129,7 +132,7 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path) -> None:
         assert len(app.peers) == 1
         assert cluster.wire.dialled == [(APP, None)]
 
-    play(tmp_path, closing(body))
+    play(tmp_path, closing(body), loop=loop)
 
 
 def test_the_dump_shows_what_runs(tmp_path: Path) -> None:
@@ -440,7 +443,7 @@ def test_a_client_that_hangs_up_in_the_handshake_is_no_event(tmp_path: Path) -> 
 
 def test_a_client_that_is_gone_before_it_is_looked_at(tmp_path: Path) -> None:
     class Gone(socket.socket):
-        def getsockname(self) -> object:  # type: ignore[override]
+        def getsockname(self) -> object:
             raise OSError(errno.ENOTCONN, "gone")
 
     async def body(cluster: Cluster) -> None:
@@ -478,8 +481,9 @@ def test_a_pod_that_the_mesh_does_not_describe_takes_no_tunnels(tmp_path: Path) 
 # Change
 
 
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("reason", ["policy", "stop"])
-def test_a_verdict_while_the_application_is_dialled(tmp_path: Path, reason: str) -> None:
+def test_a_verdict_while_the_application_is_dialled(tmp_path: Path, reason: str, loop: str) -> None:
     """A policy says 401, which must not be tried elsewhere; any other end does not."""
 
     async def body(cluster: Cluster, connection: Connection) -> None:
@@ -499,7 +503,7 @@ def test_a_verdict_while_the_application_is_dialled(tmp_path: Path, reason: str)
         assert line["error"] == {"policy": POLICY_CHANGE, "stop": DRAINED}[reason]
         assert cluster.closed("destination") == {{"policy": "DENY", "stop": "-"}[reason]: 1}
 
-    play(tmp_path, closing(body))
+    play(tmp_path, closing(body), loop=loop)
 
 
 def test_live_connections_are_judged_again(tmp_path: Path) -> None:
@@ -643,7 +647,8 @@ async def both(cluster: Cluster) -> None:
     cluster.application(SERVER)
 
 
-def test_a_tunnel_within_the_node_is_joined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_tunnel_within_the_node_is_joined(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         await both(cluster)
         cluster.mesh.apply([shop(), replace(POD, services=endpoint("x").services)])
@@ -664,7 +669,7 @@ def test_a_tunnel_within_the_node_is_joined(tmp_path: Path) -> None:
         assert (inner["bytes_recv"], outer["bytes_sent"]) == (50_005, 50_005)
         assert cluster.closed("source") == cluster.closed("destination") == {"-": 1}
 
-    play(tmp_path, body)
+    play(tmp_path, body, loop=loop)
 
 
 def test_the_switch_sends_it_over_the_wire(tmp_path: Path) -> None:
@@ -677,7 +682,7 @@ def test_the_switch_sends_it_over_the_wire(tmp_path: Path) -> None:
     play(tmp_path, body, {"ZTUNNEL_NODE_LOCAL_SHORTCUT": "false"})
 
 
-BAD_CERTIFICATES = {
+BAD_CERTIFICATES: dict[str, tuple[str, dict[str, Any]]] = {
     "expired client": ("client", {"from_day": -2, "to_day": -1}),
     "expired server": ("server", {"from_day": -2, "to_day": -1}),
     "client of the future": ("client", {"from_day": 1, "to_day": 2}),
@@ -904,7 +909,8 @@ def test_a_pod_without_an_address_of_that_family_is_not_joined(tmp_path: Path) -
 # Plain connections
 
 
-def test_a_plain_connection_reaches_the_application_without_identity(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_plain_connection_reaches_the_application_without_identity(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         cluster.mesh.apply([NEAR])
@@ -918,7 +924,7 @@ def test_a_plain_connection_reaches_the_application_without_identity(tmp_path: P
         assert "src.identity" not in line
         assert cluster.closed("destination") == {"-": 1}
 
-    play(tmp_path, body)
+    play(tmp_path, body, loop=loop)
 
 
 @pytest.mark.parametrize(

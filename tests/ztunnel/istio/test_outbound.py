@@ -16,6 +16,7 @@ from tests.ztunnel.istio.pods import (
     APP_PORT,
     CLIENT,
     ELSEWHERE,
+    LOOPS,
     OTHER,
     ROOT,
     SERVER,
@@ -175,7 +176,8 @@ def test_row_5_what_is_none_of_ours_passes_through(tmp_path: Path, service: Serv
     play(tmp_path, body)
 
 
-def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         far = endpoint("far-server", network=FAR, network_gateway=GATEWAY, node=ELSEWHERE)
         names = (identity("far-server"),)
@@ -191,7 +193,7 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path) ->
         assert gateway.headers()[":authority"] == inner.headers()[":authority"] == "shop.example:80"
         assert (await cluster.line())["dst.identity"] == identity("far-server")
 
-    play(tmp_path, body)
+    play(tmp_path, body, loop=loop)
 
 
 def test_row_6_without_a_gateway_there_is_no_way(tmp_path: Path) -> None:
@@ -255,7 +257,8 @@ def test_row_8_a_workload_outside_the_mesh_gets_plain_tcp(tmp_path: Path) -> Non
     play(tmp_path, body)
 
 
-def test_row_9_a_workload_of_the_mesh_gets_a_tunnel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_row_9_a_workload_of_the_mesh_gets_a_tunnel(tmp_path: Path, loop: str) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE)])
         await cluster.start(POD)
@@ -273,7 +276,7 @@ def test_row_9_a_workload_of_the_mesh_gets_a_tunnel(tmp_path: Path) -> None:
         assert (line["direction"], line["bytes_sent"], line["bytes_recv"]) == ("outbound", 4, 4)
         assert cluster.closed() == {"-": 2}
 
-    play(tmp_path, body)
+    play(tmp_path, body, loop=loop)
 
 
 def test_a_name_is_resolved_and_counted(tmp_path: Path) -> None:
