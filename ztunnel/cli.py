@@ -102,7 +102,7 @@ async def _result(status: Awaitable[int]) -> int:
 def _proxy(args: argparse.Namespace) -> int:
     flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
     if not (names_a_source(flags, os.environ) or any(flags.values())):
-        return _ambient(args)
+        return _istio(args)
     try:
         settings = settings_from(flags, os.environ)
     except SettingsError as error:
@@ -113,7 +113,7 @@ def _proxy(args: argparse.Namespace) -> int:
     return run_proxy(settings, validate=args.validate)
 
 
-def _ambient(args: argparse.Namespace) -> int:
+def _istio(args: argparse.Namespace) -> int:
     """The proxy of an Istio mesh: everything comes from the environment."""
     from ztunnel.istio.command import check, run
 

@@ -31,7 +31,7 @@ from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
 from ztunnel.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.istio.certificates.fake_ca import FakeCertificateAuthority
 from ztunnel.istio.certificates.manager import CertificateAuthority, CertificateManager
-from ztunnel.istio.config import AmbientConfig, PodName, ProxyMode
+from ztunnel.istio.config import IstioConfig, PodName, ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Gauge, Metrics
 from ztunnel.istio.names import Names
@@ -82,7 +82,7 @@ class Readiness:
             self.pending.add(task)
 
 
-class AmbientProxy:
+class IstioProxy:
     """One proxy process.
 
     Everything public is for the admin server and for tests.
@@ -92,7 +92,7 @@ class AmbientProxy:
         clock: for tests.
     """
 
-    def __init__(self, config: AmbientConfig, *, clock: Clock | None = None) -> None:
+    def __init__(self, config: IstioConfig, *, clock: Clock | None = None) -> None:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.started_s = self.clock.monotonic()

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ztunnel.istio.config import AmbientConfig
+from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.environment import config_from
 from ztunnel.runtime.tasks import errors_of
 
 
-def check(env: Mapping[str, str], arguments: str) -> AmbientConfig:
+def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
     """The configuration an environment describes.
 
     Raises:
@@ -30,7 +30,7 @@ def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cpus
 
 
-def run(config: AmbientConfig) -> int:
+def run(config: IstioConfig) -> int:
     """Serve until told to stop; the process's exit status."""
     # gRPC writes to standard error past every filter and format, when a control plane says goodbye for example.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -38,10 +38,10 @@ def run(config: AmbientConfig) -> int:
 
     from tproxy.errors import TproxyError
     from xds.errors import ConfigError
-    from ztunnel.istio.app import AmbientProxy
+    from ztunnel.istio.app import IstioProxy
 
     async def serve() -> None:
-        await AmbientProxy(config).run()
+        await IstioProxy(config).run()
 
     status = 0
     try:

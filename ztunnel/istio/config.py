@@ -49,7 +49,7 @@ class SocketConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AmbientConfig:
+class IstioConfig:
     """Everything a node proxy is told by its environment.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Reads the environment of the Rust ztunnel into one :class:`AmbientConfig`; all bad values are reported together.
+"""Reads the environment of the Rust ztunnel into one :class:`IstioConfig`; all bad values are reported together.
 
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
@@ -18,7 +18,7 @@ from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import (
     DNS_PORT,
     ROOT_CERT,
-    AmbientConfig,
+    IstioConfig,
     OriginalSource,
     PodName,
     ProxyMode,
@@ -114,7 +114,7 @@ def config_from(
     cpus: int,
     arguments: str = "",
     read_file: Callable[[str], str | None] = lambda path: Path(path).read_text() if Path(path).exists() else None,
-) -> AmbientConfig:
+) -> IstioConfig:
     """Read the environment.
 
     Args:
@@ -142,7 +142,7 @@ def config_from(
     _validate(seen, values)
     if seen.faults:
         raise SettingsError(seen.faults)
-    return AmbientConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.asked)))
+    return IstioConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.asked)))
 
 
 def _log_filter(text: str) -> str:

@@ -13,7 +13,7 @@ from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
 from ztunnel.istio.certificates.manager import Certificates, Revocations
-from ztunnel.istio.config import AmbientConfig, PodName
+from ztunnel.istio.config import IstioConfig, PodName
 from ztunnel.istio.failed_endpoints import FailedEndpoints
 from ztunnel.istio.join import JoinTarget
 from ztunnel.istio.logs import LogStream
@@ -46,7 +46,7 @@ class Node:
         asked: keys that were asked for and answered, whatever the answer.
     """
 
-    config: AmbientConfig
+    config: IstioConfig
     mesh: Mesh
     certificates: Certificates
     poller: Poller

@@ -21,7 +21,7 @@ from ztunnel.istio.config import (
     OUTBOUND_PORT,
     PLAINTEXT_PORT,
     SOCKS_PORT,
-    AmbientConfig,
+    IstioConfig,
     OriginalSource,
 )
 from ztunnel.istio.node import Node
@@ -47,7 +47,7 @@ class Bound(NamedTuple):
     transparent: bool
 
 
-def ports(config: AmbientConfig, *, only_tunnels: bool = False) -> dict[int, str]:
+def ports(config: IstioConfig, *, only_tunnels: bool = False) -> dict[int, str]:
     """Return the ports of a pod to listen on and what they are for, in the order of binding."""
     if not config.proxy:
         return {}
@@ -110,7 +110,7 @@ def _bound(node: Node, netns: Netns | None, port: int, *, only_tunnels: bool) ->
 
 
 def _unheard(
-    config: AmbientConfig, netns: Netns | None, host: str, port: int, *, transparent: bool
+    config: IstioConfig, netns: Netns | None, host: str, port: int, *, transparent: bool
 ) -> socket.socket:
     shared = netns is not None
     return sockets.listen(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ztunnel.istio.config import AmbientConfig, OriginalSource, PodName, ProxyMode, SocketConfig
+from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode, SocketConfig
 from ztunnel.istio.environment import ISTIOD, MESH_CONFIG, config_from
 from ztunnel.runtime.settings import SettingsError, duration_s
 
@@ -14,7 +14,7 @@ NOTHING: Mapping[str, str] = {}
 DEDICATED = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "ns/name/sa"}
 
 
-def config(env: Mapping[str, str] = NOTHING, *, cpus: int = 8, mesh_file: str | None = None) -> AmbientConfig:
+def config(env: Mapping[str, str] = NOTHING, *, cpus: int = 8, mesh_file: str | None = None) -> IstioConfig:
     return config_from(env, cpus=cpus, read_file=lambda path: mesh_file if path == MESH_CONFIG else None)
 
 
@@ -25,7 +25,7 @@ def faults(env: Mapping[str, str], mesh_file: str | None = None) -> list[str]:
 
 
 def test_what_an_empty_environment_means() -> None:
-    assert config() == AmbientConfig(
+    assert config() == IstioConfig(
         xds_address="https://localhost:15012", ca_address="https://localhost:15012", worker_threads=2
     )
 

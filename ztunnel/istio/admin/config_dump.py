@@ -21,7 +21,7 @@ from ztunnel.istio.admin import mesh_dump
 from ztunnel.istio.admin.inspected import InspectedProxy
 from ztunnel.istio.certificates.credentials import Roots
 from ztunnel.istio.certificates.manager import WorkloadCertificate
-from ztunnel.istio.config import AmbientConfig, OriginalSource, PodName, ProxyMode
+from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.zds.pods import RunningPod
 
@@ -126,7 +126,7 @@ def build_info(istio_version: str) -> str:
     return f"version.BuildInfo{{{', '.join(shown)}}}"
 
 
-def logged_config(config: AmbientConfig) -> Mapping[str, Any]:
+def logged_config(config: IstioConfig) -> Mapping[str, Any]:
     """The settings in force, for the log: of headers the names only, since values may be credentials."""
     headers = {
         key: [name for name, _ in values]
@@ -151,7 +151,7 @@ def _roots(value: str) -> object:
     return {"File": value} if roots.kind == "File" else roots.kind
 
 
-def config_entry(config: AmbientConfig) -> Mapping[str, Any]:
+def config_entry(config: IstioConfig) -> Mapping[str, Any]:
     """The settings in force; tokens and the local file are not shown."""
     wildcard = "[::]" if config.ipv6 else "0.0.0.0"
     sockets = config.socket

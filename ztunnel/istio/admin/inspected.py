@@ -6,7 +6,7 @@ from typing import Protocol
 
 from xds.model.mesh import Mesh
 from ztunnel.istio.certificates.manager import CertificateManager
-from ztunnel.istio.config import AmbientConfig
+from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.xds.control import ControlPlane
@@ -35,9 +35,9 @@ class InspectedWorkers(Protocol):
 
 
 class InspectedProxy(Protocol):
-    """A proxy process; see :class:`ztunnel.istio.app.AmbientProxy`."""
+    """A proxy process; see :class:`ztunnel.istio.app.IstioProxy`."""
 
-    config: AmbientConfig
+    config: IstioConfig
     clock: Clock
     mesh: Mesh
     metrics: Metrics

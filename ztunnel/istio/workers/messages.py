@@ -25,7 +25,7 @@ from xds.model.authorization import AuthorizationPolicy
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.istio.config import AmbientConfig, PodName
+from ztunnel.istio.config import IstioConfig, PodName
 from ztunnel.istio.metrics import Counts
 
 Resource = Workload | Service | AuthorizationPolicy
@@ -61,10 +61,10 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     log_filter: str
 
     @property
-    def config(self) -> AmbientConfig:
+    def config(self) -> IstioConfig:
         """The configuration; only a worker reads it."""
         loaded = pickle.loads(self.pickled_config)
-        assert isinstance(loaded, AmbientConfig)
+        assert isinstance(loaded, IstioConfig)
         return loaded
 
 
@@ -91,7 +91,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
         return loaded
 
 
-def pickled(value: AmbientConfig | tuple[Resource, ...]) -> bytes:
+def pickled(value: IstioConfig | tuple[Resource, ...]) -> bytes:
     """Return the bytes of a configuration or of resources, for the messages above."""
     return pickle.dumps(value, protocol=5)
 

@@ -18,7 +18,7 @@ from xds.protocol.client import ISTIO, DoublingBackoff
 from xds.protocol.resource import Receive, Update
 from ztunnel.istio.admin import mesh_dump
 from ztunnel.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Roots, Token
-from ztunnel.istio.config import AmbientConfig
+from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.xds.mesh_feed import LocalFile, MeshFeed
 from ztunnel.istio.xds.node_id import node_message
@@ -41,7 +41,7 @@ class ControlPlane:
         ready: every wildcard type has been received once, or no control plane is configured.
     """
 
-    def __init__(self, config: AmbientConfig, mesh: Mesh, metrics: Metrics) -> None:
+    def __init__(self, config: IstioConfig, mesh: Mesh, metrics: Metrics) -> None:
         self.ready = asyncio.Event()
         self._config = config
         self._metrics = metrics

@@ -16,7 +16,7 @@ from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.istio.admin.config_dump import build_info, config_entry, logged_config
 from ztunnel.istio.admin.server import Servers
-from ztunnel.istio.app import AmbientProxy
+from ztunnel.istio.app import IstioProxy
 from ztunnel.istio.environment import config_from
 
 ALONE = {"XDS_ADDRESS": "", "FAKE_CA": "true", "IPV6_ENABLED": "false", "INPOD_UDS": "/nowhere/ztunnel.sock"}
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    proxy: AmbientProxy
+    proxy: IstioProxy
     addresses: Mapping[str, list[SocketAddress]]
 
     async def ask(self, server: str, path: str, method: str = "GET", **headers: str) -> Answer:
@@ -54,7 +54,7 @@ class Rig:
 @asynccontextmanager
 async def rig(env: Mapping[str, str] | None = None) -> AsyncIterator[Rig]:
     config = config_from({**ALONE, **(env or {})}, cpus=2, read_file=lambda path: None)
-    proxy = AmbientProxy(replace(config, admin_port=0, stats_port=0, readiness_port=0))
+    proxy = IstioProxy(replace(config, admin_port=0, stats_port=0, readiness_port=0))
     try:
         async with proxy.control, Servers(proxy) as servers:
             yield Rig(proxy, servers.addresses)
