@@ -263,7 +263,7 @@ def chain(*filters: Config, socket: Config | None = None, **match: Any) -> Confi
 # Processes
 
 
-class AmbientEnvoy(Proxy):
+class IstioEnvoy(Proxy):
     """An Envoy in a pod of a node proxy's mesh, whose log lines are objects."""
 
     def __init__(self, lab: Lab, place: Place, folder: Path) -> None:

@@ -11,7 +11,7 @@ from tests.interop.case import Case
 from tests.interop.checklist import gone
 from tests.interop.istio_load import Bytes, Load
 from tests.interop.istio_outbound import MIB64, only_ipv4, same
-from tests.interop.istio_site import DIALS, DOMAIN, AmbientSite
+from tests.interop.istio_site import DIALS, DOMAIN, IstioSite
 from tests.interop.proxies import eventually
 from tests.netns.istio import NodeProxy
 
@@ -19,7 +19,7 @@ _DENIED = "connection closed due to policy rejection: allow policies exist, but 
 _BYTES = Bytes(lambda site: dial(site.pod("dialler"), site.ip("dialler"), DIALS["command"]))
 
 
-def tunnelled(site: AmbientSite, name: str) -> str:
+def tunnelled(site: IstioSite, name: str) -> str:
     """A request through a tunnel that is admitted."""
     mark = site.mark("server")
     reply = site.through(name)
@@ -29,7 +29,7 @@ def tunnelled(site: AmbientSite, name: str) -> str:
     )
 
 
-def refused(site: AmbientSite, name: str, pod: str = "server") -> str:
+def refused(site: IstioSite, name: str, pod: str = "server") -> str:
     """A tunnel that is not: what Envoy was answered, and what we log."""
     envoy, mark = site.envoys["dialler"], site.mark(pod)
     since = envoy.log_size
@@ -39,7 +39,7 @@ def refused(site: AmbientSite, name: str, pod: str = "server") -> str:
     return f"{gone(reply.status)} {answer}: {site.error(pod, 'inbound', mark)}"
 
 
-def another_request(site: AmbientSite, name: str, head: bytes) -> str:
+def another_request(site: IstioSite, name: str, head: bytes) -> str:
     """A request that is no CONNECT of a tunnel."""
     mark = site.mark("server")
     with dial(site.pod("dialler"), site.ip("dialler"), DIALS[name]) as sock:
@@ -48,7 +48,7 @@ def another_request(site: AmbientSite, name: str, head: bytes) -> str:
     return f"{status}: {site.error('server', 'inbound', mark)}"
 
 
-def many_requests(site: AmbientSite) -> str:
+def many_requests(site: IstioSite) -> str:
     """Envoy's coder uses its table and Huffman's code; every request is one of ours to read."""
     statuses = {site.through("server").status for _ in range(300)}
     envoy = site.envoys["dialler"]
@@ -57,7 +57,7 @@ def many_requests(site: AmbientSite) -> str:
     return f"{' '.join(sorted(statuses))}, {over}, {failed} failed"
 
 
-def many_tunnels(site: AmbientSite) -> str:
+def many_tunnels(site: IstioSite) -> str:
     def connections() -> str:
         active = site.envoys["dialler"].stat("cluster.server.upstream_cx_active")
         return f"over {active} connections"
@@ -65,7 +65,7 @@ def many_tunnels(site: AmbientSite) -> str:
     return _BYTES.at_once(site, 100, connections)
 
 
-def envoy_drains(site: AmbientSite) -> str:
+def envoy_drains(site: IstioSite) -> str:
     """An Envoy that opens ten streams per connection, then closes it when they have ended."""
     with Load(partial(site.through, "ten-requests")) as load:
         load.goes_on(200)
@@ -73,7 +73,7 @@ def envoy_drains(site: AmbientSite) -> str:
     return f"{load}, {'a new connection every ten' if made >= load.done // 10 else f'{made} for {load.done}'}"
 
 
-def we_drain(site: AmbientSite) -> str:
+def we_drain(site: IstioSite) -> str:
     """SIGTERM while the next generation is there: Envoy goes over to it, and what is open goes on to its end."""
     before = site.proxy("server")
     process = site.mesh.start_proxy(site.lab.worker("w2"), site.lab.worker("w2").ztunnel)
@@ -96,7 +96,7 @@ def we_drain(site: AmbientSite) -> str:
     return f"{load}, {'what is open goes on' if went_on else 'cut'}, {'then we end' if ended else 'and we stay'}"
 
 
-CASES: tuple[Case[AmbientSite], ...] = (
+CASES: tuple[Case[IstioSite], ...] = (
     Case(
         number="70a",
         stimulus="authority an address",

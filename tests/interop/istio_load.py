@@ -10,10 +10,10 @@ from socket import SHUT_WR, socket
 from typing import Self
 
 from tests.interop.apps import Reply, digest, pattern, pattern_digest, reset, rest
-from tests.interop.istio_site import WAIT_S, AmbientSite
+from tests.interop.istio_site import WAIT_S, IstioSite
 
 #: Opens a connection to the application that takes commands.
-Dial = Callable[[AmbientSite], socket]
+Dial = Callable[[IstioSite], socket]
 _SMALL = 300_000
 _CLIENTS = 4
 
@@ -67,7 +67,7 @@ class Load:
                 self._moved.notify_all()
 
 
-def _command(site: AmbientSite, dial: Dial, command: str) -> socket:
+def _command(site: IstioSite, dial: Dial, command: str) -> socket:
     sock = dial(site)
     sock.sendall(command.encode() + b"\n")
     return sock
@@ -83,11 +83,11 @@ class Bytes:
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
 
-    def client_ends_first(self, site: AmbientSite) -> str:
+    def client_ends_first(self, site: IstioSite) -> str:
         """The client's end arrives behind its bytes, and the answer comes back."""
         return self.up(site, _SMALL)
 
-    def up(self, site: AmbientSite, length: int) -> str:
+    def up(self, site: IstioSite, length: int) -> str:
         """So many bytes to the server, which says what it has got once the client has ended."""
         with _command(site, self._dial, "sum") as sock:
             sock.settimeout(60.0)
@@ -97,7 +97,7 @@ class Bytes:
             answer = rest(sock)
         return "byte-exact" if answer == f"{length} {pattern_digest(length)}\n closed" else answer
 
-    def down(self, site: AmbientSite, length: int) -> str:
+    def down(self, site: IstioSite, length: int) -> str:
         """So many bytes to the client, which has ended before."""
         with _command(site, self._dial, f"send {length}") as sock:
             sock.settimeout(60.0)
@@ -105,7 +105,7 @@ class Bytes:
             received = digest(sock)
         return "byte-exact" if received == (length, pattern_digest(length)) else str(received)
 
-    def server_ends_first(self, site: AmbientSite) -> str:
+    def server_ends_first(self, site: IstioSite) -> str:
         """The server's end arrives, and the other direction still carries everything."""
         key = f"after-{time.monotonic_ns()}"
         try:
@@ -120,13 +120,13 @@ class Bytes:
             whole = False  # whether Envoy's reset of the stream reaches the client before its own end is a race
         return "byte-exact both ways" if whole else "the other direction is lost"
 
-    def nothing_said(self, site: AmbientSite) -> str:
+    def nothing_said(self, site: IstioSite) -> str:
         """Both end without a byte."""
         with _command(site, self._dial, "echo") as sock:
             sock.shutdown(SHUT_WR)
             return rest(sock)
 
-    def client_resets(self, site: AmbientSite) -> str:
+    def client_resets(self, site: IstioSite) -> str:
         """What the application sees."""
         key = f"reset-{time.monotonic_ns()}"
         with _command(site, self._dial, f"ended {key}") as sock:
@@ -135,12 +135,12 @@ class Bytes:
             reset(sock)
         return f"application sees {site.apps.ending(key)}"
 
-    def server_resets(self, site: AmbientSite) -> str:
+    def server_resets(self, site: IstioSite) -> str:
         """What the client sees."""
         with _command(site, self._dial, "reset") as sock:
             return f"client sees {rest(sock)}"
 
-    def at_once(self, site: AmbientSite, count: int, meanwhile: Callable[[], str]) -> str:
+    def at_once(self, site: IstioSite, count: int, meanwhile: Callable[[], str]) -> str:
         """So many connections together, each with its own bytes; and what is true while all are open."""
         with ExitStack() as stack:
             socks = [stack.enter_context(_command(site, self._dial, "echo")) for _ in range(count)]

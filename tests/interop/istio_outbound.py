@@ -10,7 +10,7 @@ from functools import partial
 from tests.interop.apps import COMMAND, dial
 from tests.interop.case import Case
 from tests.interop.istio_load import Bytes, Load
-from tests.interop.istio_site import DOMAIN, FEW_STREAMS, AmbientSite, Setting
+from tests.interop.istio_site import DOMAIN, FEW_STREAMS, IstioSite, Setting
 from tests.interop.proxies import eventually
 
 COLUMNS = (Setting(version=4), Setting(version=6), Setting(version=4, workers=2))
@@ -32,7 +32,7 @@ _BYTES = Bytes(lambda site: dial(site.pod("client"), site.vip("terminator"), COM
 _FEW = Bytes(lambda site: dial(site.pod("client"), site.vip("spare"), COMMAND))
 
 
-def small_request(site: AmbientSite) -> str:
+def small_request(site: IstioSite) -> str:
     envoy, mark = site.envoys["terminator"], site.mark("client")
     since = envoy.log_size
     reply = site.get("terminator")
@@ -42,7 +42,7 @@ def small_request(site: AmbientSite) -> str:
     return f"{site.seen(reply)}, {who}, authority {site.named(there['authority'])}"
 
 
-def headers(site: AmbientSite) -> str:
+def headers(site: IstioSite) -> str:
     """All that Envoy was sent, in its order; what is random by its shape."""
     envoy = site.envoys["terminator"]
     envoy.admin("/logging?http=debug", "POST")
@@ -70,7 +70,7 @@ def _shape(value: str) -> str:
     return re.sub(r'^for="client:\d+"', 'for="client:<port>"', value)
 
 
-def refused_by_the_application(site: AmbientSite) -> str:
+def refused_by_the_application(site: IstioSite) -> str:
     envoy, mark = site.envoys["terminator"], site.mark("client")
     since = envoy.log_size
     reply = site.get("half-down")
@@ -78,7 +78,7 @@ def refused_by_the_application(site: AmbientSite) -> str:
     return f"{site.seen(reply)}, after {answered}, error {site.error('client', 'outbound', mark)}"
 
 
-def denied_by_policy(site: AmbientSite) -> str:
+def denied_by_policy(site: IstioSite) -> str:
     """403 is a verdict: nobody else is asked."""
     mark = site.mark("client")
     since = {name: site.envoys[name].log_size for name in ("terminator", "spare")}
@@ -88,7 +88,7 @@ def denied_by_policy(site: AmbientSite) -> str:
     return f"{site.seen(reply)}, asked {asked}, {error}"
 
 
-def denied_in_the_handshake(site: AmbientSite) -> str:
+def denied_in_the_handshake(site: IstioSite) -> str:
     """Envoy refuses the certificate, of which a client of TLS 1.3 learns only afterwards.
 
     Its alert overtakes what we have sent by then, or a reset overtakes the alert: then others are asked too.
@@ -102,7 +102,7 @@ def denied_in_the_handshake(site: AmbientSite) -> str:
     return f"{site.seen(reply)}, {'refused' if envoy.stat(stat) > before else 'accepted'}, {told}"
 
 
-def drained_under_load(site: AmbientSite) -> str:
+def drained_under_load(site: IstioSite) -> str:
     """An Envoy that has failed its health check says GOAWAY on every connection, while it takes new ones."""
     envoy = site.envoys["terminator"]
     stat = "http.hbone.downstream_cx_drain_close"
@@ -117,7 +117,7 @@ def drained_under_load(site: AmbientSite) -> str:
     return f"{load}, {'connections' if drained else 'nothing'} drained"
 
 
-def rotated_under_load(site: AmbientSite) -> str:
+def rotated_under_load(site: IstioSite) -> str:
     envoy = site.envoys["terminator"]
     stat = "listener.[__]_15008.server_ssl_socket_factory.ssl_context_update_by_sds"
     before = envoy.stat(stat)
@@ -131,7 +131,7 @@ def rotated_under_load(site: AmbientSite) -> str:
     return f"{load}, {'rotated' if envoy.stat(stat) > before else 'not rotated'}"
 
 
-def few_streams(site: AmbientSite) -> str:
+def few_streams(site: IstioSite) -> str:
     """Envoy allows five streams per connection: the sixth tunnel takes another one."""
 
     def connections() -> str:
@@ -143,7 +143,7 @@ def few_streams(site: AmbientSite) -> str:
     return _FEW.at_once(site, 4 * FEW_STREAMS, connections)
 
 
-def many_tunnels(site: AmbientSite) -> str:
+def many_tunnels(site: IstioSite) -> str:
     def connections() -> str:
         active = site.envoys["terminator"].stat("http.hbone.downstream_cx_active")
         return "over one or two connections" if active <= 2 else f"over {active} connections"
@@ -151,7 +151,7 @@ def many_tunnels(site: AmbientSite) -> str:
     return _BYTES.at_once(site, 100, connections)
 
 
-CASES: tuple[Case[AmbientSite], ...] = (
+CASES: tuple[Case[IstioSite], ...] = (
     Case(
         number="50",
         stimulus="small request",

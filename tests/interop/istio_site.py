@@ -36,9 +36,9 @@ from tests.interop.apps import COMMAND, HTTP, Apps, Reply, get
 from tests.interop.case import Opened
 from tests.interop.istio_envoys import (
     HBONE_PORT,
-    AmbientEnvoy,
     Config,
     Credentials,
+    IstioEnvoy,
     address,
     chain,
     denied,
@@ -143,8 +143,8 @@ class _Mesh(AmbientMesh):
         return super().start_proxy(worker, place, **env)
 
 
-class AmbientSite(Opened):
-    """``with AmbientSite(Setting(version=4)) as site: ...``; agents and control plane run in a thread meanwhile.
+class IstioSite(Opened):
+    """``with IstioSite(Setting(version=4)) as site: ...``; agents and control plane run in a thread meanwhile.
 
     Attributes:
         setting: as given.
@@ -157,7 +157,7 @@ class AmbientSite(Opened):
         super().__init__()
         self.setting = setting
         self.version = setting.version
-        self.envoys: dict[str, AmbientEnvoy] = {}
+        self.envoys: dict[str, IstioEnvoy] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = asyncio.Event()
 
@@ -173,7 +173,7 @@ class AmbientSite(Opened):
         self.apps = self._stack.enter_context(Apps({name: self.pod(name) for name in APPS}))
         self.credentials = Credentials(self.folder)
         for name, describe in _ENVOYS.items():
-            self.envoys[name] = AmbientEnvoy(self.lab, self.pod(name), self.folder)
+            self.envoys[name] = IstioEnvoy(self.lab, self.pod(name), self.folder)
             self.envoys[name].run(*describe(self))
         for envoy in self.envoys.values():
             envoy.wait_until_ready()
@@ -392,7 +392,7 @@ def _local(mesh: AmbientMesh, version: int) -> Mapping[str, Any]:
 Described = tuple[list[Config], list[Config]]
 
 
-def _ends_tunnels(site: AmbientSite, account: str, **options: Any) -> Described:
+def _ends_tunnels(site: IstioSite, account: str, **options: Any) -> Described:
     """Ends tunnels at applications of its pod."""
     stranger = site.pod("stranger")
     prefixes = [
@@ -409,15 +409,15 @@ def _ends_tunnels(site: AmbientSite, account: str, **options: Any) -> Described:
     return [listener("hbone", HBONE_PORT, *chains)], [application]
 
 
-def _terminator(site: AmbientSite) -> Described:
+def _terminator(site: IstioSite) -> Described:
     return _ends_tunnels(site, "terminator")
 
 
-def _spare(site: AmbientSite) -> Described:
+def _spare(site: IstioSite) -> Described:
     return _ends_tunnels(site, "spare", streams=FEW_STREAMS)
 
 
-def _waypoint(site: AmbientSite) -> Described:
+def _waypoint(site: IstioSite) -> Described:
     """As Istio's: the tunnel ends, what was dialled is matched, and a tunnel of the waypoint's own leads on."""
     guarded = site.ip("guarded")
     length = 32 if site.version == 4 else 128
@@ -449,7 +449,7 @@ def _waypoint(site: AmbientSite) -> Described:
     ]
 
 
-def _sandwich(site: AmbientSite) -> Described:
+def _sandwich(site: IstioSite) -> Described:
     """A waypoint in a captured pod: PROXY protocol tells it who comes and what was dialled.
 
     It dials the same again; what it opens is captured, and leaves with the pod's own identity for the endpoint.
@@ -463,14 +463,14 @@ def _sandwich(site: AmbientSite) -> Described:
     return [listener("sandwich", SANDWICH, again, filters=[proxy_protocol])], [original_dst("again")]
 
 
-def _gateway(site: AmbientSite) -> Described:
+def _gateway(site: IstioSite) -> Described:
     """Ends the outer tunnel, and passes on what is within."""
     remote = static("remote", {"address": address(site.ip("remote"), HBONE_PORT)})
     outer = chain(tunnels("remote"), socket=site.credentials.server("gateway"))
     return [listener("hbone", HBONE_PORT, outer)], [remote]
 
 
-def _dialler(site: AmbientSite) -> Described:
+def _dialler(site: IstioSite) -> Described:
     """Opens tunnels, as its listeners say."""
     server = site.ip("server")
     credentials = site.credentials
@@ -512,7 +512,7 @@ def _dialler(site: AmbientSite) -> Described:
     return listeners, clusters
 
 
-_ENVOYS: Mapping[str, Callable[[AmbientSite], Described]] = {
+_ENVOYS: Mapping[str, Callable[[IstioSite], Described]] = {
     "terminator": _terminator,
     "spare": _spare,
     "waypoint": _waypoint,

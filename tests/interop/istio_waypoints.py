@@ -7,22 +7,22 @@ from tests.interop.apps import COMMAND, HTTP, Reply, dial, get
 from tests.interop.case import Case
 from tests.interop.istio_load import Bytes, Load
 from tests.interop.istio_outbound import MIB64, only_ipv4, same
-from tests.interop.istio_site import AmbientSite, vip
+from tests.interop.istio_site import IstioSite, vip
 from tests.interop.proxies import eventually
 
 _THROUGH_WAYPOINT = Bytes(lambda site: dial(site.pod("client"), site.vip("by-address"), COMMAND))
 _THROUGH_GATEWAY = Bytes(lambda site: dial(site.pod("client"), site.vip("shop"), COMMAND))
 
 
-def service_waypoint(site: AmbientSite, service: str) -> str:
+def service_waypoint(site: IstioSite, service: str) -> str:
     return _through_waypoint(site, lambda: site.get(service))
 
 
-def workload_waypoint(site: AmbientSite) -> str:
+def workload_waypoint(site: IstioSite) -> str:
     return _through_waypoint(site, lambda: get(site.pod("client"), site.ip("guarded"), HTTP))
 
 
-def _through_waypoint(site: AmbientSite, ask: Callable[[], Reply]) -> str:
+def _through_waypoint(site: IstioSite, ask: Callable[[], Reply]) -> str:
     """What the waypoint is told, and whom the policy of the pod behind it lets in."""
     envoy, mark = site.envoys["waypoint"], site.mark("guarded")
     since = envoy.log_size
@@ -33,7 +33,7 @@ def _through_waypoint(site: AmbientSite, ask: Callable[[], Reply]) -> str:
     return f"{site.seen(reply)}, told {told}, admitted {admitted} to {site.named(inbound['dst.hbone_addr'])}"
 
 
-def sandwiched(site: AmbientSite, *, crossed: bool = False) -> str:
+def sandwiched(site: IstioSite, *, crossed: bool = False) -> str:
     """The header of the PROXY protocol is all that this Envoy knows of the client.
 
     Args:
@@ -50,7 +50,7 @@ def sandwiched(site: AmbientSite, *, crossed: bool = False) -> str:
     return f"{site.seen(reply)}, told {came} as {sender} to {to}, onward as {onward}"
 
 
-def two_networks(site: AmbientSite) -> str:
+def two_networks(site: IstioSite) -> str:
     """The outer tunnel ends at Envoy, the inner one at our proxy in the other network."""
     envoy, here, there = site.envoys["gateway"], site.mark("client"), site.mark("remote")
     since = envoy.log_size
@@ -65,7 +65,7 @@ def two_networks(site: AmbientSite) -> str:
     return f"{site.seen(reply)}, told {told}, logged here {shown}, there {source}"
 
 
-def renewed_under_load(site: AmbientSite) -> str:
+def renewed_under_load(site: IstioSite) -> str:
     """The certificate of the far proxy lives for eight seconds."""
     proxy = site.proxy("remote")
 
@@ -82,7 +82,7 @@ def renewed_under_load(site: AmbientSite) -> str:
     return f"{load}, renewed twice"
 
 
-CASES: tuple[Case[AmbientSite], ...] = (
+CASES: tuple[Case[IstioSite], ...] = (
     Case(
         number="60a",
         stimulus="service with a waypoint, by address",

@@ -10,7 +10,7 @@ from tests.interop import istio_inbound as ambient_inbound
 from tests.interop import istio_outbound as ambient_outbound
 from tests.interop import istio_waypoints as ambient_waypoints
 from tests.interop.case import Case
-from tests.interop.istio_site import AmbientSite
+from tests.interop.istio_site import IstioSite
 from tests.interop.site import Site
 
 
@@ -25,7 +25,7 @@ class Table:
     site: Callable[[Any], AbstractContextManager[Any]] = Site
 
 
-_VERSIONS = (ambient_outbound.COLUMNS, ambient_outbound.HEADINGS, AmbientSite)
+_VERSIONS = (ambient_outbound.COLUMNS, ambient_outbound.HEADINGS, IstioSite)
 TABLES = (
     Table("Checklist", checklist.CASES, checklist.COLUMNS, ("envoy", "ours (compat)", "ours (native)")),
     Table("Tunnels", tunnels.CASES, tunnels.COLUMNS, tunnels.HEADINGS),
