@@ -133,7 +133,8 @@ def test_control_plane_killed_and_back(delta: bool, caplog: pytest.LogCaptureFix
     run(main)
     assert sum("does not answer" in line for line in lines) == 1
     assert sum("control plane is back" in line for line in lines) == 1
-    assert len(lines) == 3, lines
+    # A server that stops may end a connection before it refuses the next: another reason, and a line for it.
+    assert len([line for line in lines if "still does not answer" not in line]) == 3, lines
 
 
 @pytest.mark.parametrize("delta", [False, True])
