@@ -8,14 +8,13 @@ from typing import Any
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import HttpConnectionManager
-from ztunnel.dataplane.agreement import would_shake_hands
 from ztunnel.envoy.connections import Connections
 from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import Hop, Refused, UpstreamFailed
-from ztunnel.envoy.secrets.contexts import LiveContext
+from ztunnel.envoy.secrets.contexts import LiveContext, agree
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.envoy.terminate import RequestRefused, Terminator
 from ztunnel.envoy.upstream.dial import ClusterUpstream
@@ -150,21 +149,12 @@ class InternalListeners:
         chain = listener.chain_for(facts)
         if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
             return None
-        if not self._agree(client, chain.tls):
+        if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
             return None  # the wire refuses it with the right alert and counters
         facts.peer = PeerCertificate(uri_sans=client.local_uri_sans)
         inbound = self._inbound_hop(listener, chain, facts, authority, headers)
         inbound.info.options = listener.options_for(inbound.info)
         return await self._join(inbound, listener, chain, client)
-
-    def _agree(self, client: LiveContext, server: LiveContext) -> bool:
-        """Return whether two contexts of this process would accept each other's certificates now."""
-        if client.current is None or server.current is None:
-            return False
-        ours, theirs = client.party, server.party
-        if ours is None or theirs is None:
-            return False
-        return would_shake_hands(ours, theirs, datetime.fromtimestamp(self.clock.wall(), UTC))
 
     def _inbound_hop(
         self,

@@ -17,7 +17,7 @@ from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.settings import Http2Settings
 from tests.hbone.aio.harness import tcp_pair
-from tests.ztunnel.envoy.rig import WAIT_S, Open, Rig, chain, cluster, http2, listener, run, tcp
+from tests.ztunnel.envoy.rig import WAIT_S, Open, Rig, access_log, chain, cluster, http2, listener, run, tcp
 from ztunnel.envoy.settings import Switches
 
 
@@ -113,7 +113,8 @@ def ask(port: int, question: bytes) -> asyncio.Task[bytes]:
 
 async def tunnelling(rig: Rig, *ports: int) -> int:
     """Publish a listener that tunnels to peers, asking a second one when the first fails."""
-    proxy = tcp("tunnel", tunneling_config={"hostname": "app:80"}, max_connect_attempts=2)
+    log = access_log(rig.folder)
+    proxy = tcp("tunnel", tunneling_config={"hostname": "app:80"}, max_connect_attempts=2, access_log=log)
     await rig.published(
         listener(chain(proxy)), cluster(*ports, name="tunnel", typed_extension_protocol_options=http2())
     )
@@ -160,6 +161,7 @@ def test_a_peer_that_refused_them_is_replaced_and_one_that_may_have_passed_them_
             broken.connections[0].abort("crash")
             assert await asking == b""
             assert all(peer.requests.empty() for peer in both)
+            assert (await rig.log(4))[-1]["flags"] == "UF", "an attempt was left, and not to be made"
 
             # A client that has said nothing yet can be connected elsewhere.
             silent = await Open.to(port)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from xds.model.secret import Certificate, SanMatch, Validation
 from xds.model.strings import StringMatch
 from xds.model.tls import SecretRef, TlsVersion
 from xds.model.tls import TlsContext as ContextModel
-from ztunnel.dataplane.agreement import Credentials, Party
+from ztunnel.dataplane.agreement import Credentials, Party, would_shake_hands
 from ztunnel.envoy.secrets.store import SecretHandle, SecretStore, settled
 from ztunnel.envoy.secrets.verify import leaf_of, peer_verifier, san_matches, subject_alt_names
 from ztunnel.envoy.telemetry.stats import Counter
@@ -203,6 +204,17 @@ class LiveContext:
         if self.model.require_peer_certificate or validation.restricts:
             return ClientCertificate.REQUIRED
         return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
+
+
+def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
+    """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
+
+    ``False`` also where only a handshake can tell: pinned keys, revocation lists.
+    """
+    if client.current is None or server.current is None:
+        return False
+    ours, theirs = client.party, server.party
+    return ours is not None and theirs is not None and would_shake_hands(ours, theirs, now)
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:
