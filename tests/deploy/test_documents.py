@@ -1,12 +1,18 @@
-"""What README.md says of variables and commands is what the code has."""
+"""What README.md and docs/ say of variables, commands and files is what the code has."""
 
 import re
 from pathlib import Path
+
+import pytest
 
 from ztunnel.istio.environment import config_from
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+RUNNING = (ROOT / "docs/running.md").read_text()
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("tests/*/*.md")]
+)
 #: Upstream's, too, though their names begin like ours.
 SHARED = {
     "ZTUNNEL_WORKER_THREADS",
@@ -32,14 +38,16 @@ def test_the_variables_that_are_ours_alone_are_listed() -> None:
     env = Asked()
     config_from(env, cpus=2, read_file=lambda path: None)
     ours = {name for name in env.names if name.startswith("ZTUNNEL_")} - SHARED
-    assert set(re.findall(r"^\| `(ZTUNNEL_\w+)`", README, re.MULTILINE)) == ours
+    assert set(re.findall(r"^\| `(ZTUNNEL_\w+)`", RUNNING, re.MULTILINE)) == ours
 
 
-def test_every_file_that_is_named_is_there() -> None:
-    for document in ("README.md", "ARCHITECTURE.md"):
-        text = (ROOT / document).read_text()
-        named = re.findall(r"`((?:hbone|xds|tproxy|ztunnel|tests|deploy|bench)/[\w./-]*)`", text)
-        assert [name for name in named if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_that_is_named_is_there(document: Path) -> None:
+    text = document.read_text()
+    named = re.findall(r"`((?:hbone|xds|tproxy|ztunnel|tests|deploy|bench|docs)/[\w./-]*)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
+    assert [name for name in linked if not (document.parent / name).exists()] == []
 
 
 def test_the_first_screen_has_the_two_commands_and_both_modes() -> None:
