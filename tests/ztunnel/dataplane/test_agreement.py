@@ -48,6 +48,14 @@ def test_intermediates_lead_to_the_root() -> None:
     assert not agree(shown(CLIENT, middle, intermediates=False), shown(SERVER))
 
 
+def test_a_chain_may_bring_its_root() -> None:
+    leaf = shown(CLIENT)
+    assert agree(Credentials((*leaf.chain, ROOT.certificate), leaf.anchors), shown(SERVER))
+    middle = Authority("middle", parent=ROOT)
+    pinned = Credentials(shown(SERVER, middle).chain, (ROOT.certificate,))
+    assert agree(Credentials(leaf.chain, (middle.certificate,)), pinned), "an intermediate can be the anchor"
+
+
 def test_an_intermediate_that_signed_nothing_leads_nowhere() -> None:
     leaf = shown(CLIENT, OTHER)
     chain = (*leaf.chain, *shown(CLIENT, Authority("middle", parent=ROOT)).chain[1:])
