@@ -22,7 +22,7 @@ from hbone.aio.relay import ByteCounts, RelayEnd, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
-from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken, TunnelClosed
+from hbone.errors import HboneError, RemoteProtocolError, TlsError, TlsReason, TunnelBroken, TunnelClosed
 from hbone.tls import PeerFacts
 from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
@@ -334,9 +334,11 @@ class Datapath:
                 listener.ssl.not_ready.value += 1
                 raise Refused("downstream_context_secrets_not_ready")
         denied: list[Refused] = []
+        served: list[Connection] = []
 
         def established(tunnels: Connection) -> None:
             """Authorize the peer, before any HTTP/2 frame is answered."""
+            served.append(tunnels)
             if tunnels.facts is not None:
                 _note_peer(info, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
@@ -370,6 +372,7 @@ class Datapath:
             if connection.drain is not None:
                 manager.cx_active.stored -= 1
                 manager.cx_destroy.value += 1
+                manager.cx_protocol_error.value += isinstance(served[0].error, RemoteProtocolError)
         if denied:
             raise denied[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tproxy.aio import sockets
@@ -25,14 +25,11 @@ from ztunnel.istio.config import (
     OriginalSource,
 )
 from ztunnel.istio.node import Node
-from ztunnel.runtime.accepting import ListeningSocket, hand_over
+from ztunnel.runtime.accepting import Accepted, ListeningSocket, hand_over
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-
-#: Takes an accepted socket and the peer's name; returns at once.
-Accepted = Callable[[socket.socket, tuple[str, int]], None]
 
 
 class Bound(NamedTuple):
@@ -172,12 +169,11 @@ class PodSockets:
         for each in bind(node, self._netns, only_tunnels=self.only_tunnels) if bound is None else bound:
             port = each.address.port
             listener = ListeningSocket(each.sock, each.address, BACKLOG, node.poller, is_ours=node.is_ours)
-            listener.accepted = accepted[port]
             self._listening.append(listener)
             if port in self.preserves_source:
                 self.preserves_source[port] = each.transparent and not self.only_tunnels
         for listener in self._listening:
-            listener.start()
+            listener.start(accepted[listener.address.port])
 
     async def hand_over(self) -> None:
         """Leave new connections to a successor, accept what was connected before, then close.

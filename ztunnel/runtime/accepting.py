@@ -36,6 +36,10 @@ _PENDING_ERRORS = (
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+#: Takes one accepted connection, non-blocking, with the peer's address.
+Accepted = Callable[[socket.socket, tuple[str, int]], None]
+
+
 class ListeningSocket:
     """One listening socket and who gets what it accepts.
 
@@ -56,14 +60,15 @@ class ListeningSocket:
         self.sock = sock
         self.address = address
         self._backlog = backlog
-        self.accepted: Callable[[socket.socket, tuple[str, int]], None] | None = None
+        self._accepted: Accepted | None = None
         self._poller = poller
         self._registered = False
         self._is_ours = is_ours
         self._waiting = self._waited = False
 
-    def start(self) -> None:
-        """Begin to listen and accept."""
+    def start(self, accepted: Accepted) -> None:
+        """Listen, and pass each connection to ``accepted``; called again, only the receiver changes."""
+        self._accepted = accepted
         if not self._registered:
             self._registered = True
             self.sock.listen(self._backlog)
@@ -119,10 +124,8 @@ class ListeningSocket:
                     return False
                 raise
             client.setblocking(False)
-            if self.accepted is None:
-                client.close()
-            else:
-                self.accepted(client, peer[:2])
+            assert self._accepted is not None  # start() has registered this socket
+            self._accepted(client, peer[:2])
         return True
 
     def _have_waited(self) -> None:

@@ -333,6 +333,7 @@ def test_a_flood_ends_its_connection_and_nobody_elses(tmp_path: Path, flood: str
         await attacker.close()
         assert await bystander == [b"ping"] * 20
         await rig.until(lambda: rig.count("http.inbound.downstream_cx_active") == 0)
+        assert rig.count("http.inbound.downstream_cx_protocol_error") == 1
 
     serve(tmp_path, body)
 

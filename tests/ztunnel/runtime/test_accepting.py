@@ -37,8 +37,7 @@ class Server:
         self.count = 0
         self._name = name
         self.listening = ListeningSocket(sock, SocketAddress(HOST, self.port), 128, poller)
-        self.listening.accepted = self._accepted
-        self.listening.start()
+        self.listening.start(self._accepted)
 
     def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
         with client:
@@ -202,8 +201,7 @@ class Sharing:
         self._name = name
         port: int = sock.getsockname()[1]
         self.listening = ListeningSocket(sock.dup(), SocketAddress(HOST, port), 128, poller, is_ours=self._is_ours)
-        self.listening.accepted = self._accepted
-        self.listening.start()
+        self.listening.start(self._accepted)
 
     def _is_ours(self) -> bool:
         self.asked += 1

@@ -16,7 +16,8 @@ from ztunnel.http.page import Piece, printable
 
 Shown = Callable[[str], bool]
 
-#: Numbers of a host, in the order of the text page. No host has pending requests: nothing waits for one.
+#: Numbers of a host, in the order of the text page. Those that no host has are 0, as in an Envoy that tunnels TCP:
+#: its router counts errors and timeouts of requests, and no request waits for a connection.
 _COUNTS = (
     *("cx_active", "cx_connect_fail", "cx_total", "rq_active", "rq_error", "rq_pending_active"),
     *("rq_success", "rq_timeout", "rq_total"),

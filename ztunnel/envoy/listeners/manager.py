@@ -445,8 +445,7 @@ class ListenerManager:
         if not self._may_listen(listener):
             return
         for sock in listener.sockets:
-            sock.accepted = partial(self._accepted, listener)
-            sock.start()
+            sock.start(partial(self._accepted, listener))
 
     def _remove(self, name: str) -> None:
         warming = self._warming.pop(name, None)

@@ -21,9 +21,7 @@ class Host:
     cx_connect_fail: int = 0
     cx_total: int = 0
     rq_active: int = 0
-    rq_error: int = 0
     rq_success: int = 0
-    rq_timeout: int = 0
     rq_total: int = 0
     ejected: bool = False
 

@@ -49,7 +49,6 @@ class OutlierDetector:
         self._chance = chance
         self._monitors: dict[Host, _Monitor] = {}
         self.ejections_active = 0
-        self.ejections_enforced = 0
         self.ejections_overflow = 0
 
     def forget(self, host: Host) -> None:
@@ -148,5 +147,4 @@ class OutlierDetector:
         monitor.ejected_until = now + duration + settings.max_ejection_jitter_s * self._chance() / 100
         host.ejected = True
         self.ejections_active += 1
-        self.ejections_enforced += 1
         self._changed()

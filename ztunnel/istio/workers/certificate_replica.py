@@ -10,7 +10,7 @@ from ztunnel.identity.csr import IdentityError, IssuedCertificate
 from ztunnel.istio.certificates.manager import TlsPolicy, WorkloadCertificate
 from ztunnel.istio.workers.channel import ChannelClosed, IpcChannel, Refused
 from ztunnel.istio.workers.messages import CertificateIssued, GetCertificate
-from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.clock import Clock, SystemClock
 
 
 class ReplicatedRevocations:
@@ -43,15 +43,22 @@ class ReplicatedCertificates:
         channel: to the main process.
         policy: TLS versions and groups of tunnels.
         revocations: ``None``: none are configured.
+        clock: tells what has expired.
     """
 
-    def __init__(self, channel: IpcChannel, policy: TlsPolicy, revocations: ReplicatedRevocations | None) -> None:
+    def __init__(
+        self,
+        channel: IpcChannel,
+        policy: TlsPolicy,
+        revocations: ReplicatedRevocations | None,
+        clock: Clock | None = None,
+    ) -> None:
         self._channel = channel
         self._policy = policy
         self._revocations = revocations
         self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
         self._generation = 0
-        self._clock = SystemClock()
+        self._clock = clock or SystemClock()
         if revocations is not None:
             revocations.watch(self._revocations_changed)
 

@@ -82,15 +82,27 @@ _SYNC_S: Final = 300.0
 
 
 class WorkerPod:
-    """A pod whose connections workers carry, see :class:`ztunnel.istio.zds.pods.RunningPod`."""
+    """A pod whose connections workers carry, see :class:`ztunnel.istio.zds.pods.RunningPod`.
+
+    Args:
+        workers: all of them.
+        number: of this pod, in messages.
+        bound: its sockets, which belong to this object from now on.
+        dns: serves the pod's DNS in this process; ``None`` without a DNS proxy.
+    """
 
     def __init__(
-        self, workers: Workers, number: int, name: PodName, netns: Netns | None, bound: list[Bound]
+        self,
+        workers: Workers,
+        number: int,
+        name: PodName,
+        netns: Netns | None,
+        bound: list[Bound],
+        dns: Dns | None,
     ) -> None:
         self.number = number
         self.name = name
-        #: Serves the pod's DNS in this process; ``None`` without a DNS proxy.
-        self.dns: Dns | None = None
+        self.dns = dns
         self._workers = workers
         self._netns = netns
         self._bound = bound
@@ -374,12 +386,14 @@ class Workers:
             TproxyError: a port is taken, or a worker could not.
         """
         bound = bind(self._node, netns)
-        pod = WorkerPod(self, next(self._numbers), name, netns, bound)
         try:
-            if self._node.config.dns_proxy:
-                from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB that nobody else needs
-
-                pod.dns = PodDns(self._node, name, netns)
+            dns = self._serve_dns(name, netns)
+        except BaseException:
+            for each in bound:
+                each.sock.close()
+            raise
+        pod = WorkerPod(self, next(self._numbers), name, netns, bound, dns)
+        try:
             for each in bound:
                 each.sock.listen(BACKLOG)
             self._pods[pod.number] = pod
@@ -388,6 +402,13 @@ class Workers:
             await pod.stop()
             raise
         return pod
+
+    def _serve_dns(self, name: PodName, netns: Netns | None) -> Dns | None:
+        if not self._node.config.dns_proxy:
+            return None
+        from ztunnel.istio.dns.pod_dns import PodDns  # 2 MiB, with dnspython, that a node without it saves
+
+        return PodDns(self._node, name, netns)
 
     async def _started(self, pod: WorkerPod) -> None:
         while True:
