@@ -165,8 +165,11 @@ class SnapshotServer:
 
     async def __aexit__(self, *exception: object) -> None:
         self._remove_sockets()
-        if self._server is not None:
-            await self._server.stop(None)
+        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would finalize
+        # it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter so.
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
 
     def _listen(self, server: grpc.aio.Server, address: str) -> str:
         if address.startswith("unix:"):

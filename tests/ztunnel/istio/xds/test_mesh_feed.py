@@ -245,7 +245,9 @@ class ControlPlane:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._server.stop(None)
+        server = self._server
+        del self._server  # its handlers hold us: see SnapshotServer.__aexit__
+        await server.stop(None)
 
     def say(
         self, nonce: str, *resources: Resource, type_url: str = ADDRESS, removed: tuple[str, ...] = ()
