@@ -158,6 +158,7 @@ class SnapshotServer:
         except BaseException:
             self._remove_sockets()
             await server.stop(None)
+            del server  # the error's traceback holds this frame: see __aexit__
             raise
         self.addresses = tuple(bound)
         self._server = server
@@ -165,8 +166,9 @@ class SnapshotServer:
 
     async def __aexit__(self, *exception: object) -> None:
         self._remove_sockets()
-        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would finalize
-        # it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter so.
+        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would
+        # finalize it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter
+        # so.
         server, self._server = self._server, None
         if server is not None:
             await server.stop(None)
