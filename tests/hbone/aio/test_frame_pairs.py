@@ -79,9 +79,14 @@ def nothing_left() -> Iterator[None]:
         gc.collect()
         return sum(type(one) in (Request, Tunnel, Fiber) for one in gc.get_objects())
 
-    before = alive()
-    yield
-    assert alive() == before
+    gc.collect()
+    gc.freeze()  # what there is already, the whole test session, need not be looked through again and again
+    try:
+        before = alive()
+        yield
+        assert alive() == before
+    finally:
+        gc.unfreeze()
 
 
 async def deliver(peer: RawPeer, reads: list[bytes]) -> bool:
