@@ -6,6 +6,9 @@ sockets that the fairness rule stopped in the turn before, the events of epoll, 
 (a task, a timer) uses the same list, and a turn is scheduled for it. This works on uvloop and on asyncio's own
 loop, because it needs only ``add_reader``.
 
+A turn survives any callback. An edge comes once, so an error that ended the turn would leave the other sockets of
+the batch waiting for an event that never comes again. Errors are reported to their own handler and go no further.
+
 Buffers: a turn handles one read to its end before the next, so that one set of scratch buffers serves all sockets
 (:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Output buffers are borrowed while
 there is something to write. Idle connections hold none.
@@ -17,10 +20,10 @@ more than a small request. :class:`hbone.aio.spin.Spin` decides when it does not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import select
 from collections import deque
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from hbone.aio.interval_timer import IntervalTimer
@@ -41,6 +44,7 @@ READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 WRITABLE: Final = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _INTEREST: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
+_ANYTHING: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 
 class Handler(Protocol):
@@ -66,7 +70,7 @@ class Steppable(Protocol):
     """A coroutine that resumes after the events of a turn; a :class:`hbone.aio.fiber.Fiber`."""
 
     def step(self) -> None:
-        """Run until the next await; raises only what ends the process."""
+        """Run until the next await."""
 
 
 class Poller:
@@ -79,6 +83,7 @@ class Poller:
         self._most = 0
         self._filled: set[int] = set()
         self._requeued: list[Handler] = []
+        self._edges_lost = False
         self._steps: deque[Steppable] = deque()
         self._dirty: list[Flushable] = []
         self._scheduled = False
@@ -230,67 +235,104 @@ class Poller:
         self._scheduled = False
         self._turning = True
         try:
-            self.now_s = self._loop.time()
-            # Before the new events: a socket that always has more must not wait for those that have little, nor
-            # the other way round; each gets READS_PER_TURN reads per turn.
-            requeued, self._requeued = self._requeued, []
-            for handler in requeued:
-                self._call(handler.on_event, 0, handler)
-            ready = self._epoll.poll(0, _BATCH)
-            spin = self._spin
-            if spin is not None and spin.on and not ready:
-                ready = spin.poll(self._epoll, _BATCH)
-            handlers = self._handlers
-            for fd, mask in ready:
-                # An earlier event of this batch may have closed this socket. Its number may even be in use
-                # again, by a socket accepted since: that one gets an event too many, and a read that finds
-                # nothing.
-                handler_at = handlers.get(fd)
-                if handler_at is not None:
-                    try:
-                        handler_at.on_event(mask)
-                    except Exception as error:  # noqa: BLE001  one socket's bug must not end the others
-                        self._report(handler_at, error)
-                    if self._is_closed():
-                        return
-            # Coroutines before the flush, so that their output leaves in the same turn, and in slices, so that the
-            # network gets something to do in between. A step may queue further steps; output that a flush
-            # produces (a tunnel that has room again) is flushed in the next round of this loop.
-            steps = self._steps
-            while steps or self._dirty:
-                left = _STEPS_PER_FLUSH
-                while steps and left:
-                    steps.popleft().step()
-                    left -= 1
-                if self._is_closed():
-                    return
-                dirty, self._dirty = self._dirty, []
-                for flushable in dirty:
-                    try:
-                        flushable.flush()
-                    except Exception as error:  # noqa: BLE001
-                        self._report(flushable, error)
-            if spin is not None and ready:
-                spin.worked(len(ready), self.read_bytes)
-                self.read_bytes = 0
+            more = self._serve()
         finally:
             self._turning = False
+        if more:
+            self._schedule()
+
+    def _serve(self) -> bool:
+        """Run one turn; return whether the next one has work already."""
+        self.now_s = self._loop.time()
+        # Before the new events: a socket that always has more must not wait for those that have little, nor
+        # the other way round; each gets READS_PER_TURN reads per turn.
+        requeued, self._requeued = self._requeued, []
+        for handler in requeued:
+            try:
+                handler.on_event(0)
+            except BaseException as error:  # noqa: BLE001  see _failed
+                self._failed(handler, error)
+        spin = self._spin
+        ready = self._poll()
+        handlers = self._handlers
+        for fd, mask in ready:
+            # An earlier event of this batch may have closed this socket. Its number may even be in use
+            # again, by a socket accepted since: that one gets an event too many, and a read that finds
+            # nothing.
+            handler_at = handlers.get(fd)
+            if handler_at is not None:
+                try:
+                    handler_at.on_event(mask)
+                except BaseException as error:  # noqa: BLE001  one socket's bug must not end the others
+                    self._failed(handler_at, error)
+                if self._is_closed():
+                    return False
+        # Coroutines before the flush, so that their output leaves in the same turn, and in slices, so that the
+        # network gets something to do in between. A step may queue further steps; output that a flush
+        # produces (a tunnel that has room again) is flushed in the next round of this loop.
+        steps = self._steps
+        while steps or self._dirty:
+            left = _STEPS_PER_FLUSH
+            while steps and left:
+                waiting = steps.popleft()
+                try:
+                    waiting.step()
+                except BaseException as error:  # noqa: BLE001
+                    self._failed(waiting, error)
+                left -= 1
+            if self._is_closed():
+                return False
+            dirty, self._dirty = self._dirty, []
+            for flushable in dirty:
+                try:
+                    flushable.flush()
+                except BaseException as error:  # noqa: BLE001
+                    self._failed(flushable, error)
+        if spin is not None and ready:
+            spin.worked(len(ready), self.read_bytes)
+            self.read_bytes = 0
         # A full batch may have left events in epoll. The loop watches our epoll level-triggered and would come
         # back by itself, but only after its own poll, which is a wake-up more.
-        if self._requeued or len(ready) == _BATCH or (spin is not None and spin.on):
-            self._schedule()
+        return bool(self._requeued or self._edges_lost or len(ready) >= _BATCH or (spin is not None and spin.on))
+
+    def _poll(self) -> list[tuple[int, int]]:
+        """Return the events of a turn: descriptors and what epoll reports of them."""
+        spin = self._spin
+        try:
+            if self._edges_lost:
+                ready = [(fd, _ANYTHING) for fd in self._handlers]
+                self._edges_lost = False
+                return ready
+            ready = self._epoll.poll(0, _BATCH)
+            if spin is not None and spin.on and not ready:
+                ready = spin.poll(self._epoll, _BATCH)
+        except Exception as error:  # noqa: BLE001
+            # Without memory for the list the events are gone, and with them their edges. All sockets get an event
+            # in the next turn, which most of them will find to be one too many.
+            self._edges_lost = True
+            self._report(self, error)
+            return []
+        return ready
 
     def _is_closed(self) -> bool:
         return self._closed  # a call may have closed it; type checkers remember what an attribute was
 
-    def _call(self, function: Callable[[int], None], mask: int, owner: Handler) -> None:
-        try:
-            function(mask)
-        except Exception as error:  # noqa: BLE001
-            self._report(owner, error)
-
-    def _report(self, owner: object, error: Exception) -> None:
-        logger.error("data path callback failed", exc_info=error)
+    def _failed(self, owner: object, error: BaseException) -> None:
+        """Report the error of a callback to its owner; raises only what ends the process."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        self._report(owner, error)
         on_bug = getattr(owner, "on_bug", None)
-        if on_bug is not None:
-            on_bug(error)
+        if on_bug is None:
+            return
+        try:
+            on_bug(error if isinstance(error, Exception) else RuntimeError(f"callback raised {error!r}"))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as second:  # noqa: BLE001  clean-up is what fails first when memory is short
+            self._report(owner, second)
+
+    def _report(self, owner: object, error: BaseException) -> None:
+        # A line is not worth the turn: without memory, or with a log that cannot be written, there is none.
+        with contextlib.suppress(Exception):
+            logger.error("data path callback of %s failed", type(owner).__name__, exc_info=error)

@@ -125,7 +125,12 @@ class ListeningSocket:
                 raise
             client.setblocking(False)
             assert self._accepted is not None  # start() has registered this socket
-            self._accepted(client, peer[:2])
+            try:
+                self._accepted(client, peer[:2])
+            except Exception:
+                # The connections behind this one have had their edge and would wait for the next client's.
+                log.exception("a connection accepted on %s was not taken", self.address)
+                client.close()
         return True
 
     def _have_waited(self) -> None:

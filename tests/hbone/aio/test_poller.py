@@ -1,10 +1,17 @@
-"""What a poller has for its sockets: interval timers, buffers, and the peak of sockets."""
+"""What a poller has for its sockets: turns that survive faults, interval timers, buffers, the peak of sockets."""
 
 from __future__ import annotations
 
+import logging
+import select
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
 
-from tests.hbone.aio.harness import polling, run
+import pytest
+
+from tests.hbone.aio.harness import LOOPS, polling, run, until
 
 
 class Quiet:
@@ -59,3 +66,131 @@ def test_the_peak_is_that_since_it_was_last_asked() -> None:
                 sock.close()
 
     run(main)
+
+
+class Fault(BaseException):
+    """An error that is no Exception, as a CancelledError that leaks out of a callback."""
+
+
+@dataclass(eq=False)
+class Faulty:
+    """A handler, flushable and steppable that fails wherever it is called, its report of bugs included."""
+
+    error: type[BaseException]
+    dirty: bool = False
+    bugs: int = 0
+
+    def on_event(self, mask: int) -> None:
+        raise self.error
+
+    def flush(self) -> None:
+        self.dirty = False
+        raise self.error
+
+    def step(self) -> None:
+        raise self.error
+
+    def on_bug(self, error: Exception) -> None:
+        self.bugs += 1
+        raise self.error
+
+
+@dataclass(eq=False)
+class Served:
+    """A handler, flushable and steppable that counts what it gets."""
+
+    dirty: bool = False
+    events: int = 0
+    flushes: int = 0
+    steps: int = 0
+
+    def on_event(self, mask: int) -> None:
+        self.events += 1
+
+    def flush(self) -> None:
+        self.dirty = False
+        self.flushes += 1
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def on_bug(self, error: Exception) -> None:
+        raise AssertionError(error)
+
+
+class FullLog(logging.Handler):
+    """A log that has no room for a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise MemoryError
+
+
+@pytest.fixture
+def full_log() -> Iterator[None]:
+    handler, log = FullLog(), logging.getLogger("hbone.aio.poller")
+    log.addHandler(handler)
+    yield
+    log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, Fault])
+@pytest.mark.usefixtures("full_log")
+def test_a_turn_survives_any_callback(error: type[BaseException], loop: str) -> None:
+    """Edges come once: the sockets behind the one that failed would wait for ever."""
+
+    async def main() -> None:
+        with polling() as poller:
+            pairs = [socket.socketpair() for _ in range(12)]
+            handlers = [Faulty(error) if index % 3 == 0 else Served() for index in range(12)]
+            for (near, far), handler in zip(pairs, handlers, strict=True):
+                far.setblocking(False)
+                poller.register(far.fileno(), handler)
+                near.send(b"x")  # all of them are one batch
+                poller.requeue(handler)
+                poller.call_soon(handler)
+                poller.schedule_flush(handler)
+            good = [handler for handler in handlers if isinstance(handler, Served)]
+            faulty = [handler for handler in handlers if isinstance(handler, Faulty)]
+            await until(lambda: all(handler.events >= 2 for handler in good))
+            assert {(each.events, each.steps, each.flushes) for each in good} == {(2, 1, 1)}
+            assert {each.bugs for each in faulty} == {4}  # requeued, event, step, flush
+            for near, far in pairs:
+                poller.unregister(far.fileno())
+                near.close()
+                far.close()
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
+    """epoll_wait takes the edges out of the kernel before Python has room for the list of them."""
+
+    class Forgetful:
+        def __init__(self, real: select.epoll) -> None:
+            self.real = real
+            self.left = 1
+
+        def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+            ready = self.real.poll(timeout, most)
+            if ready and self.left:
+                self.left -= 1
+                raise MemoryError
+            return ready
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.real, name)
+
+    async def main() -> None:
+        with mock.patch("select.epoll", lambda real=select.epoll: Forgetful(real())), polling() as poller:
+            near, far = socket.socketpair()
+            handler = Served()
+            poller.register(far.fileno(), handler)
+            near.send(b"x")
+            await until(lambda: handler.events)
+            poller.unregister(far.fileno())
+            near.close()
+            far.close()
+
+    run(main, loop)

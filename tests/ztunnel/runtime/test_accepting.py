@@ -234,3 +234,28 @@ def test_a_shared_socket_gives_each_connection_to_whose_turn_it_is() -> None:
             a.listening.close()
 
     asyncio.run(main())
+
+
+def test_a_connection_that_is_not_taken_does_not_hold_up_the_next() -> None:
+    async def main() -> None:
+        with poller() as polled:
+            server = Server(polled, 0, b"here")
+            taken = server.listening.accepted
+            assert taken is not None
+
+            def fail_once(client: socket.socket, peer: tuple[str, int]) -> None:
+                server.listening.accepted = taken
+                raise MemoryError
+
+            server.listening.accepted = fail_once
+            # Both are in the queue before the loop runs, so that one event reports the two.
+            clients = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(2)]
+            try:
+                answers = [await asyncio.to_thread(client.recv, 10) for client in clients]
+            finally:
+                for client in clients:
+                    client.close()
+            assert answers == [b"", b"here"]
+            server.listening.close()
+
+    uvloop.run(main())
