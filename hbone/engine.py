@@ -15,8 +15,9 @@ slow the application behind us is.
 
 A stream is known from its first frame until both sides have ended it or one has reset it. Which frames its state
 allows is a table (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
-(streams, header bytes, unsent frames) or paid from a budget (:mod:`hbone.flow`); an overdrawn budget ends the
-connection with ENHANCE_YOUR_CALM.
+(streams, header bytes, unsent frames) or paid from a budget (:mod:`hbone.flow`). A peer that overdraws the budget
+of work is not read from until it is balanced (:attr:`Engine.pause_s`); one that keeps doing so, or overdraws any
+other, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
 
 Nothing waits for the peer's SETTINGS: the defaults of RFC 9113, 6.5.2 apply until they arrive. Push and
 priorities are not implemented. Field sections are validated in :mod:`hbone.head`.
@@ -45,10 +46,20 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import Budget
+from hbone.flow import Budget, PeerShare
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
 from hbone.hpack_cache import EMPTY_TABLE, BlockDecoder, BlockEncoder, HeaderBlockError
+from hbone.limits import (
+    DROPPED_DATA_UNITS,
+    FIELD_UNITS,
+    HEADERS_UNITS,
+    IDLE_STREAM_UNITS,
+    OCTETS_PER_UNIT,
+    RECORD_BYTES,
+    REFUND_UNITS,
+    REQUEST_UNITS,
+)
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import Failure, FrameReader
 from hbone.settings import Http2Settings, Role
@@ -69,20 +80,28 @@ _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
 _DEFAULT_TABLE: Final = 4096  # RFC 9113, 6.5.2
 _REMEMBERED_RESETS: Final = 512
 _EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
+_NO_LIMIT: Final = 1 << 62
 _DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
 
 _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
+
+
+def _block_units(fields: int, octets: int) -> int:
+    """Return what a header block cost of which this much had to be decoded."""
+    return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
 
 
 class _Stream:
     __slots__ = (
         "answered",
         "blocked",
+        "cost",
         "receive_window",
         "send_window",
         "state",
         "tunnel",
         "unacknowledged",
+        "used",
     )
 
     def __init__(self, state: StreamState, send_window: int, receive_window: int) -> None:
@@ -93,6 +112,8 @@ class _Stream:
         self.answered = False
         self.tunnel = True
         self.blocked = False
+        self.cost = 0  # units that an answer of 200 returns
+        self.used = False  # the peer has sent payload; of the first window only receive_window shows it
 
 
 class Engine:
@@ -114,6 +135,8 @@ class Engine:
         self.peer_early_bytes = 0
         """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
         self.peer_settings_seen = False
+        self.pause_s = 0.0
+        """Read no more for so many seconds: the peer has caused more work than it may."""
         limits = settings.limits
         self._server = role is Role.SERVER
         self._received = RECEIVED[role]
@@ -134,6 +157,10 @@ class Engine:
         self._earned = 0
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
+        self._work = Budget(burst=limits.work_burst, rate=limits.work_rate)
+        self._stalls = Budget(burst=limits.stall_burst_s, rate=limits.stall_rate)
+        self._peer_work: Budget | None = None
+        self._unparsed: memoryview | None = None
         self._requests: BlockDecoder[RequestHead | Trailers | Malformed] = BlockDecoder(
             settings.max_header_list_bytes, parse_request
         )
@@ -233,6 +260,8 @@ class Engine:
         if not self._server or stream.answered or StreamFrame.HEADERS not in SENT[stream.state]:
             raise LocalProtocolError(f"stream {stream_id} cannot be answered")
         stream.answered = True
+        if status == 200:
+            self._earn(stream.cost)
         ends = ended and not body
         self._send_headers(stream_id, ((b":status", b"%d" % status), *headers), ended=ends)
         if body:
@@ -362,15 +391,20 @@ class Engine:
                 self._grant(stream_id, stream.unacknowledged)
                 stream.receive_window += stream.unacknowledged
                 stream.unacknowledged = 0
+                stream.used = True
 
     # Bytes in
 
-    def receive_data(self, data: bytes | bytearray | memoryview, now_s: float = 0.0) -> list[Event]:
+    def receive_data(
+        self, data: bytes | bytearray | memoryview, now_s: float = 0.0, slice_units: int = _NO_LIMIT
+    ) -> list[Event]:
         """Advance by ``data``, however the network split it.
 
         Args:
             data: events hold views of it, valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
+            slice_units: stop at the end of the frame that brings the work of this call above it. The rest of
+                ``data`` is kept (:attr:`unparsed`); further calls, also with no data, advance by that first.
 
         Returns:
             What happened, in order; the last may be :class:`ConnectionFailed`, after which more data is
@@ -379,17 +413,68 @@ class Engine:
         if self.failed:
             return []
         self._now = now_s
+        self.pause_s = 0.0
         events: list[Event] = []
         self._events = events
         view = data if type(data) is memoryview else memoryview(data)
+        unparsed = self._unparsed
+        if unparsed is not None:
+            view = memoryview(bytes(unparsed) + bytes(view)) if len(view) else unparsed
+            self._unparsed = None
+        reader = self._reader
         try:
-            self._reader.feed(view, self)
+            used = reader.feed(view, self, slice_units)
+            if used < len(view):
+                # A copy, once: ``data`` is the caller's again when this returns.
+                self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
+            if reader.work:
+                self._pay(reader.work)
+                reader.work = 0
         except Failure as failure:
             self.goaway(failure.code)
             self.failed = True
+            self._unparsed = None
             events.append(ConnectionFailed(failure.code, failure.detail))
         self._events = []
         return events
+
+    @property
+    def unparsed(self) -> bool:
+        """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
+        return self._unparsed is not None
+
+    def share(self, share: PeerShare) -> None:
+        """Pay from ``share`` as well, which the other connections of the same peer pay from, too."""
+        self._peer_work = share.work
+
+    def charge_records(self, overhead: int) -> None:
+        """Charge for ``overhead`` octets of TLS that carried no payload, with the next :meth:`receive_data`."""
+        self._reader.work += overhead // RECORD_BYTES
+
+    def _pay(self, units: int) -> None:
+        """Pay for ``units`` of work; sets :attr:`pause_s`.
+
+        Backpressure comes first: an honest peer that sends much in small frames sends fewer and larger ones when
+        it must wait, and one that is merely busy never notices. A peer that is slowed down for seconds on end
+        has been causing work for nothing all that time.
+        """
+        now_s = self._now
+        self._work.spend(now_s, units)
+        pause_s = self._work.overdrawn_s
+        # Pauses for what the peer's other connections have done are no reason to end this one: one workload may
+        # share its name with a hundred others.
+        if pause_s and not self._stalls.spend(now_s, pause_s):
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
+        shared = self._peer_work
+        if shared is not None:
+            shared.spend(now_s, units)
+            pause_s = max(pause_s, shared.overdrawn_s)
+        self.pause_s = pause_s
+
+    def _earn(self, units: int) -> None:
+        self._work.earn(units)
+        if self._peer_work is not None:
+            self._peer_work.earn(units)
 
     # Frames in, called by FrameReader
 
@@ -459,6 +544,7 @@ class Engine:
         """See :class:`hbone.reader.FrameSink`."""
         stream_id = self._data_stream_id
         if self._data_stream is None:
+            self._reader.work += DROPPED_DATA_UNITS
             self.acknowledge(stream_id, size)
         else:
             self._deliver(stream_id, chunk, size)
@@ -484,9 +570,16 @@ class Engine:
         # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
         try:
             if self._server:
-                self._request(stream_id, self._requests.decode(block), ended=ended)
+                requests = self._requests
+                request = requests.decode(block)
+                cost = _block_units(requests.decoded_fields, requests.decoded_octets)
+                self._reader.work += cost
+                self._request(stream_id, request, ended=ended, cost=cost)
             else:
-                self._response(stream_id, self._responses.decode(block), ended=ended)
+                responses = self._responses
+                response = responses.decode(block)
+                self._reader.work += _block_units(responses.decoded_fields, responses.decoded_octets)
+                self._response(stream_id, response, ended=ended)
         except HeaderBlockError as error:
             code = ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR
             raise Failure(code, str(error)) from error
@@ -513,7 +606,9 @@ class Engine:
             self._charge()
         return None
 
-    def _request(self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool) -> None:
+    def _request(
+        self, stream_id: int, head: RequestHead | Trailers | Malformed, *, ended: bool, cost: int
+    ) -> None:
         stream = self._streams.get(stream_id)
         if stream is None and not stream_id & 1:
             raise Failure(ErrorCode.PROTOCOL_ERROR, "even stream id from a client")
@@ -535,6 +630,8 @@ class Engine:
             return
         stream = _Stream(state, self._peer_initial_window, self.settings.stream_window_bytes)
         stream.tunnel = head.is_tunnel
+        self._reader.work += REQUEST_UNITS
+        stream.cost = min(cost + REQUEST_UNITS, REFUND_UNITS)
         self._streams[stream_id] = stream
         self._events.append(RequestReceived(stream_id, head, ended))
         if ended:
@@ -602,7 +699,7 @@ class Engine:
         stream = self._streams.get(stream_id)
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
-        del self._streams[stream_id]
+        self._forget(stream_id, stream)
         # Rapid reset, CVE-2023-44487: a stream that is opened and abandoned costs the client nothing and us a
         # handler, a dial and a log line, and MAX_CONCURRENT_STREAMS does not bound it.
         if self._server and not stream.answered:
@@ -619,28 +716,41 @@ class Engine:
         if len(payload) % frames.SETTING.size:
             raise Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of wrong length")
         self._charge(1 + len(payload) // 64)
+        self._reader.work += len(payload) // frames.SETTING.size
+        window = self._peer_initial_window
         for key, value in frames.SETTING.iter_unpack(payload):
-            self._apply_setting(key, value)
+            if key == Setting.INITIAL_WINDOW_SIZE:
+                if value > MAX_WINDOW:
+                    raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
+                window = value
+            else:
+                self._apply_setting(key, value)
+        # Once, whatever number of values came: each is work for every open stream, and only the last one counts.
+        if window != self._peer_initial_window:
+            self._move_windows(window)
         self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.peer_settings_seen = True
         self._events.append(SettingsReceived())
 
+    def _move_windows(self, window: int) -> None:
+        """Apply SETTINGS_INITIAL_WINDOW_SIZE.
+
+        Moves the windows of open streams, too, by the difference; one may become negative, and then waits for
+        WINDOW_UPDATEs (RFC 9113, 6.9.2).
+        """
+        change = window - self._peer_initial_window
+        self._peer_initial_window = window
+        self._reader.work += len(self._streams) // 8
+        for stream_id, stream in self._streams.items():
+            stream.send_window += change
+            if stream.send_window > MAX_WINDOW:
+                raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "stream window over 2^31-1")
+            if stream.blocked and stream.send_window > 0:
+                stream.blocked = False
+                self._events.append(WindowOpened(stream_id))
+
     def _apply_setting(self, key: int, value: int) -> None:
-        if key == Setting.INITIAL_WINDOW_SIZE:
-            if value > MAX_WINDOW:
-                raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31-1")
-            # Moves the windows of open streams, too, by the difference; one may become negative, and then waits
-            # for WINDOW_UPDATEs (RFC 9113, 6.9.2).
-            change = value - self._peer_initial_window
-            self._peer_initial_window = value
-            for stream_id, stream in self._streams.items():
-                stream.send_window += change
-                if stream.send_window > MAX_WINDOW:
-                    raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "stream window over 2^31-1")
-                if stream.blocked and stream.send_window > 0:
-                    stream.blocked = False
-                    self._events.append(WindowOpened(stream_id))
-        elif key == Setting.HEADER_TABLE_SIZE:
+        if key == Setting.HEADER_TABLE_SIZE:
             # The next header block must begin with a dynamic table size update when the peer's limit falls
             # below the size it knows of our encoder (RFC 7541, 4.2; Envoy answers GOAWAY(COMPRESSION_ERROR)
             # without it). The encoder never uses the table, so it gives all of it up at once: 0 is the smallest
@@ -745,14 +855,21 @@ class Engine:
     def _local_ended(self, stream_id: int, stream: _Stream) -> None:
         stream.state = SENT[stream.state][StreamFrame.DATA_END]
         if stream.state is StreamState.CLOSED:
-            del self._streams[stream_id]
+            self._forget(stream_id, stream)
+
+    def _forget(self, stream_id: int, stream: _Stream) -> None:
+        """Drop a stream that both sides have ended, or the peer has reset."""
+        del self._streams[stream_id]
+        received = stream.used or stream.receive_window < self.settings.stream_window_bytes
+        if self._server and stream.tunnel and stream.answered and not received:
+            self._reader.work += IDLE_STREAM_UNITS
 
     def _remote_ended(self, stream_id: int, stream: _Stream, trailers: Headers = ()) -> None:
         verdict = self._received[stream.state][StreamFrame.DATA_END]
         assert isinstance(verdict, StreamState)
         stream.state = verdict
         if verdict is StreamState.CLOSED:
-            del self._streams[stream_id]
+            self._forget(stream_id, stream)
         self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:

@@ -6,16 +6,22 @@ would refuse a long-lived connection in the end. A token bucket allows a burst a
 
 from __future__ import annotations
 
+from typing import Final
+
+from hbone.limits import Limits
+
+_MOST_PEERS: Final = 4096  # with an open connection or remembered: a guess, at some 300 bytes each
+
 
 class Budget:
     """A token bucket: ``burst`` at once, then ``rate`` per second."""
 
     __slots__ = ("_burst", "_left", "_rate", "_seen_s")
 
-    def __init__(self, *, burst: int, rate: float) -> None:
-        self._burst = float(burst)
+    def __init__(self, *, burst: float, rate: float) -> None:
+        self._burst = burst
         self._rate = rate
-        self._left = float(burst)
+        self._left = burst
         self._seen_s: float | None = None
 
     def spend(self, now_s: float, tokens: float = 1.0) -> bool:
@@ -27,3 +33,59 @@ class Budget:
             self._seen_s = now_s
         self._left -= tokens
         return self._left >= 0
+
+    def earn(self, tokens: float) -> None:
+        """Put ``tokens`` back, up to the burst."""
+        self._left = min(self._burst, self._left + tokens)
+
+    @property
+    def overdrawn_s(self) -> float:
+        """Seconds until the budget is balanced again; 0.0: it is."""
+        return -self._left / self._rate if self._left < 0 and self._rate > 0 else 0.0
+
+
+class PeerShare:
+    """What all connections of one peer have together."""
+
+    __slots__ = ("connections", "work")
+
+    def __init__(self, limits: Limits) -> None:
+        self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
+        self.connections = 0
+
+
+class PeerShares:
+    """The shares of all peers of a process, by a name that a certificate has proved.
+
+    A share outlives its connections, so that a peer which connects again finds the debt that it left. Beyond a
+    number of peers those without a connection are forgotten, the oldest first.
+    """
+
+    __slots__ = ("_shares",)
+
+    def __init__(self) -> None:
+        self._shares: dict[str, PeerShare] = {}
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def join(self, peer: str, limits: Limits) -> PeerShare:
+        """Return the share of ``peer`` and count a connection that uses it; :meth:`leave` ends that."""
+        share = self._shares.pop(peer, None)
+        if share is None:
+            share = PeerShare(limits)
+            if len(self._shares) >= _MOST_PEERS:
+                self._forget_one()
+        self._shares[peer] = share
+        share.connections += 1
+        return share
+
+    def leave(self, share: PeerShare) -> None:
+        """Take note that a connection has ended; call it once for each :meth:`join`."""
+        share.connections -= 1
+
+    def _forget_one(self) -> None:
+        for peer, share in self._shares.items():
+            if not share.connections:
+                del self._shares[peer]
+                return

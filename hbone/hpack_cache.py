@@ -131,6 +131,8 @@ class BlockDecoder(Generic[T]):
         "_max_list_bytes",
         "_parse",
         "_table",
+        "decoded_fields",
+        "decoded_octets",
     )
 
     def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T]) -> None:
@@ -142,6 +144,10 @@ class BlockDecoder(Generic[T]):
         self._parse = parse
         self._blocks: dict[bytes, T] = {}
         self._last: tuple[bytes, T] | None = None
+        self.decoded_octets = 0
+        """Octets that the last call of :meth:`decode` had to decode; 0 when it remembered the block."""
+        self.decoded_fields = 0
+        """Fields that it found there."""
 
     def decode(self, block: bytes) -> T:
         """Return the parsed block; call it for every block of the peer, wanted or not (RFC 7541, 2.2).
@@ -149,14 +155,17 @@ class BlockDecoder(Generic[T]):
         Raises:
             HeaderBlockError: the connection must end, since the dynamic tables of both sides may differ now.
         """
+        self.decoded_octets = self.decoded_fields = 0
         known = self._blocks.get(block)
         if known is not None:
             return known
         last = self._last
         if last is not None and last[0] == block:
             return last[1]
+        self.decoded_octets = len(block)
         plain = plain_fields(block, self._max_list_bytes)
         if plain is not None:
+            self.decoded_fields = len(plain)
             parsed = self._parse(plain)
             self._remember(block, plain, parsed)
             return parsed
@@ -167,6 +176,7 @@ class BlockDecoder(Generic[T]):
         except HPACKError as error:
             # The kind only: some texts of the library print a view's address, which differs each time.
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
+        self.decoded_fields = len(fields)
         parsed = self._parse(fields)
         # The table does not count a size update to 0 and back as a change, though it empties the table: a
         # remembered block would skip that the next time it comes.

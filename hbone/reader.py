@@ -4,6 +4,9 @@ Control frames are collected in full. DATA payload passes through in the chunks 
 blocks are put together from HEADERS and CONTINUATION. Unknown frames are skipped without being collected.
 Everything that a frame's nine header bytes alone make wrong is refused here, before anything is collected (RFC
 9113, 4 and 6).
+
+The reader also counts what the frames cost (:mod:`hbone.limits`) and stops at a frame's boundary when that exceeds
+what its caller allows, so that no read, however many frames are in it, holds up the other connections for long.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from hbone.frames import (
     PREFACE,
     PRIORITY_FLAG,
 )
+from hbone.limits import FRAME_UNITS, SMALL_DATA_BYTES, SMALL_DATA_UNITS, SPLIT_DATA_UNITS
 from hbone.settings import Http2Settings
 
 _FIXED_LENGTH: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
@@ -76,10 +80,13 @@ class FrameReader:
         "_settings",
         "_settings_next",
         "_skip",
+        "work",
     )
 
     def __init__(self, settings: Http2Settings, *, expect_preface: bool) -> None:
         self._settings = settings
+        self.work = 0
+        """Units of work since the caller has set it to 0; the sink adds what only it knows."""
         self._preface = PREFACE if expect_preface else b""
         self._settings_next = True
         self._partial = bytearray()
@@ -91,8 +98,11 @@ class FrameReader:
         self._block_ended = False
         self._block_frames = 0
 
-    def feed(self, view: memoryview, sink: FrameSink) -> None:
-        """Advance by ``view``.
+    def feed(self, view: memoryview, sink: FrameSink, most_work: int) -> int:
+        """Advance by ``view`` until it is used up, or :attr:`work` is above ``most_work``.
+
+        Returns:
+            How much of ``view`` was used. The frames in the rest have not been looked into.
 
         Raises:
             Failure: the connection cannot go on.
@@ -105,7 +115,7 @@ class FrameReader:
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 connection preface")
             self._preface = self._preface[position:]
         unpack = HEADER.unpack_from
-        while position < end:
+        while position < end and self.work <= most_work:
             if self._left:
                 size = end - position
                 if size > self._left:
@@ -126,7 +136,7 @@ class FrameReader:
                 continue
             if end - position < HEADER_BYTES:
                 self._partial += view[position:]
-                return
+                return end
             high, low, kind, flags, stream_id = unpack(view, position)
             length = high << 8 | low
             if kind == DATA and not flags & PADDED:
@@ -135,6 +145,8 @@ class FrameReader:
                 stop = position + length
                 if length and stop <= end:
                     self._admit_data(stream_id, length)
+                    if length < SMALL_DATA_BYTES:
+                        self.work += SMALL_DATA_UNITS
                     sink.full_data(stream_id, view[position:stop], length, ended=flags & END_STREAM != 0)
                     position = stop
                 else:
@@ -144,10 +156,11 @@ class FrameReader:
             need = self._needed(kind, flags, length)
             if end - position < need:
                 self._partial += view[position:]
-                return
+                return end
             payload = bytes(view[position + HEADER_BYTES : position + need])
             position += need
             self._frame(kind, flags, stream_id & MAX_STREAM_ID, length, payload, sink)
+        return position
 
     def _complete(self, view: memoryview, position: int, end: int, sink: FrameSink) -> int:
         """Continue a frame that was cut: first its header, then what :meth:`_needed` says."""
@@ -204,7 +217,9 @@ class FrameReader:
     def _frame(self, kind: int, flags: int, stream_id: int, length: int, payload: bytes, sink: FrameSink) -> None:
         if kind == DATA:
             self._data_head(flags, stream_id, length, payload, sink)
-        elif kind == frames.HEADERS:
+            return
+        self.work += FRAME_UNITS
+        if kind == frames.HEADERS:
             self._headers(flags, stream_id, payload, sink)
         elif kind == frames.CONTINUATION:
             self._continuation(flags, payload, sink)
@@ -240,6 +255,8 @@ class FrameReader:
 
     def _data(self, flags: int, stream_id: int, length: int, payload: int, sink: FrameSink) -> None:
         self._admit_data(stream_id, length)
+        if payload < SMALL_DATA_BYTES:
+            self.work += SPLIT_DATA_UNITS
         sink.data_started(stream_id, length, payload, ended=flags & END_STREAM != 0)
         self._left = payload
         if not payload:

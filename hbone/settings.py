@@ -1,4 +1,4 @@
-"""The SETTINGS that one end announces and the limits that it holds a peer to, as values."""
+"""The SETTINGS that one end announces, and the windows that it grants, as values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hbone.frames import Setting
+from hbone.limits import Limits
 
 
 class Role(Enum):
@@ -13,29 +14,6 @@ class Role(Enum):
 
     CLIENT = "client"
     SERVER = "server"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds on what a peer can make us hold or do.
-
-    The rates are guesses: above what busy honest peers were seen to need, and far below what hurts.
-    """
-
-    control_burst: int = 1000
-    control_rate: float = 500.0
-    """Frames per second that make us work for nothing: SETTINGS, PING, PRIORITY, empty DATA, unearned
-    WINDOW_UPDATE, frames on closed streams, unknown frames."""
-    reset_burst: int = 200
-    reset_rate: float = 100.0
-    """Streams per second which the peer abandons before our answer, or makes us reset."""
-    unsent_frames: int = 1000
-    """Control frames waiting for a connection that does not drain."""
-    continuation_frames: int = 64
-    settings_bytes: int = 4096
-    goaway_bytes: int = 16_384
-    header_block_bytes: int = 65_536
-    """Encoded size of one header section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from hbone.aio import waits
 from hbone.aio.answers import PendingAnswers
@@ -49,11 +50,15 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
+from hbone.flow import PeerShare
 from hbone.settings import Http2Settings, Role, client_settings, server_settings
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
 
 logger = logging.getLogger(__name__)
+
+_NOTHING: Final = memoryview(b"")
+_LONGEST_PAUSE_S: Final = 1.0  # keepalive must see the PONGs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +104,10 @@ class Connection(TunnelCarrier):
         "_keepalive",
         "_on_change",
         "_on_established",
+        "_pause",
         "_requests",
         "_room",
+        "_share",
         "_to_flush",
         "_tunnels",
         "_waiting",
@@ -149,6 +156,8 @@ class Connection(TunnelCarrier):
         self._closed: asyncio.Future[None] = poller.loop.create_future()
         self._keepalive: Keepalive | None = None
         self._first: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._share: PeerShare | None = None
         poller.register(sock.fileno(), self)
 
     # Opening
@@ -190,6 +199,9 @@ class Connection(TunnelCarrier):
             self._end(error)
             return
         self._established.set_result(None)
+        if self.facts is not None and self.facts.uri_sans:
+            self._share = self.poller.peers.join(self.facts.uri_sans[0], self.settings.http2.limits)
+            self.engine.share(self._share)
         if tls is None or not tls.half_rtt_sent:
             self.engine.start()
         if self._closing and self.role is Role.SERVER:
@@ -201,6 +213,8 @@ class Connection(TunnelCarrier):
             self._first = self.poller.loop.call_later(limit_s, self.close)
         if tls is not None and received is not None and self.error is None:
             self._receive(self.link.left_over)
+            if self.engine.unparsed and not self._has_ended():
+                self.poller.requeue(self)
 
     # Events of the poller
 
@@ -214,13 +228,46 @@ class Connection(TunnelCarrier):
             self.link.hang_up_seen()
         if mask & READABLE or not mask:
             self.link.readable = True
-            for _ in range(READS_PER_TURN):
-                if self._established.done():
-                    self._receive(self.link.receive)
-                else:
-                    self._receive_handshake()
-                if self._has_ended() or not self.link.readable:
-                    return
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Read and act for one slice; what is left then waits in line behind the other connections.
+
+        A slice ends by the work that the frames cause, which the engine counts, or by the clock, which is read
+        between reads only. Whoever has less to read than a slice never asks for it.
+        """
+        link, engine = self.link, self.engine
+        limits = self.settings.http2.limits
+        until_s = 0.0
+        for _ in range(READS_PER_TURN):
+            if self._pause is not None:
+                return  # _resume takes the next turn
+            if not self._established.done():
+                self._receive_handshake()
+            elif engine.unparsed:
+                self._process(_NOTHING)
+            else:
+                self._receive(link.receive)
+            if self._has_ended() or not (link.readable or engine.unparsed):
+                return
+            if engine.unparsed:
+                break
+            now_s = time.monotonic()
+            if not until_s:
+                until_s = now_s + limits.slice_s
+            elif now_s >= until_s:
+                break
+        if self._pause is None:
+            self.poller.requeue(self)
+
+    def _rest(self, pause_s: float) -> None:
+        """Read nothing for ``pause_s``: the peer waits for its budget, and TCP makes it stop sending."""
+        if self._pause is None and self.error is None:
+            self._pause = self.poller.loop.call_later(min(pause_s, _LONGEST_PAUSE_S), self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self.error is None:
             self.poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
@@ -247,9 +294,15 @@ class Connection(TunnelCarrier):
         except (OSError, LinkClosed) as error:
             self._end(_broken(error, ""))
             return
-        if data is None:
-            return
-        for event in self.engine.receive_data(data, self.poller.now_s):
+        if data is not None:
+            if self.link.overhead:
+                self.engine.charge_records(self.link.overhead)
+            self._process(data)
+
+    def _process(self, data: memoryview) -> None:
+        """Act on plaintext, and on what the last slice has left; at most one slice."""
+        engine = self.engine
+        for event in engine.receive_data(data, self.poller.now_s, self.settings.http2.limits.slice_units):
             if type(event) is DataReceived:
                 tunnel = self._tunnels.get(event.stream_id)
                 if tunnel is not None:
@@ -263,8 +316,10 @@ class Connection(TunnelCarrier):
             for tunnel in to_flush:
                 if tunnel.peer is not None:
                     tunnel.peer.flush()
-        if self.engine.output and not self.dirty:
+        if engine.output and not self.dirty:
             self.poller.schedule_flush(self)
+        if engine.pause_s:
+            self._rest(engine.pause_s)
 
     def _dispatch(self, event: Event) -> None:
         match event:  # without positional patterns: see ARCHITECTURE.md, "Nothing outlives its connection"
@@ -535,7 +590,11 @@ class Connection(TunnelCarrier):
             self._keepalive.stop()
         if self._first is not None:
             self._first.cancel()
-        self._keepalive = self._first = None
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._share is not None:
+            self.poller.peers.leave(self._share)
+        self._keepalive = self._first = self._pause = self._share = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")

@@ -8,6 +8,8 @@ from hbone.aio.poller import Poller
 from hbone.output import BUFFER_BYTES
 from hbone.tls import TlsSession
 
+_MOST_OVERHEAD = 2 * 16_384  # a record that is not complete, and some
+
 
 class LinkClosed(Exception):
     """The other side ended the byte stream: by a FIN alone, or (``notified``) by close_notify."""
@@ -20,7 +22,7 @@ class LinkClosed(Exception):
 class Link:
     """Owns the socket. Reads into the poller's scratch buffers; holds bytes only while the network is full."""
 
-    __slots__ = ("_hung_up", "_unsent", "poller", "readable", "sock", "tls")
+    __slots__ = ("_hung_up", "_unsent", "overhead", "poller", "readable", "sock", "tls")
 
     def __init__(self, sock: socket.socket, tls: TlsSession | None, poller: Poller) -> None:
         self.sock = sock
@@ -28,6 +30,8 @@ class Link:
         self.poller = poller
         self.readable = True
         """False: the socket is known to be empty until the next event."""
+        self.overhead = 0
+        """Octets of the last read that carried no payload, where that is more than an eighth of them."""
         self._hung_up = False
         self._unsent = bytearray()
 
@@ -85,7 +89,10 @@ class Link:
         if not size:
             return None
         tls.receive(poller.ciphertext[:size])
-        size = tls.read_into(plain)
+        overhead, size = size, tls.read_into(plain)
+        # Records of a few bytes each are dear to open. One record that came in two reads is none of them.
+        overhead -= size
+        self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
             # The alert was in the bytes just read, so the socket may have no event left, while a peer that wants
             # the close_notify of both sides waits for ours before it sends a FIN. Read again, and find it.

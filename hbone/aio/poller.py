@@ -23,17 +23,21 @@ import asyncio
 import contextlib
 import logging
 import select
+import time
 from collections import deque
 from typing import Final, Protocol
 
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.spin import Spin, SpinSettings
+from hbone.flow import PeerShares
 from hbone.output import BUFFER_BYTES
 from hbone.tls import sealed_bytes
 
 logger = logging.getLogger(__name__)
 
 READS_PER_TURN: Final = 4  # of one socket, before the others are read
+REQUEUED_S: Final = 0.002
+"""Time of a turn for the sockets that have more to read than one turn allows, all of them together."""
 _BATCH: Final = 256
 #: A step takes some 50 microseconds, in which the receivers of what earlier steps have queued are idle: of 4, 8,
 #: 16 and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
@@ -82,7 +86,8 @@ class Poller:
         self._handlers: dict[int, Handler] = {}
         self._most = 0
         self._filled: set[int] = set()
-        self._requeued: list[Handler] = []
+        self._requeued: deque[Handler] = deque()
+        self._in_line: set[Handler] = set()
         self._edges_lost = False
         self._steps: deque[Steppable] = deque()
         self._dirty: list[Flushable] = []
@@ -99,6 +104,8 @@ class Poller:
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
+        self.peers = PeerShares()
+        """What the connections of each peer have together."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
@@ -156,10 +163,14 @@ class Poller:
     def requeue(self, handler: Handler) -> None:
         """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty.
 
-        No edge would tell it again, because nothing new has arrived.
+        No edge would tell it again, because nothing new has arrived. Idempotent until that call, so that a socket
+        gets one turn however often its peer sends. Handlers are called in the order of their requests, as many in
+        a turn as fit into :data:`REQUEUED_S`; the others are first in the next.
         """
-        self._requeued.append(handler)
-        self._schedule()
+        if handler not in self._in_line:
+            self._in_line.add(handler)
+            self._requeued.append(handler)
+            self._schedule()
 
     def call_soon(self, waiting: Steppable) -> None:
         """Call ``waiting.step()`` in this turn, once its events are handled and no scratch buffer is in use."""
@@ -213,6 +224,7 @@ class Poller:
             self._handlers.clear()
             self._filled.clear()
             self._requeued.clear()
+            self._in_line.clear()
             self._dirty.clear()
             self._free.clear()
             for each in self._timers.values():
@@ -246,12 +258,22 @@ class Poller:
         self.now_s = self._loop.time()
         # Before the new events: a socket that always has more must not wait for those that have little, nor
         # the other way round; each gets READS_PER_TURN reads per turn.
-        requeued, self._requeued = self._requeued, []
-        for handler in requeued:
-            try:
-                handler.on_event(0)
-            except BaseException as error:  # noqa: BLE001  see _failed
-                self._failed(handler, error)
+        requeued = self._requeued
+        left = len(requeued)
+        if left:
+            until_s = time.monotonic() + REQUEUED_S
+            while left:
+                left -= 1
+                handler = requeued.popleft()
+                self._in_line.discard(handler)
+                try:
+                    handler.on_event(0)
+                except BaseException as error:  # noqa: BLE001  see _failed
+                    self._failed(handler, error)
+                if self._is_closed():
+                    return False
+                if left and time.monotonic() >= until_s:
+                    break
         spin = self._spin
         ready = self._poll()
         handlers = self._handlers

@@ -25,7 +25,8 @@ from hbone.events import (
     WindowOpened,
 )
 from hbone.frames import frame
-from hbone.settings import Http2Settings, Limits, Role, client_settings, server_settings
+from hbone.limits import Limits
+from hbone.settings import Http2Settings, Role, client_settings, server_settings
 
 CONNECT = ((b":method", b"CONNECT"), (b":authority", b"10.0.0.2:8080"))
 OPENING = frames.PREFACE + frame(frames.SETTINGS, 0, 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import select
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 
+from hbone.aio.poller import REQUEUED_S, Poller
 from tests.hbone.aio.harness import LOOPS, polling, run, until
 
 
@@ -193,4 +195,74 @@ def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
             near.close()
             far.close()
 
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_socket_that_always_has_more_has_one_place_in_line(loop: str) -> None:
+    """Its peer sends small pieces, so that each turn has an edge for it besides its place in line."""
+
+    class Greedy(Served):
+        def on_event(self, mask: int) -> None:
+            self.events += 1
+            for _ in range(3):
+                poller.requeue(self)
+
+    class Modest(Served):
+        def on_event(self, mask: int) -> None:
+            self.events += 1
+            poller.requeue(self)
+
+    async def main() -> None:
+        nonlocal poller
+        with polling() as poller:
+            greedy, modest = Greedy(), Modest()
+            poller.requeue(greedy)
+            poller.requeue(modest)
+            await until(lambda: modest.events >= 20)
+            assert abs(greedy.events - modest.events) <= 1
+
+    poller: Poller
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_new_events_do_not_wait_for_all_that_have_more(loop: str) -> None:
+    """A turn has time for some of those in line; the others keep their places, and each gets its turn."""
+
+    class Slow(Served):
+        def on_event(self, mask: int) -> None:
+            self.events += 1
+            until_s = time.monotonic() + REQUEUED_S
+            while time.monotonic() < until_s:
+                pass
+            poller.requeue(self)
+
+    class Fresh(Served):
+        before = 0
+
+        def on_event(self, mask: int) -> None:
+            self.events += 1
+            self.before = sum(each.events for each in slow)
+
+    async def main() -> None:
+        nonlocal poller, slow
+        with polling() as poller:
+            slow = [Slow() for _ in range(8)]
+            for each in slow:
+                poller.requeue(each)
+            near, far = socket.socketpair()
+            handler = Fresh()
+            poller.register(far.fileno(), handler)
+            near.send(b"x")
+            await until(lambda: handler.events)
+            assert handler.before <= 2
+            await until(lambda: min(each.events for each in slow) >= 3)
+            assert max(each.events for each in slow) <= 4
+            poller.unregister(far.fileno())
+            near.close()
+            far.close()
+
+    poller: Poller
+    slow: list[Slow]
     run(main, loop)
