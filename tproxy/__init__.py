@@ -1,5 +1,6 @@
 """The kernel as resources wanted and resources found: nftables, policy routing, veth pairs, sysctls.
 
-Nothing here "adds a rule". ``node.py`` states what should be, ``aio/kernel.py`` reads what is, ``diff.py``
-finds the difference and the kernel gets that. Modules outside ``aio/`` do no input or output.
+Nothing here "adds a rule". ``node.py`` and ``inpod.py`` state the wanted resources, ``aio/kernel.py`` reads the
+found ones, ``diff.py`` returns the difference, and ``aio/kernel.py`` applies it. Modules outside ``aio/`` do no
+input or output.
 """

@@ -1,14 +1,14 @@
-"""(found, wanted) -> the operations that lead from one to the other; none when they are equal.
+"""Compute the operations that lead from the found state to the wanted one; none when they are equal.
 
-Removal is wanting nothing. The order keeps every moment in between safe for traffic:
+Removal is wanting nothing. The order of the operations keeps every state in between safe for traffic:
 
-1. policy rules that match everything go first: they steer packets on their own, so they must not
-   outlive the nftables rules that say which packets to leave alone;
-2. devices, addresses, sysctls, routes and rules that need a mark come: without marks they are inert;
-3. nftables changes, one transaction per namespace, earlier namespaces first, so that the end which
-   catches packets is ready before the end which sends them;
-4. policy rules that match everything come;
-5. what is left over goes, later namespaces first.
+1. Delete policy rules that match every packet. They steer packets on their own, so they must not outlive
+   the nftables rules that exempt some.
+2. Add devices, addresses, sysctls, routes and rules that need a mark. Without marks they have no effect.
+3. Change nftables, in one transaction per namespace, earlier namespaces first, so that the namespace which
+   receives packets is ready before the one which sends them.
+4. Add policy rules that match every packet.
+5. Delete the remaining unwanted resources, later namespaces first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ from tproxy.resources import (
 
 
 def diff(found: State, wanted: State) -> tuple[Operation, ...]:
-    """Say how to make ``found`` equal to ``wanted``.
+    """Return the operations, in order, that make ``found`` equal to ``wanted``.
 
     A namespace that only one of them names counts as empty in the other.
     """
@@ -98,7 +98,10 @@ def _of(state: State, name: NamespaceName) -> Namespace:
 
 
 def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair]) -> Namespace:
-    """What is left when the stale devices are gone: routes and addresses go with their device."""
+    """Return the namespace without the stale devices and their routes, addresses and sysctls.
+
+    The kernel removes these with the device, so no operation may name them.
+    """
     devices = {end.device for pair in stale for end in pair.ends if end.namespace == name}
     if not devices:
         return namespace
@@ -114,7 +117,7 @@ def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair
 
 
 def _prepare(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[Operation]:
-    # Sysctls before "up": IPv6 duplicate detection starts the moment a device is.
+    # Sysctls before "up": IPv6 duplicate address detection starts when a device comes up.
     changed = {key: value for key, value in want.sysctls.items() if have.sysctls.get(key) != value}
     first = _not_remembered(have, want)
     if first:
@@ -134,7 +137,10 @@ def _prepare(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[
 
 
 def _not_remembered(have: Namespace, want: Namespace) -> dict[SysctlKey, str]:
-    """What must be written down before it changes; a device of ours takes its sysctls along when it goes."""
+    """Return the current values of sysctls that must be saved before they change.
+
+    Sysctls of our own devices are not among them: they disappear with the device.
+    """
     ours = {address.device for address in want.addresses} | want.up
     return {
         key: have.sysctls[key]
@@ -185,7 +191,7 @@ def _build(table: Table) -> Iterator[NftStep]:
 
 
 def _compatible(have: Table, want: Table) -> bool:
-    """Whether no chain changes its hook and no set its type: the kernel cannot alter those."""
+    """Return whether the table can be changed in place: the kernel alters no chain's hook and no set's type."""
     hooks = {chain.name: chain.hook for chain in have.chains}
     keys = {item.name: item.key for item in have.sets}
     return all(hooks.get(chain.name, chain.hook) == chain.hook for chain in want.chains) and all(
@@ -194,7 +200,12 @@ def _compatible(have: Table, want: Table) -> bool:
 
 
 def _change(have: Table, want: Table) -> Iterator[NftStep]:
-    """Steps inside one table; rules of a changed chain are all written again, which no packet sees."""
+    """Return the steps that change one table in place.
+
+    The rules of a changed chain are all written anew. The transaction makes that invisible to packets.
+    """
+    # References decide the order: rules go before the chains and sets that they name, and come after them. A set
+    # that stays keeps its other elements, so that a member that joins costs one element, not the whole set.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}
@@ -231,7 +242,7 @@ def _sorted(rules: Iterable[IpRule]) -> list[IpRule]:
 
 
 def _sorted_routes(routes: Iterable[Route]) -> list[Route]:
-    """Routes without gateway first: they are what makes a gateway reachable."""
+    """Return the routes, those without gateway first: the kernel refuses a gateway that no route reaches."""
     return sorted(
         routes,
         key=lambda route: (route.gateway is not None, route.version, route.table, str(route.destination)),

@@ -1,15 +1,15 @@
-"""Everything that goes wrong between us and the kernel, as types that carry what a person needs.
+"""The errors of :mod:`tproxy`, as types that carry what an operator needs to mend them.
 
 ::
 
     TproxyError
-    ├── NeedCapability      the process may not do this; says which capability and what it is for
+    ├── NeedCapability      the process lacks a capability; names it and the request
     ├── MissingFeature      the kernel lacks a module (nf_tables, TPROXY, sockets, veth)
-    ├── UnknownNamespace    no network namespace under this name, path or process id
-    ├── UnknownInterface    a device that was named is not there
-    ├── NotOurs             a resource of somebody else is where ours should go
+    ├── UnknownNamespace    no network namespace has this name, path or process id
+    ├── UnknownInterface    a named device does not exist
+    ├── NotOurs             a foreign resource occupies the place of ours
     ├── KernelRefused       any other refusal, with the request and the errno
-    ├── PortTaken           somebody else listens there
+    ├── PortTaken           another process listens on the port
     └── ConnectFailed       a connection was not made; ``error`` is the operating system's reason
         └── ConnectTimedOut
 """
@@ -19,11 +19,11 @@ import os
 
 
 class TproxyError(Exception):
-    """Root of what :mod:`tproxy` raises."""
+    """Base class of the errors that :mod:`tproxy` raises."""
 
 
 class NeedCapability(TproxyError):
-    """EPERM: the process lacks a capability, in the user namespace that owns the network namespace."""
+    """EPERM or EACCES: the process lacks a capability in the user namespace that owns the network namespace."""
 
     def __init__(self, capability: str, doing: str) -> None:
         super().__init__(capability, doing)
@@ -38,7 +38,7 @@ class NeedCapability(TproxyError):
 
 
 class MissingFeature(TproxyError):
-    """The kernel does not know what was asked for; usually a module that is neither built in nor loaded."""
+    """The kernel does not know the requested feature; usually its module is neither built in nor loaded."""
 
     def __init__(self, doing: str, modules: str) -> None:
         super().__init__(doing, modules)
@@ -50,7 +50,7 @@ class MissingFeature(TproxyError):
 
 
 class UnknownNamespace(TproxyError):
-    """There is no such network namespace."""
+    """No network namespace has this name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -63,7 +63,7 @@ class UnknownNamespace(TproxyError):
 
 
 class UnknownInterface(TproxyError):
-    """There is no such device in that namespace."""
+    """No device of this name exists in the namespace."""
 
     def __init__(self, device: str, namespace: str) -> None:
         super().__init__(device, namespace)
@@ -75,7 +75,7 @@ class UnknownInterface(TproxyError):
 
 
 class NotOurs(TproxyError):
-    """Somebody else's resource is in the way; it is left alone."""
+    """A foreign resource occupies the place of ours; it is left alone."""
 
     def __init__(self, resource: object) -> None:
         super().__init__(resource)
@@ -86,7 +86,7 @@ class NotOurs(TproxyError):
 
 
 class KernelRefused(TproxyError):
-    """The kernel refused a request."""
+    """The kernel refused a request; ``doing`` describes it and ``code`` is the errno."""
 
     def __init__(self, doing: str, code: int) -> None:
         super().__init__(doing, code)
@@ -99,7 +99,7 @@ class KernelRefused(TproxyError):
 
 
 class PortTaken(TproxyError):
-    """EADDRINUSE."""
+    """EADDRINUSE: another socket is bound to the port."""
 
     def __init__(self, address: str, port: int) -> None:
         super().__init__(address, port)
@@ -112,7 +112,7 @@ class PortTaken(TproxyError):
 
 
 class ConnectFailed(TproxyError):
-    """No connection to ``destination``."""
+    """No connection to ``destination`` was made; ``error`` is the operating system's reason, if it gave one."""
 
     def __init__(self, destination: tuple[str, int], error: OSError | None = None) -> None:
         super().__init__(destination, error)
@@ -125,7 +125,7 @@ class ConnectFailed(TproxyError):
 
 
 class ConnectTimedOut(ConnectFailed):
-    """No answer within the limit."""
+    """The destination did not answer within ``timeout_s``."""
 
     def __init__(self, destination: tuple[str, int], timeout_s: float) -> None:
         super().__init__(destination)

@@ -1,10 +1,10 @@
-"""The words of an nftables rule: register programs, exactly as the kernel runs and reports them.
+"""The expressions of an nftables rule: programs on registers, exactly as the kernel runs and reports them.
 
-A rule here is a tuple of these values, and that is also what a dump is parsed back into, so "is this
-rule still what we want" is ``==`` and nothing has to be guessed from text. The kernel's vocabulary is
-``include/uapi/linux/netfilter/nf_tables.h``; a load writes a register, later expressions test or store
-it, a failed test ends the rule. The functions at the end build the phrases that people write
-(``source_in("mesh_pods4")``); ``render/text.py`` reads the tuples back into nft's language.
+A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the wanted
+one is ``==``, with no text to interpret. The kernel's definitions are in
+``include/uapi/linux/netfilter/nf_tables.h``. A load writes a register, later expressions test or store
+it, and a failed test ends the rule. The functions at the end build common sequences
+(``source_in(Family.IPV4, "mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
 
 Byte order: marks are in host order, ports, addresses and protocol numbers in network order, interface
 names 16 bytes padded with zeros.
@@ -25,7 +25,7 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class Family(IntEnum):
-    """``NFPROTO_*``: what a table, a translation or a TPROXY is about."""
+    """The address family of a table, a translation or a TPROXY expression (``NFPROTO_*``)."""
 
     INET = 1
     IPV4 = 2
@@ -33,7 +33,7 @@ class Family(IntEnum):
 
 
 class MetaKey(IntEnum):
-    """``NFT_META_*``, those used here."""
+    """The packet properties used here (``NFT_META_*``)."""
 
     MARK = 3
     IIFNAME = 6
@@ -44,28 +44,28 @@ class MetaKey(IntEnum):
 
 
 class CtKey(IntEnum):
-    """``NFT_CT_*``, those used here."""
+    """The connection properties used here (``NFT_CT_*``)."""
 
     MARK = 3
     ZONE = 17
 
 
 class Base(IntEnum):
-    """``NFT_PAYLOAD_*_HEADER``: where an offset counts from."""
+    """The header from which an offset counts (``NFT_PAYLOAD_*_HEADER``)."""
 
     NETWORK = 1
     TRANSPORT = 2
 
 
 class Test(IntEnum):
-    """``NFT_CMP_*``."""
+    """The comparisons used here (``NFT_CMP_*``)."""
 
     EQUAL = 0
     NOT_EQUAL = 1
 
 
 class VerdictCode(IntEnum):
-    """``NF_*`` and ``NFT_*`` verdicts."""
+    """The verdicts (``NF_*`` and ``NFT_*``)."""
 
     DROP = 0
     ACCEPT = 1
@@ -75,7 +75,7 @@ class VerdictCode(IntEnum):
 
 
 class NatKind(IntEnum):
-    """``NFT_NAT_*``."""
+    """The address that a translation changes (``NFT_NAT_*``)."""
 
     SOURCE = 0
     DESTINATION = 1
@@ -122,7 +122,7 @@ class Bitwise:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Go on only if the register holds (or does not hold) ``data``."""
+    """End the rule unless the register equals (or differs from) ``data``."""
 
     data: bytes
     op: int = Test.EQUAL
@@ -131,7 +131,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Go on only if the register is an element of the set; ``flags`` 1 inverts."""
+    """End the rule unless the register is an element of the set; ``flags`` 1 inverts."""
 
     set_name: str
     sreg: int = 1
@@ -156,7 +156,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Tproxy:
-    """Give the packet to a transparent socket; no address register means the primary local one."""
+    """Assign the packet to a transparent socket; without an address register, one on the primary local address."""
 
     family: int
     reg_port: int | None = None
@@ -185,7 +185,7 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Fib:
-    """Ask the routing table; result 3 is the address type, flags 2 the destination address."""
+    """Look up the routing table; ``result`` 3 is the address type, ``flags`` 2 the destination address."""
 
     result: int
     flags: int
@@ -194,7 +194,7 @@ class Fib:
 
 @dataclass(frozen=True, slots=True)
 class SocketLookup:
-    """Find the packet's socket; key 0 asks whether it is transparent (1 byte)."""
+    """Find the packet's socket; key 0 loads whether it is transparent (1 byte)."""
 
     key: int
     dreg: int = 1
@@ -202,7 +202,7 @@ class SocketLookup:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Something a dump contains that this vocabulary has no word for; never equal to a wanted one."""
+    """An expression of a dump that this module does not define; never equal to a wanted one."""
 
     name: str
     data: bytes
@@ -231,58 +231,58 @@ _ORDER: Literal["little", "big"] = sys.byteorder
 
 
 def host_u32(value: int) -> bytes:
-    """A mark, uid or similar as the kernel keeps it in a register."""
+    """Return a mark, uid or similar as the kernel keeps it in a register."""
     return value.to_bytes(4, _ORDER)
 
 
 def host_u16(value: int) -> bytes:
-    """A conntrack zone as the kernel keeps it in a register."""
+    """Return a conntrack zone as the kernel keeps it in a register."""
     return value.to_bytes(2, _ORDER)
 
 
 def interface_bytes(name: str) -> bytes:
-    """An interface name as the kernel keeps it in a register."""
+    """Return an interface name as the kernel keeps it in a register."""
     return name.encode().ljust(16, b"\0")
 
 
-def _test(negate: bool) -> Test:
+def _test(*, negate: bool) -> Test:
     return Test.NOT_EQUAL if negate else Test.EQUAL
 
 
 def input_interface(name: str, *, negate: bool = False) -> Phrase:
-    """``iifname [!=] "name"``."""
-    return (Meta(MetaKey.IIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate)))
+    """Match the input device: ``iifname [!=] "name"``."""
+    return (Meta(MetaKey.IIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate=negate)))
 
 
 def output_interface(name: str, *, negate: bool = False) -> Phrase:
-    """``oifname [!=] "name"``."""
-    return (Meta(MetaKey.OIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate)))
+    """Match the output device: ``oifname [!=] "name"``."""
+    return (Meta(MetaKey.OIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate=negate)))
 
 
 def mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
-    """``meta mark & mask [!=] value``; the mask is ``value`` itself unless told."""
-    return (Meta(MetaKey.MARK, dreg=1), *_masked(value, mask, negate))
+    """Match bits of the packet mark: ``meta mark & mask [!=] value``; without ``mask`` those of ``value``."""
+    return (Meta(MetaKey.MARK, dreg=1), *_masked(value, mask, negate=negate))
 
 
 def ct_mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
-    """``ct mark & mask [!=] value``; the mask is ``value`` itself unless told."""
-    return (Ct(CtKey.MARK, dreg=1), *_masked(value, mask, negate))
+    """Match bits of the connection mark: ``ct mark & mask [!=] value``; without ``mask`` those of ``value``."""
+    return (Ct(CtKey.MARK, dreg=1), *_masked(value, mask, negate=negate))
 
 
-def _masked(value: int, mask: int | None, negate: bool) -> Phrase:
+def _masked(value: int, mask: int | None, *, negate: bool) -> Phrase:
     bits = value if mask is None else mask
-    return (Bitwise(host_u32(bits), host_u32(0)), Compare(host_u32(value), _test(negate)))
+    return (Bitwise(host_u32(bits), host_u32(0)), Compare(host_u32(value), _test(negate=negate)))
 
 
 def set_mark(value: int, mask: int | None = None) -> Phrase:
-    """``meta mark set``: the bits of ``mask``, ``value`` itself unless told, become ``value``; others stay."""
+    """Set bits of the packet mark: ``meta mark set``, the bits of ``mask`` or else of ``value``; others stay."""
     if mask == ALL_BITS:
         return (Immediate(host_u32(value)), Meta(MetaKey.MARK, sreg=1))
     return (Meta(MetaKey.MARK, dreg=1), _replace_bits(value, mask), Meta(MetaKey.MARK, sreg=1))
 
 
 def set_ct_mark(value: int, mask: int | None = None) -> Phrase:
-    """``ct mark set``, with the bits as in :func:`set_mark`."""
+    """Set bits of the connection mark (``ct mark set``), as :func:`set_mark` does."""
     return (Ct(CtKey.MARK, dreg=1), _replace_bits(value, mask), Ct(CtKey.MARK, sreg=1))
 
 
@@ -292,36 +292,36 @@ def _replace_bits(value: int, mask: int | None) -> Bitwise:
 
 
 def copy_ct_mark_to_mark() -> Phrase:
-    """``meta mark set ct mark``."""
+    """Copy the connection mark to the packet mark: ``meta mark set ct mark``."""
     return (Ct(CtKey.MARK, dreg=1), Meta(MetaKey.MARK, sreg=1))
 
 
 def set_ct_zone(zone: int) -> Phrase:
-    """``ct zone set``; only before connections are tracked, in raw chains."""
+    """Set the conntrack zone (``ct zone set``); valid only in raw chains, before connections are tracked."""
     return (Immediate(host_u16(zone)), Ct(CtKey.ZONE, sreg=1))
 
 
 def family_is(family: Family) -> Phrase:
-    """``meta nfproto ipv4|ipv6``; every address phrase of an inet table must stand behind it."""
+    """Match the IP version: ``meta nfproto ipv4|ipv6``; in an inet table it must precede every address."""
     return (Meta(MetaKey.NFPROTO, dreg=1), Compare(bytes((family,))))
 
 
 def protocol_is(protocol: int, *, negate: bool = False) -> Phrase:
-    """``meta l4proto [!=] tcp``, behind IPv6 extension headers too."""
-    return (Meta(MetaKey.L4PROTO, dreg=1), Compare(bytes((protocol,)), _test(negate)))
+    """Match the transport protocol, behind IPv6 extension headers too: ``meta l4proto [!=] tcp``."""
+    return (Meta(MetaKey.L4PROTO, dreg=1), Compare(bytes((protocol,)), _test(negate=negate)))
 
 
 def destination_port(protocol: int, port: int, *, negate: bool = False) -> Phrase:
-    """``tcp dport [!=] port``."""
+    """Match the destination port: ``tcp dport [!=] port``."""
     return (
         *protocol_is(protocol),
         Payload(Base.TRANSPORT, 2, 2),
-        Compare(port.to_bytes(2, "big"), _test(negate)),
+        Compare(port.to_bytes(2, "big"), _test(negate=negate)),
     )
 
 
 def opens_connection() -> Phrase:
-    """``tcp flags & (fin|syn|rst|ack) == syn``: the first packet of a connection and no other."""
+    """Match only the first packet of a connection: ``tcp flags & (fin|syn|rst|ack) == syn``."""
     return (
         *protocol_is(TCP),
         Payload(Base.TRANSPORT, 13, 1),
@@ -331,12 +331,12 @@ def opens_connection() -> Phrase:
 
 
 def source_port(protocol: int, port: int) -> Phrase:
-    """``udp sport port``."""
+    """Match the source port: ``udp sport port``."""
     return (*protocol_is(protocol), Payload(Base.TRANSPORT, 0, 2), Compare(port.to_bytes(2, "big")))
 
 
 def family_of(address: IpAddress) -> Family:
-    """The family whose header carries ``address``."""
+    """Return the family whose header carries ``address``."""
     return Family.IPV4 if address.version == 4 else Family.IPV6
 
 
@@ -349,34 +349,34 @@ def _load_destination(family: Family) -> Payload:
 
 
 def source_is(address: IpAddress, *, negate: bool = False) -> Phrase:
-    """``ip saddr [!=] address``; the other IP family never matches, negated or not."""
+    """Match the source: ``ip saddr [!=] address``; the other IP version never matches, negated or not."""
     family = family_of(address)
-    return (*family_is(family), _load_source(family), Compare(address.packed, _test(negate)))
+    return (*family_is(family), _load_source(family), Compare(address.packed, _test(negate=negate)))
 
 
 def destination_is(address: IpAddress, *, negate: bool = False) -> Phrase:
-    """``ip daddr [!=] address``; the other IP family never matches, negated or not."""
+    """Match the destination: ``ip daddr [!=] address``; the other IP version never matches, negated or not."""
     family = family_of(address)
-    return (*family_is(family), _load_destination(family), Compare(address.packed, _test(negate)))
+    return (*family_is(family), _load_destination(family), Compare(address.packed, _test(negate=negate)))
 
 
 def source_in(family: Family, set_name: str) -> Phrase:
-    """``ip saddr @set``."""
+    """Match a source in a set: ``ip saddr @set``."""
     return (*family_is(family), _load_source(family), Lookup(set_name))
 
 
 def destination_in(family: Family, set_name: str) -> Phrase:
-    """``ip daddr @set``."""
+    """Match a destination in a set: ``ip daddr @set``."""
     return (*family_is(family), _load_destination(family), Lookup(set_name))
 
 
 def user_is(user: int) -> Phrase:
-    """``meta skuid user``: a process of this machine sends, and this user made its socket."""
+    """Match packets of local sockets that this user created: ``meta skuid user``."""
     return (Meta(MetaKey.SKUID, dreg=1), Compare(host_u32(user)))
 
 
 def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Phrase:
-    """``tproxy ip to [address]:port``."""
+    """Assign the packet to a listener: ``tproxy ip to [address]:port``."""
     if address is None:
         return (Immediate(port.to_bytes(2, "big"), dreg=1), Tproxy(family, reg_port=1))
     return (
@@ -387,35 +387,35 @@ def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Ph
 
 
 def redirect_to(port: int) -> Phrase:
-    """``redirect to :port``."""
+    """Translate the destination to this host: ``redirect to :port``."""
     return (Immediate(port.to_bytes(2, "big")), Redirect(reg_proto_min=1, reg_proto_max=1))
 
 
 def keep_destination(family: Family) -> Phrase:
-    """``dnat to daddr``: translated, to what it was, so that no later nat chain is asked."""
+    """Translate the destination to itself (``dnat to daddr``), so that no later nat chain is evaluated."""
     return (*family_is(family), _load_destination(family), Nat(NatKind.DESTINATION, family, 1, 1))
 
 
 def keep_source(family: Family) -> Phrase:
-    """``snat to saddr``, the twin of :func:`keep_destination`."""
+    """Translate the source to itself (``snat to saddr``), as :func:`keep_destination` does the destination."""
     return (*family_is(family), _load_source(family), Nat(NatKind.SOURCE, family, 1, 1))
 
 
 def translate_source(address: IpAddress) -> Phrase:
-    """``snat ip to address``."""
+    """Translate the source: ``snat ip to address``."""
     return (Immediate(address.packed), Nat(NatKind.SOURCE, family_of(address), 1, 1))
 
 
 def accept() -> Phrase:
-    """``accept``."""
+    """Accept the packet; later base chains still see it."""
     return (Verdict(VerdictCode.ACCEPT),)
 
 
 def return_() -> Phrase:
-    """``return``; in a base chain, its policy."""
+    """Return to the calling chain; in a base chain, apply its policy."""
     return (Verdict(VerdictCode.RETURN),)
 
 
 def jump(chain: str) -> Phrase:
-    """``jump chain``."""
+    """Evaluate another chain, then continue."""
     return (Verdict(VerdictCode.JUMP, chain),)

@@ -1,28 +1,29 @@
-"""What one pod needs so that its TCP and DNS pass through the proxy whose sockets are in the pod's own namespace.
+"""The wanted resources of a pod whose TCP and DNS pass through a proxy with sockets in the pod's own namespace.
 
-The proxy listens inside the pod; nftables in the pod redirects what the application sends to 15001 and what it is
-sent to 15006; tunnels come to 15008 and are left alone. Whatever carries the proxy's mark 0x539 is the proxy's own
-and never redirected.
+The proxy listens inside the pod. nftables in the pod redirects the application's outgoing connections to 15001
+and incoming ones to 15006. Tunnels arrive at 15008 and are not redirected. Packets with the proxy's mark 0x539
+are the proxy's own and never redirected.
 
-The proxy delivers with the client's source address. Such a packet loops through ``lo`` and enters PREROUTING with
-the proxy's mark, which is remembered on the connection; the application's reply gets 0x111 from there, and 0x111
-is routed to ``lo``, where the proxy's socket is, instead of out to the client.
+The proxy connects to the application with the client's source address. Such a packet loops through ``lo`` and
+enters PREROUTING with the proxy's mark; a rule there stores 0x111 as the connection's mark. The application's
+reply takes 0x111 from the connection as its packet mark, and a policy rule routes 0x111 to ``lo``, where the
+proxy's socket is, instead of out to the client.
 
-DNS over UDP that the proxy forwards is tracked in a zone of its own: the application's redirected query and the
-proxy's forwarded one may have equal tuples.
+DNS over UDP that the proxy forwards is tracked in a conntrack zone of its own: the application's redirected query
+and the proxy's forwarded one may have equal tuples.
 
-A pod leaves in two steps. A deleted table takes its translations along and every redirected connection freezes;
-so ``draining`` first takes the redirects away and leaves the base chains, which keep translating what is open, and
-the marks, on which open connections to the application depend.
+A pod leaves in two steps. Deleting a table also removes its nat hooks, so that every redirected connection stalls.
+``draining`` therefore first removes the redirects, and keeps the base chains, which translate open connections,
+and the marks, on which open connections to the application depend.
 
-The node has one table: what its kubelet sends to captured pods gets a source address that the pods' rules let
-pass. nftables cannot ask whether a packet comes from a process of the node, only of which user; all of that user's
-connections to pods bypass the mesh.
+The node has one table, for probes: connections of its kubelet to captured pods get a source address that the pods'
+rules let pass. nftables cannot match the sending process, only its user. So all connections of that user to pods
+bypass the mesh.
 
-Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that the change
-from one set to another is one transaction. Taken away one at a time, nearly every rule is missed by some flow of
-``tests/netns``. Not missed are the two ``accept`` for replies (nat chains see only the first packet of a tracked
-connection) and the zone of answers; they stay as upstream has them.
+Rules and numbers are those of istio-cni's nftables variant, in one table for both IP versions, so that a change of
+rules is one transaction. If any one rule is removed, some flow of ``tests/netns`` fails, with three exceptions:
+the two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of
+answers. They stay as upstream has them.
 """
 
 from collections.abc import Iterable
@@ -107,17 +108,19 @@ _NOT_THE_PROXY = mark_is(PROXY_MARK, MASK, negate=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """What is captured in one pod.
+    """The traffic to capture in one pod.
 
     Attributes:
-        versions: without 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1: nothing can be redirected there.
-        dns: port 53, UDP and TCP.
-        inbound: plaintext to the pod; without it tunnels still arrive ("ingress mode").
-        virtual_interfaces: what comes from them, of a virtual machine say, counts as sent by the pod.
-        new_connections_only: connections that are open at enrolment bypass the proxy until they end; otherwise
-            they break, for connection tracking takes their next packet for the first one.
-        probe_sources: the node's addresses for kubelet probes, one per version; what has them is not captured.
-        draining: on the way out, see the module.
+        versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1: REDIRECT cannot work
+            there.
+        dns: capture port 53, UDP and TCP.
+        inbound: capture plaintext connections to the pod; without it tunnels still arrive ("ingress mode").
+        virtual_interfaces: devices whose incoming connections, of a virtual machine for example, count as sent by
+            the pod.
+        new_connections_only: connections that are open at enrolment bypass the proxy until they end. Otherwise
+            they break: conntrack takes their next packet for the first of a connection and redirects it.
+        probe_sources: the node's addresses for kubelet probes, one per version; not captured.
+        draining: the first step of leaving, see the module.
     """
 
     versions: tuple[Version, ...] = (4, 6)
@@ -131,26 +134,26 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """A captured pod that the node's kubelet probes."""
+    """A captured pod to which the node's kubelet may send probes."""
 
     uid: str
     addresses: tuple[IpAddress, ...]
 
 
 def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = PROBE_SOURCES) -> State:
-    """All resources of the node, in the namespace ``HOST``.
+    """Return the wanted resources of the node, in the namespace ``HOST``.
 
     Args:
-        pods: see there.
-        user: that kubelet runs as.
-        sources: what its probes come from, one address per version.
+        pods: the captured pods of this node.
+        user: the numeric user that kubelet runs as.
+        sources: the source addresses of its probes, one per IP version.
     """
     members = tuple(pods)
     rules = []
     sets = []
     for source in sources:
         name = f"probed_pods{source.version}"
-        # An address that is used again is in twice, as long as its last pod is on the way out.
+        # A reused address belongs to two pods while the earlier one drains; a set has one element per key.
         owners = {address: member.uid for member in members for address in member.addresses}
         elements = frozenset(
             Element(address.packed, _comment(uid))
@@ -174,12 +177,12 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
 
 
 def _comment(uid: str) -> str:
-    # What Kubernetes makes up is much shorter; what people do need not be.
+    # Uids that Kubernetes generates are much shorter, but those of static pods are free text.
     return f"uid {uid}".encode("ascii", "replace")[:_COMMENT_BYTES].decode()
 
 
 def pod(wanted: Capture) -> State:
-    """All resources of one pod, in the namespace ``POD``."""
+    """Return the wanted resources of one pod, in the namespace ``POD``."""
     rules = {
         IpRule(version=version, priority=RETURN_PRIORITY, mark=RETURN_MARK, mask=MASK, table=RETURN_TABLE)
         for version in wanted.versions
@@ -234,6 +237,8 @@ def _received(wanted: Capture) -> list[Rule]:
             Rule((*behind, *return_()), "nothing else from there"),
         ]
     if wanted.inbound:
+        # Probes keep plaintext, as kubelet has no certificate of the mesh. The rule comes before the redirect and
+        # matches the link-local source that the node's own table gave them; no other host can use it.
         rules += [Rule((*source_is(probe), *protocol_is(TCP), *accept()), "probe") for probe in _probes(wanted)]
         rules += [
             Rule(
@@ -255,7 +260,7 @@ def _sent(wanted: Capture) -> list[Rule]:
     if wanted.draining:
         return []
     first = _first(wanted)
-    # To the pod's own loopback nothing is redirected, whatever else a rule is about.
+    # Connections to the pod's own loopback are never redirected.
     elsewhere = {version: destination_is(_LOOPBACK[version], negate=True) for version in wanted.versions}
     rules = [
         Rule((*destination_is(probe), *protocol_is(TCP), *accept()), "reply to a probe")

@@ -1,22 +1,23 @@
-"""What one node needs so that its member pods' TCP passes through its ztunnel, as wanted resources.
+"""The wanted resources of a node whose member pods' TCP passes through one ztunnel in a namespace of its own.
 
-It is the shape of the early ambient releases, with a veth pair in place of each Geneve tunnel: the proxy lives
-in a namespace of its own, packets of members are routed there ("out"), packets to members too ("in"), and what
-the proxy sends with a pod's address finds its way back by connection mark.
+This is the layout of the early ambient releases, with a veth pair in place of each Geneve tunnel. Packets from
+members are routed to the proxy's namespace ("out"), packets to members too ("in"). Replies to connections that the
+proxy opened with a pod's address are routed back to it by connection mark.
 
-Marks on the host, each a bit pattern that others contain on purpose: 0x200 "route normally" is part of
-0x210 "sent by the proxy with a foreign source" and of 0x220 "skip both directions of this connection",
-so one test for 0x200 ends the chain for all three.
+The marks on the host share bits on purpose: 0x200 "route normally" is part of 0x210 "sent by the proxy with a
+foreign source" and of 0x220 "skip both directions of this connection". One test for 0x200 ends the chain for
+all three.
 
-Taken away one at a time, nearly everything here is missed by some flow of ``tests/netns``. Not missed are
-accept_local, the connection mark 0x220 and the ztunnel's rules 20001 and 20002; they stay as upstream has
-them, for hosts whose routes are less simple than ours.
+If any one resource is removed, some flow of ``tests/netns`` fails, with three exceptions: accept_local, the
+connection mark 0x220, and the ztunnel's rules 20001 and 20002. They stay as upstream has them, for hosts with less
+simple routes.
 
-IPv6 is the same text twice with three differences. It has neither rp_filter nor accept_local, and needs
-neither: IPv6 input does not check where a source address would be routed. A host answers neighbour
-solicitations only on the interface that has the address, so "host address directly on eth0" has no IPv6
-twin; those replies go back through the pair, which IPv6 permits. And the pairs skip duplicate address
-detection, for until it ends the kernel sends no solicitation on behalf of forwarded packets.
+IPv6 has the same rules, with three differences:
+
+- It has neither rp_filter nor accept_local, and needs neither: IPv6 input does not check the route to a source.
+- A host answers neighbour solicitations only on the interface that has the address. So the route of the host's
+  address directly on eth0 exists for IPv4 only; IPv6 replies return through the pair.
+- The pairs skip duplicate address detection: until it ends the kernel solicits nothing for forwarded packets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -113,7 +114,7 @@ _MAIN_RULE_PRIORITY = 32766
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A pod whose traffic is captured; ``device`` is the node's end of its cable."""
+    """A pod whose traffic is captured; ``device`` is the node's end of its veth pair."""
 
     uid: str
     addresses: tuple[IpAddress, ...]
@@ -122,7 +123,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node. An IP version is served if the node and its ztunnel both have an address of it."""
+    """A node and its members. An IP version is served if the node and its ztunnel both have an address of it."""
 
     host_addresses: tuple[IpAddress, ...]
     ztunnel_addresses: tuple[IpAddress, ...]
@@ -132,7 +133,7 @@ class Node:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """Those of 4 and 6 that are served."""
+        """The IP versions that are served."""
         both: tuple[Version, Version] = (4, 6)
         return tuple(
             version
@@ -143,7 +144,7 @@ class Node:
 
 
 def node(wanted: Node) -> State:
-    """All resources of one node, in the namespaces ``HOST`` and ``ZTUNNEL``."""
+    """Return the wanted resources of one node, in the namespaces ``HOST`` and ``ZTUNNEL``."""
     pairs = frozenset(
         VethPair(End(HOST, near), End(ZTUNNEL, far)) for near, far in ((_IN, _PEER_IN), (_OUT, _PEER_OUT))
     )
@@ -151,7 +152,7 @@ def node(wanted: Node) -> State:
 
 
 def member_sets(members: Iterable[Member]) -> tuple[Set, Set]:
-    """``mesh_pods4`` and ``mesh_pods6``; the comment of an element is the pod's uid."""
+    """Return the sets ``mesh_pods4`` and ``mesh_pods6``; the comment of an element is the pod's uid."""
     pods = [(address, member.uid) for member in members for address in member.addresses]
     return (
         Set("mesh_pods4", SetKey.IPV4_ADDRESS, _elements(pods, 4)),
@@ -188,8 +189,8 @@ def _host_table(wanted: Node) -> Table:
         ),
         Rule(skip),
         Rule((*input_interface(veth), *set_mark(CONNECTION_SKIP_MARK)), "the ztunnel's own"),
-        # Upstream says "udp". With "not tcp" echo requests to members, too, find the pod instead of a
-        # ztunnel that has no use for them; errors about spoofed connections have left two rules above.
+        # Upstream matches UDP. "Not TCP" also sends echo requests for members to the pod, where the ztunnel would
+        # drop them. ICMP errors for spoofed connections have left the chain two rules above.
         Rule((*protocol_is(TCP, negate=True), *set_mark(CONNECTION_SKIP_MARK)), "only TCP is captured"),
         Rule(skip),
         *(
@@ -206,7 +207,8 @@ def _host_table(wanted: Node) -> Table:
         for address in wanted.host_addresses
         if address.version in versions
     ]
-    # An accept of ours would not stop kube-proxy's chain from translating; being translated already does.
+    # An accept verdict ends this chain only; kube-proxy's, at the same hook, would still translate. netfilter
+    # translates a connection once, so translating the destination to itself makes it skip later nat chains.
     keep_vip = [
         Rule((*mark_is(OUTBOUND_MARK), *keep_destination(_family(version))), "before kube-proxy")
         for version in versions
@@ -342,6 +344,10 @@ def _ztunnel_table(wanted: Node) -> Table:
         (_PEER_IN, protocol_is(TCP), INBOUND_PLAINTEXT_PORT, "plaintext to members"),
     )
     loopback: dict[Version, IpAddress] = {4: IPv4Address("127.0.0.1"), 6: IPv6Address("::1")}
+    # TPROXY assigns the packet to the listener's socket without changing its addresses. Routing would still
+    # forward it, for the destination is not local; the mark selects a table whose only route is "local default",
+    # which delivers it here (Documentation/networking/tproxy.rst). The verdict must be accept: without one the
+    # rule for plaintext, which matches any TCP, would take the packets of tunnels, too.
     prerouting = [
         Rule(
             (

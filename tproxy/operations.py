@@ -1,4 +1,4 @@
-"""The steps that ``diff.py`` decides on and ``aio/kernel.py`` carries out, as values that read aloud."""
+"""The operations that ``diff.py`` returns and ``aio/kernel.py`` carries out, as values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from tproxy.resources import (
 
 @dataclass(frozen=True, slots=True)
 class AddTable:
-    """An empty table."""
+    """Create an empty table."""
 
     family: Family
     table: str
@@ -29,7 +29,7 @@ class AddTable:
 
 @dataclass(frozen=True, slots=True)
 class DeleteTable:
-    """A table with all it holds."""
+    """Delete a table with its chains and sets."""
 
     family: Family
     table: str
@@ -37,7 +37,7 @@ class DeleteTable:
 
 @dataclass(frozen=True, slots=True)
 class AddChain:
-    """A chain without its rules."""
+    """Create a chain without its rules."""
 
     family: Family
     table: str
@@ -46,7 +46,7 @@ class AddChain:
 
 @dataclass(frozen=True, slots=True)
 class FlushChain:
-    """All rules of a chain."""
+    """Delete all rules of a chain."""
 
     family: Family
     table: str
@@ -55,7 +55,7 @@ class FlushChain:
 
 @dataclass(frozen=True, slots=True)
 class DeleteChain:
-    """A chain that is empty by now."""
+    """Delete a chain that an earlier step has flushed."""
 
     family: Family
     table: str
@@ -64,7 +64,7 @@ class DeleteChain:
 
 @dataclass(frozen=True, slots=True)
 class AppendRule:
-    """A rule at the end of its chain."""
+    """Append a rule to its chain."""
 
     family: Family
     table: str
@@ -74,7 +74,7 @@ class AppendRule:
 
 @dataclass(frozen=True, slots=True)
 class AddSet:
-    """A set without its elements."""
+    """Create a set without its elements."""
 
     family: Family
     table: str
@@ -83,7 +83,7 @@ class AddSet:
 
 @dataclass(frozen=True, slots=True)
 class DeleteSet:
-    """A set no rule refers to."""
+    """Delete a set to which no rule refers."""
 
     family: Family
     table: str
@@ -92,7 +92,7 @@ class DeleteSet:
 
 @dataclass(frozen=True, slots=True)
 class AddElements:
-    """Members of a set, sorted by key."""
+    """Add elements, sorted by key, to a set."""
 
     family: Family
     table: str
@@ -102,7 +102,7 @@ class AddElements:
 
 @dataclass(frozen=True, slots=True)
 class DeleteElements:
-    """Members of a set, sorted by key."""
+    """Delete elements, sorted by key, from a set."""
 
     family: Family
     table: str
@@ -126,7 +126,7 @@ NftStep: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class NftTransaction:
-    """All of it or none: packets see the rules before or the rules after."""
+    """Apply all steps or none: a packet sees the rules before or the rules after."""
 
     namespace: NamespaceName
     steps: tuple[NftStep, ...]
@@ -134,21 +134,21 @@ class NftTransaction:
 
 @dataclass(frozen=True, slots=True)
 class CreatePair:
-    """A veth pair; both ends are known."""
+    """Create a veth pair; both ends are known."""
 
     pair: VethPair
 
 
 @dataclass(frozen=True, slots=True)
 class DeletePair:
-    """A device of ours, its other end with it; routes and addresses of both go too."""
+    """Delete one of our devices; its other end, and the routes and addresses of both, go with it."""
 
     pair: VethPair
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """A device of ours, up."""
+    """Bring one of our devices up."""
 
     namespace: NamespaceName
     device: str
@@ -156,7 +156,7 @@ class SetUp:
 
 @dataclass(frozen=True, slots=True)
 class AddAddress:
-    """An address."""
+    """Add an address to one of our devices."""
 
     namespace: NamespaceName
     address: Address
@@ -164,7 +164,7 @@ class AddAddress:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAddress:
-    """An address."""
+    """Delete an address from one of our devices."""
 
     namespace: NamespaceName
     address: Address
@@ -172,7 +172,7 @@ class DeleteAddress:
 
 @dataclass(frozen=True, slots=True)
 class AddRoute:
-    """A route; with ``replace`` instead of the one of ours in the same slot."""
+    """Add a route, or with ``replace`` put it in the place of our route in the same slot."""
 
     namespace: NamespaceName
     route: Route
@@ -181,7 +181,7 @@ class AddRoute:
 
 @dataclass(frozen=True, slots=True)
 class DeleteRoute:
-    """A route."""
+    """Delete a route."""
 
     namespace: NamespaceName
     route: Route
@@ -189,7 +189,7 @@ class DeleteRoute:
 
 @dataclass(frozen=True, slots=True)
 class AddIpRule:
-    """A policy routing rule."""
+    """Add a policy routing rule."""
 
     namespace: NamespaceName
     rule: IpRule
@@ -197,7 +197,7 @@ class AddIpRule:
 
 @dataclass(frozen=True, slots=True)
 class DeleteIpRule:
-    """A policy routing rule."""
+    """Delete a policy routing rule."""
 
     namespace: NamespaceName
     rule: IpRule
@@ -205,7 +205,7 @@ class DeleteIpRule:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Write down what sysctls are before they change; always precedes :class:`SetSysctl`."""
+    """Save the current values of sysctls in the memory table; always precedes their :class:`SetSysctl`."""
 
     namespace: NamespaceName
     values: Mapping[SysctlKey, str]
@@ -213,7 +213,7 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class SetSysctl:
-    """Set a sysctl, or with ``restore`` put it back; a device that is gone needs no restoring."""
+    """Set a sysctl; with ``restore`` put the saved value back, and ignore a device that is gone."""
 
     namespace: NamespaceName
     key: SysctlKey
@@ -223,7 +223,7 @@ class SetSysctl:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop what :class:`Remember` wrote; ``all`` says that nothing stays remembered."""
+    """Delete values that :class:`Remember` saved; ``all`` says that none is left and the table can go."""
 
     namespace: NamespaceName
     values: Mapping[SysctlKey, str]

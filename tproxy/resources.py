@@ -1,11 +1,11 @@
-"""What a kernel can hold for us, as values: a :class:`State` is wanted, found, or compared.
+"""Kernel resources as values: a :class:`State` is wanted or found, and two states can be compared.
 
 A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
-between them. Everything is frozen and ordered nowhere the kernel does not order it, so two states are
-the same exactly when they are equal; ``diff.py`` says how to get from one to the other.
+between them. All values are frozen and have an order only where the kernel has one. So two states are equal
+exactly if the kernel would behave the same. ``diff.py`` computes the operations from one to the other.
 
-What belongs to us is never guessed: :class:`Ownership` names the nftables tables and devices, and every
-rule and route carries its ``protocol`` number. Other people's resources are not read and not touched.
+Ownership is explicit: :class:`Ownership` names our nftables tables and devices, and each of our rules and routes
+carries its ``protocol`` number. Foreign resources are neither read nor touched.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Version: TypeAlias = Literal[4, 6]
 
 
 class HookPoint(IntEnum):
-    """``NF_INET_*``."""
+    """The hooks of netfilter, numbered as ``NF_INET_*``."""
 
     PREROUTING = 0
     INPUT = 1
@@ -42,7 +42,7 @@ RAW, MANGLE, DSTNAT, SRCNAT = -300, -150, -100, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """Where a base chain is attached. Ours always accept; ``drop`` can only be found."""
+    """The place where a base chain is attached. Ours have the policy accept; ``drop`` is only ever found."""
 
     kind: ChainKind
     point: HookPoint
@@ -68,7 +68,7 @@ class Chain:
 
 
 class SetKey(IntEnum):
-    """The key type number that nft writes into NFTA_SET_KEY_TYPE."""
+    """The type of a set's keys, numbered as nft writes it into NFTA_SET_KEY_TYPE."""
 
     IPV4_ADDRESS = 7
     IPV6_ADDRESS = 8
@@ -94,7 +94,7 @@ class Set:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An nftables table, whole: what is not listed is not wanted."""
+    """An nftables table with all its chains and sets; anything else in it is unwanted."""
 
     name: str
     family: Family = Family.INET
@@ -133,13 +133,13 @@ class Route:
 
     @property
     def slot(self) -> tuple[int, IpNetwork]:
-        """What the kernel lets exist once: table and destination (metrics are not used here)."""
+        """The key under which the kernel keeps one route: table and destination (metrics are not used here)."""
         return (self.table, self.destination)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address of a device of ours; IPv6 ones skip duplicate detection, the pair has two ends only."""
+    """An address of one of our devices. IPv6 ones skip duplicate address detection: a pair has two ends only."""
 
     device: str
     interface: IpInterface
@@ -155,20 +155,20 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class VethPair:
-    """Two devices, one cable; a found device of our name whose other end is unknown has no ``right``."""
+    """A veth pair. A found device of ours whose other end is unknown has no ``right``."""
 
     left: End
     right: End | None
 
     @property
     def ends(self) -> tuple[End, ...]:
-        """The ends that are known."""
+        """The known ends."""
         return (self.left,) if self.right is None else (self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)
 class SysctlKey:
-    """``net.<family>.conf.<device>.<leaf>``."""
+    """The name of a sysctl, ``net.<family>.conf.<device>.<leaf>``."""
 
     family: Literal["ipv4", "ipv6"]
     device: str
@@ -176,16 +176,16 @@ class SysctlKey:
 
     @property
     def path(self) -> str:
-        """Below /proc/sys; a slash in a device name cannot exist, a dot can."""
+        """The path below /proc/sys. A device name may contain dots but no slashes, so it needs no escaping."""
         return f"net/{self.family}/conf/{self.device}/{self.leaf}"
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What one network namespace holds of ours.
+    """Our resources in one network namespace.
 
-    ``remembered`` is the values that sysctls had before us. It is found, not wanted: it is kept in the
-    kernel, next to what it describes, so that any later process can put the values back.
+    ``remembered`` holds the values that sysctls had before ours. It is found, never wanted. It is stored in the
+    kernel, in an nftables table, so that any later process can restore the values, even after a crash.
     """
 
     tables: tuple[Table, ...] = ()
@@ -199,7 +199,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What is ours in every namespace of a state.
+    """The names and the number by which our resources are recognised in every namespace of a state.
 
     ``protocol`` goes into FRA_PROTOCOL and rtm_protocol; 162 is in no ``rt_protos`` file that we know.
     """
@@ -222,5 +222,5 @@ class State:
 
 
 def nothing(state: State) -> State:
-    """The same namespaces, empty: what to want for removal."""
+    """Return the same namespaces, empty; wanting this removes all that is ours."""
     return State({name: Namespace() for name in state.namespaces})

@@ -1,6 +1,6 @@
-"""Netlink attributes: nested type-length-value, padded to four bytes, both ways (``linux/netlink.h``).
+"""Encode and decode netlink attributes: nested type-length-value, padded to four bytes (``linux/netlink.h``).
 
-No sockets here. A :class:`Message` still lacks its sequence number; ``aio/netlink.py`` adds it.
+No sockets here. ``aio/netlink.py`` puts the header with length and sequence number before a :class:`Message`.
 """
 
 import struct
@@ -13,12 +13,19 @@ _NESTED = 0x8000
 
 
 class MalformedDump(Exception):
-    """A netlink answer does not have the layout of its headers; the offending bytes are in ``args``."""
+    """A netlink answer breaks the layout of its headers; the bytes are in ``args``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One netlink message: type, NLM_F_* flags, family header with attributes, and a word for errors."""
+    """One netlink message without its header.
+
+    Attributes:
+        kind: nlmsg_type.
+        flags: NLM_F_*.
+        body: the family's header and its attributes.
+        about: names the request in error messages.
+    """
 
     kind: int
     flags: int
@@ -27,38 +34,38 @@ class Message:
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
-    """One attribute, padded."""
+    """Encode one attribute, padded to four bytes."""
     length = 4 + len(payload)
     return _ATTRIBUTE.pack(length, kind) + payload + bytes(-length % 4)
 
 
 def nest(kind: int, *attributes: bytes) -> bytes:
-    """An attribute that holds attributes."""
+    """Encode an attribute that contains attributes, flagged NLA_F_NESTED."""
     return attribute(kind | _NESTED, b"".join(attributes))
 
 
 def text(kind: int, value: str) -> bytes:
-    """A zero-terminated string."""
+    """Encode a string with its terminating zero."""
     return attribute(kind, value.encode() + b"\0")
 
 
 def u8(kind: int, value: int) -> bytes:
-    """One byte."""
+    """Encode one byte."""
     return attribute(kind, bytes((value,)))
 
 
 def u32(kind: int, value: int) -> bytes:
-    """Four bytes in host order, as rtnetlink has them."""
+    """Encode four bytes in host order, as rtnetlink has them."""
     return attribute(kind, struct.pack("=I", value))
 
 
 def be32(kind: int, value: int) -> bytes:
-    """Four bytes in network order, as nftables has them; negative values wrap."""
+    """Encode four bytes in network order, as nftables has them; a negative value becomes its two's complement."""
     return attribute(kind, struct.pack("!I", value & 0xFFFFFFFF))
 
 
 def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The attributes in ``data``, nesting flags removed.
+    """Iterate over the attributes in ``data`` as (type without flags, payload).
 
     Raises:
         MalformedDump: a length points outside ``data`` or is smaller than its own header.
@@ -75,17 +82,21 @@ def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def attribute_map(data: bytes) -> dict[int, bytes]:
-    """The attributes by type; of repeated ones the last."""
+    """Return the payloads by type; of repeated attributes the last one wins.
+
+    Raises:
+        MalformedDump: as :func:`attributes`.
+    """
     return dict(attributes(data))
 
 
 def read_text(payload: bytes) -> str:
-    """A string, with or without its terminator."""
+    """Decode a string, with or without its terminator."""
     return payload.rstrip(b"\0").decode(errors="replace")
 
 
 def read_u32(payload: bytes) -> int:
-    """Four bytes in host order.
+    """Decode four bytes in host order.
 
     Raises:
         MalformedDump: another length.
@@ -96,7 +107,7 @@ def read_u32(payload: bytes) -> int:
 
 
 def read_be32(payload: bytes) -> int:
-    """Four bytes in network order.
+    """Decode four bytes in network order.
 
     Raises:
         MalformedDump: another length.

@@ -1,11 +1,11 @@
-"""Read what the kernel holds of ours, apply what is wanted, notice when somebody changes it.
+"""Read our resources from the kernel, apply the wanted state, and watch for changes by others.
 
-:class:`Kernel` owns one thread; netlink, sysctls and namespace changes happen there and nowhere else, one
-after the other, so the event loop never waits for the kernel's rule lock. The same work is available
-without a loop as :class:`BlockingKernel`.
+:class:`Kernel` owns one thread. Netlink, sysctls and namespace changes happen only there, one after the
+other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel` does the
+same work without a loop.
 
-Every apply ends with reading back: what was asked for is compared with what is there, so a kernel that
-accepts a rule and keeps something else is an error here and not a riddle later.
+Every apply ends with a read-back that is compared with the wanted state. A kernel that acknowledges a rule
+and stores something else is therefore an error of the apply, not a fault found later by its traffic.
 """
 
 import asyncio
@@ -70,7 +70,8 @@ _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL}
 # RTNLGRP_ LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE; NFNLGRP_NFTABLES
 _ROUTE_GROUPS = (1, 5, 7, 8, 9, 11, 19)
 _NFT_GROUPS = (7,)
-# Bursts (kube-proxy rewriting its tables, our own changes) end in one look; a guess.
+# A burst of notifications (kube-proxy rewriting its tables, our own changes) leads to one read; the length is a
+# guess.
 _SETTLE_S = 0.05
 _MAX_ROUNDS = 4
 # linkwatch handles what it finds not urgent once a second (net/core/link_watch.c).
@@ -78,8 +79,8 @@ _RUNNING_S = 1.5
 _RUNNING_POLL_S = 0.005
 
 
-class _Place:
-    """A namespace with its sockets and the names of its devices."""
+class _OpenNamespace:
+    """One network namespace with its two netlink sockets and a cache of its links."""
 
     def __init__(self, name: NamespaceName, netns: Netns) -> None:
         self.name = name
@@ -98,6 +99,7 @@ class _Place:
         return self.links
 
     def index(self, device: str) -> int:
+        # A device that was created after the cache was filled is found by the second attempt.
         for attempt in range(2):
             for link in self.links:
                 if link.name == device:
@@ -112,11 +114,11 @@ class _Place:
 
 
 class BlockingKernel:
-    """The kernel's state of the named namespaces; use from one thread.
+    """Reads and changes the kernel's state of the named namespaces; use it from one thread only.
 
     Args:
-        netns: the namespaces that states name; they stay the caller's to close.
-        ownership: what is ours.
+        netns: the namespaces that states name. The caller closes them, after this object.
+        ownership: the tables, devices and protocol number that mark a resource as ours.
 
     Raises:
         NeedCapability: CAP_SYS_ADMIN is missing (to enter a namespace).
@@ -124,32 +126,42 @@ class BlockingKernel:
 
     def __init__(self, netns: Mapping[NamespaceName, Netns], ownership: Ownership) -> None:
         self.ownership = ownership
-        self._places: dict[NamespaceName, _Place] = {}
+        self._places: dict[NamespaceName, _OpenNamespace] = {}
         try:
             for name, namespace in netns.items():
-                self._places[name] = _Place(name, namespace)
+                self._places[name] = _OpenNamespace(name, namespace)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the netlink sockets; idempotent. The namespaces stay open."""
         for place in self._places.values():
             place.close()
 
     def read(self, wanted: State | None = None) -> State:
-        """What is there of ours; sysctls are read if ``wanted`` or the memory table names them."""
+        """Return our resources as the kernel holds them.
+
+        Sysctls have no owner in the kernel: only those are read that ``wanted`` or the memory table names.
+
+        Raises:
+            DumpInterrupted: others change the same tables faster than they can be read.
+        """
         for place in self._places.values():
             place.read_links()
         pairs = self._pairs()
         namespaces = {}
         for name, place in self._places.items():
-            asked = wanted.namespaces.get(name) if wanted is not None else None
-            namespaces[name] = self._read_namespace(place, asked)
+            wanted_here = wanted.namespaces.get(name) if wanted is not None else None
+            namespaces[name] = self._read_namespace(place, wanted_here)
         return State(namespaces, pairs)
 
     def _pairs(self) -> frozenset[VethPair]:
-        """Our devices, joined where both ends point at each other."""
+        """Return our devices as pairs, joined where both ends name each other's index.
+
+        IFLA_LINK of a veth device is the index of its peer in the peer's own namespace, which is not unique:
+        two pairs may have equal numbers. So both directions must agree, and each device is used once.
+        """
         ours = [
             (place.name, link)
             for place in self._places.values()
@@ -181,7 +193,7 @@ class BlockingKernel:
             pairs.add(VethPair(left, End(other[0], other[1].name)))
         return frozenset(pairs)
 
-    def _read_namespace(self, place: _Place, asked: Namespace | None) -> Namespace:
+    def _read_namespace(self, place: _OpenNamespace, wanted: Namespace | None) -> Namespace:
         protocol = self.ownership.protocol
         names = {link.index: link.name for link in place.links}
         ours = {index: name for index, name in names.items() if name in self.ownership.devices}
@@ -189,7 +201,7 @@ class BlockingKernel:
         routes = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETROUTE, protocol=protocol))
         addresses = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETADDR))
         tables, remembered = nftables_dump.read_tables(self._dump_nft(place), self.ownership)
-        keys = set(remembered) | (set(asked.sysctls) if asked is not None else set())
+        keys = set(remembered) | (set(wanted.sysctls) if wanted is not None else set())
         with place.netns.entered():
             sysctls = {key: value for key in keys if (value := _read_sysctl(key)) is not None}
         return Namespace(
@@ -202,13 +214,15 @@ class BlockingKernel:
             remembered=remembered,
         )
 
-    def _dump_nft(self, place: _Place) -> nftables_dump.NftDump:
+    def _dump_nft(self, place: _OpenNamespace) -> nftables_dump.NftDump:
         ours = self.ownership.tables | {self.ownership.memory_table}
 
         def get(kind: int, *filters: bytes, family: int = 0) -> list[bytes]:
             message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
+        # Dumps of chains and sets return those of every table, kube-proxy's thousands among them. Tables are
+        # dumped first, and without one of ours nothing else is requested.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})
@@ -228,13 +242,18 @@ class BlockingKernel:
         return nftables_dump.NftDump(tables, get(nftables.NFT_GETCHAIN), rules, sets, elements)
 
     def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """Make it so, and return what had to be done: nothing the second time.
+        """Change the kernel's state to ``wanted`` and return the operations that took; idempotent.
 
         Raises:
-            TproxyError: the first thing that could not be done; what came before it stays, and applying
-                again goes on from there.
+            TproxyError: the first operation that failed. Earlier ones stay applied, and the next call
+                continues from there.
         """
         done: list[Operation] = []
+        # Each round reads, applies the difference and reads again. An empty difference is the only success: it
+        # proves that the kernel stored what was sent. Further rounds are needed when others change the same
+        # resources meanwhile, and when one operation removes another's result: without its last IPv4 address a
+        # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that stays after
+        # four rounds is a resource that the kernel stores in another form; more rounds would not change that.
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:
@@ -247,7 +266,11 @@ class BlockingKernel:
         raise KernelRefused(f"to keep {'; '.join(operation_text(operations[0]))}", errno.EAGAIN)
 
     def _wait_until_running(self, wanted: State) -> None:
-        """Let the kernel finish bringing our devices up; it takes milliseconds, or a second."""
+        """Wait until the wanted devices are operational, at most ``_RUNNING_S``."""
+        # IFF_UP is administrative. A veth device passes packets once linkwatch has activated its queue, until
+        # then its noop qdisc drops them. linkwatch runs a device at once only when its carrier is urgent
+        # (linkwatch_urgent_event in net/core/link_watch.c); the others it handles once a second. Without this
+        # wait the first SYN after an apply is lost and costs the client its 1 s retransmission.
         deadline = time.monotonic() + _RUNNING_S
         for name, namespace in wanted.namespaces.items():
             place = self._places[name]
@@ -314,10 +337,11 @@ class BlockingKernel:
         self,
         namespace: NamespaceName,
         operation: Operation,
-        message: Callable[[_Place], Message],
+        message: Callable[[_OpenNamespace], Message],
         unsupported: MissingFeature | None = None,
     ) -> None:
         place = self._places[namespace]
+        # A pair changes the links of two namespaces, and the kernel may give a deleted index to a new device.
         if isinstance(operation, CreatePair | DeletePair):
             for other in self._places.values():
                 other.links = []
@@ -326,7 +350,7 @@ class BlockingKernel:
         try:
             place.route.request(message(place))
         except UnknownInterface:
-            # Going away is what a removal is for, whoever did it.
+            # The device is gone, and what was to be removed went with it.
             if not removes:
                 raise
         except KernelRefused as error:
@@ -392,9 +416,9 @@ def _write_sysctl(key: SysctlKey, value: str, namespace: str, *, restore: bool) 
 
 
 class Kernel:
-    """:class:`BlockingKernel` behind a thread of its own, for use on an event loop.
+    """Runs a :class:`BlockingKernel` in one thread, for use on an event loop.
 
-    ``async with Kernel(netns, ownership) as kernel``; the namespaces stay the caller's to close.
+    Use it as ``async with Kernel(netns, ownership) as kernel``. The caller closes the namespaces, afterwards.
     """
 
     def __init__(self, netns: Mapping[NamespaceName, Netns], ownership: Ownership) -> None:
@@ -436,20 +460,22 @@ class Kernel:
         return await self._in_thread(lambda: blocking.read(wanted))
 
     async def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """See :meth:`BlockingKernel.apply`. Cancelled, it still finishes what the thread has begun."""
+        """See :meth:`BlockingKernel.apply`. Cancelling it does not stop an apply that the thread has begun."""
         blocking = self._ready()
         return await self._in_thread(lambda: blocking.apply(wanted))
 
     async def keep(
         self, wanted: Callable[[], State], *, recheck_s: float = 5.0
     ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
-        """Apply ``wanted()`` now, at every change that the kernel reports, and every ``recheck_s`` seconds.
+        """Apply ``wanted()`` now, after every change that the kernel reports, and every ``recheck_s`` seconds.
 
-        Yields what had to be done each time it was not nothing, or the error that prevented it; the next
-        change or recheck tries again. Changes of sysctls are not reported and wait for the recheck.
+        Yields the operations of each apply that changed something, or the error that prevented it. The next
+        change or recheck tries again. The kernel does not report changes of sysctls; they wait for the recheck.
         """
         changed = asyncio.Event()
         with contextlib.ExitStack() as stack:
+            # Listening starts before the first read, so that no change between the two is missed. Our own apply
+            # is reported, too, and costs one more read with an empty difference.
             self._listen(changed, stack)
             while True:
                 changed.clear()

@@ -1,6 +1,7 @@
-"""Netlink over plain sockets: send a message or a batch and wait for the verdict, dump, listen for changes.
+"""Netlink over plain sockets: requests, transactions, dumps and notifications.
 
-Blocking, because the kernel answers while we are still in ``sendmsg``; one thread owns a socket.
+The calls block, because the kernel handles a request inside ``sendmsg`` and its answer is queued when that
+returns (netlink_rcv_skb in net/netlink/af_netlink.c). One thread owns a socket.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ _NLM_F_MULTI, _NLM_F_ACK, _NLM_F_DUMP_INTR = 0x2, 0x4, 0x10
 _BATCH_BEGIN, _BATCH_END = 16, 17
 _HEADER = struct.Struct("=IHHII")
 _RECEIVE_BYTES = 1 << 20
-# A batch is one sendmsg. The default limit (net.core.wmem_default, 208 KiB) ends at about 1,500 members.
+# A transaction is one sendmsg. The default limit (net.core.wmem_default, 208 KiB) allows about 1,500 members.
 _SEND_BUFFER_BYTES = 8 << 20
 _SO_SNDBUFFORCE = 32
 _ANSWER_TIMEOUT_S = 5.0
@@ -31,11 +32,11 @@ _DUMP_ATTEMPTS = 10
 
 
 class DumpInterrupted(KernelRefused):
-    """The kernel's state changed in the middle of every attempt to read it."""
+    """The kernel's state changed during every attempt to dump it."""
 
 
 class NetlinkSocket:
-    """One netlink socket, in one namespace for its whole life."""
+    """One netlink socket, bound to the namespace that it was made in."""
 
     def __init__(self, protocol: int, netns: Netns | None = None) -> None:
         self.protocol = protocol
@@ -49,8 +50,10 @@ class NetlinkSocket:
         self._socket.bind((0, 0))
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
         self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
-        with contextlib.suppress(OSError):  # from Linux 4.20 on: dumps are filtered by what their request names
+        # From Linux 4.20 on the kernel filters dumps by the fields of their request; before, it ignores them.
+        with contextlib.suppress(OSError):
             self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
+        # SO_SNDBUFFORCE needs CAP_NET_ADMIN in the initial user namespace; without it the limit is wmem_max.
         for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
             try:
                 self._socket.setsockopt(socket.SOL_SOCKET, option, _SEND_BUFFER_BYTES)
@@ -63,26 +66,30 @@ class NetlinkSocket:
         """Send one message and wait for its acknowledgement.
 
         Raises:
-            KernelRefused: with the errno; NeedCapability for EPERM.
+            NeedCapability: EPERM or EACCES.
+            KernelRefused: any other errno, ETIMEDOUT if no answer came.
         """
         self._send([message], flags=_NLM_F_ACK)
         self._await_acks([message])
 
     def batch(self, messages: Sequence[Message]) -> None:
-        """Send a transaction in one piece; on any refusal none of it has happened.
+        """Send an nftables transaction in one piece; a refused message undoes all of it.
 
         Raises:
+            NeedCapability: EPERM or EACCES.
             KernelRefused: for the first refused message, named by ``about``.
         """
         self._send(messages, flags=_NLM_F_ACK)
         self._await_acks(messages)
 
     def dump(self, message: Message) -> list[bytes]:
-        """All bodies of a consistent dump.
+        """Return the bodies of one consistent dump.
 
         Raises:
-            DumpInterrupted: something changed during each of several attempts.
+            DumpInterrupted: the dumped table changed during each of ``_DUMP_ATTEMPTS`` attempts.
         """
+        # A dump is delivered in several reads, and the kernel holds no lock between them. It flags a dump during
+        # which the table changed (NLM_F_DUMP_INTR); objects may be missing from it, so it is read anew.
         for _ in range(_DUMP_ATTEMPTS):
             self._send([message], flags=0)
             bodies, interrupted = self._collect(message)
@@ -94,7 +101,7 @@ class NetlinkSocket:
         parts = []
         for message in messages:
             self._sequence += 1
-            # Acknowledging batch begin and end is a recent courtesy of the kernel; nobody may rely on it.
+            # Only recent kernels acknowledge the begin and end of a batch, so neither is requested or awaited.
             wanted = 0 if message.kind in (_BATCH_BEGIN, _BATCH_END) else flags
             length = _HEADER.size + len(message.body)
             parts.append(_HEADER.pack(length, message.kind, message.flags | wanted, self._sequence, 0))
@@ -111,6 +118,11 @@ class NetlinkSocket:
             for offset, message in enumerate(messages)
             if message.kind not in (_BATCH_BEGIN, _BATCH_END)
         }
+        # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with one acknowledgement
+        # per message. When a message is refused it rolls back, and sends errors for the refused messages and, for
+        # a fault of the batch as a whole, one with the sequence number of its begin. How many of the others are
+        # acknowledged then depends on the kernel. After a failure the queue is therefore drained, not counted: the
+        # answers were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
             for kind, _, sequence, body in self._receive():
@@ -128,8 +140,8 @@ class NetlinkSocket:
             raise failure
 
     def _pending(self) -> bool:
-        """Whether more answers are queued: a refused transaction may answer for some messages only."""
-        # MSG_DONTWAIT would not do: a Python socket with a time limit waits all the same.
+        """Return whether more answers are queued."""
+        # MSG_DONTWAIT would not do: a Python socket with a time limit polls first, whatever the flags.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -166,7 +178,7 @@ class NetlinkSocket:
             offset += (length + 3) & ~3
 
     def close(self) -> None:
-        """Close; may be called twice."""
+        """Close the socket; idempotent."""
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -182,7 +194,14 @@ class NetlinkSocket:
 
 
 def monitor_socket(protocol: int, groups: Sequence[int], netns: Netns | None = None) -> socket.socket:
-    """A non-blocking socket that becomes readable when the kernel's state changes; contents are a hint only."""
+    """Return a non-blocking socket that becomes readable when the kernel's state changes.
+
+    The notifications are hints only: callers drain them and read the state itself. The caller closes the socket.
+
+    Raises:
+        NeedCapability: no CAP_NET_ADMIN.
+        KernelRefused: the kernel has no such group.
+    """
     with entered(netns):
         sock = socket.socket(
             socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol
@@ -200,7 +219,11 @@ def monitor_socket(protocol: int, groups: Sequence[int], netns: Netns | None = N
 
 
 def drain(sock: socket.socket) -> None:
-    """Throw away what a monitor socket holds; an overrun (ENOBUFS) is a change as well."""
+    """Discard the notifications of a monitor socket.
+
+    ENOBUFS says that the kernel dropped some because the queue was full. They were changes as well, and the
+    caller reads the whole state anyway.
+    """
     while True:
         try:
             sock.recv(1 << 16)

@@ -1,8 +1,9 @@
-"""Network namespaces: open, make, and be in one for the moment of making a socket.
+"""Network namespaces: open them, create them, and enter one to make a socket there.
 
-A socket stays in the namespace it was made in, so a process needs to be elsewhere only for the few
-microseconds of ``socket()``. ``setns`` moves the calling thread and no other; :meth:`Netns.entered` is
-synchronous, and there must be no ``await`` inside it.
+A socket belongs for life to the namespace that its thread was in when it was made, so a process enters a
+namespace only for the few microseconds of ``socket()``. setns(2) moves the calling thread and no other.
+:meth:`Netns.entered` is therefore synchronous: with an ``await`` inside, other tasks of this thread would run
+in the wrong namespace.
 """
 
 import contextlib
@@ -41,17 +42,20 @@ def _setns(fd: int) -> None:
 
 
 class _Thread(threading.local):
-    """Where the calling thread is: a descriptor for the way back, asked once and not for each socket.
+    """The calling thread's own namespace and how deeply it has entered others.
 
-    ``depth`` is how many namespaces it is in, one inside the other; on the way back from an inner one it is in a
-    namespace that ``home`` does not name.
+    Attributes:
+        home: descriptor of the namespace to return to, opened once per thread rather than once per socket; -1
+            until then.
+        depth: the number of nested :meth:`Netns.entered`. From an inner one the way back leads to a namespace
+            that ``home`` does not name.
     """
 
     home = -1
     depth = 0
 
     def forget(self) -> None:
-        """The thread moved by other means."""
+        """Close ``home`` because the thread changed its namespace by other means; idempotent."""
         if self.home >= 0:
             os.close(self.home)
             self.home = -1
@@ -61,20 +65,29 @@ _thread = _Thread()
 
 
 def unshare(flags: int) -> None:
-    """Leave shared namespaces (CLONE_NEW*) behind, in this thread."""
+    """Move the calling thread into new namespaces of the kinds in ``flags`` (CLONE_NEW*).
+
+    Raises:
+        NeedCapability: no CAP_SYS_ADMIN.
+    """
     _thread.forget()
     _call("make a namespace", _libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """mount(2)."""
+    """Call mount(2).
+
+    Raises:
+        NeedCapability: no CAP_SYS_ADMIN.
+        KernelRefused: any other errno.
+    """
     encoded = [None if item is None else item.encode() for item in (source, target, kind, data)]
     result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
     _call(f"mount {target}", result)
 
 
 class Netns:
-    """A network namespace held by a descriptor; it exists at least as long as this object is open."""
+    """A network namespace held open by a descriptor; the kernel keeps it while this object is open."""
 
     def __init__(self, fd: int, name: str) -> None:
         self._fd = fd
@@ -82,15 +95,15 @@ class Netns:
 
     @classmethod
     def open(cls, where: "str | int | Path | None") -> "Netns":
-        """Find a namespace.
+        """Open a namespace that exists; the caller closes it.
 
         Args:
             where: a name below /run/netns, a path, a process id (int, or a str of digits when no
                 such name exists), or None for the caller's own.
 
         Raises:
-            UnknownNamespace: it is not there.
-            NeedCapability: another user's process.
+            UnknownNamespace: there is none.
+            NeedCapability: the process belongs to another user, and CAP_SYS_PTRACE is missing.
         """
         path = _path(where)
         try:
@@ -102,12 +115,12 @@ class Netns:
 
     @classmethod
     def from_fd(cls, fd: int, name: str = "") -> "Netns":
-        """Take a namespace received as a descriptor; the object owns the descriptor from now on."""
+        """Wrap a descriptor of a namespace, received over ZDS for example; the object closes it."""
         return cls(fd, name or f"fd {fd}")
 
     @classmethod
     def create(cls, name: str | None = None) -> "Netns":
-        """Make a namespace, with ``lo`` down; with a name it also appears below /run/netns for ``ip netns``.
+        """Create a namespace, with ``lo`` down; a named one also appears below /run/netns for ``ip netns``.
 
         Raises:
             NeedCapability: no CAP_SYS_ADMIN.
@@ -125,7 +138,8 @@ class Netns:
             except BaseException as error:  # noqa: BLE001 - carried to the calling thread, raised there
                 failures.append(error)
 
-        # A thread of its own, so that nothing has to find the way back.
+        # unshare(2) moves the thread that calls it. A thread that ends afterwards needs no way back, which could
+        # fail and leave the caller's thread in the new namespace.
         thread = threading.Thread(target=make, name="make netns")
         thread.start()
         thread.join()
@@ -136,21 +150,30 @@ class Netns:
         return cls(fds[0], name or "unnamed")
 
     def remove_name(self) -> None:
-        """Take the name below /run/netns away; the namespace lives on while anything uses it."""
+        """Remove the name below /run/netns; the namespace lives on while anything uses it."""
         unpublish(self.name)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor, for ``select`` and IFLA_NET_NS_FD; it stays this object's."""
         return self._fd
 
     @property
     def inode(self) -> int:
-        """The number in ``net:[4026531840]``: equal exactly for the same namespace."""
+        """The number in ``net:[4026531840]``; two objects have the same one if they name the same namespace."""
         return os.fstat(self._fd).st_ino
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in this namespace, in this thread, for a synchronous stretch; about 3 µs there and back."""
+        """Run the ``with`` block in this namespace, in this thread; about 3 µs there and back.
+
+        The block must be synchronous. Blocks may be nested.
+
+        Raises:
+            NeedCapability: no CAP_SYS_ADMIN.
+        """
+        # The thread's own namespace is opened once, and its descriptor kept. That saves an open and a close per
+        # socket, of which a busy node makes thousands a second. Inside another block the way back leads to that
+        # block's namespace, which only /proc names.
         inner = _thread.depth > 0
         if inner:
             home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
@@ -165,14 +188,15 @@ class Netns:
                 yield
             finally:
                 _thread.depth -= 1
-                # Carrying on in a foreign namespace would be worse than any error: nothing catches this.
+                # A thread that cannot return would make its next sockets in a pod's namespace. That is worse than
+                # any error, so this one replaces the block's own and nothing catches it.
                 _setns(home)
         finally:
             if inner:
                 os.close(home)
 
     def close(self) -> None:
-        """Give the descriptor back; may be called twice."""
+        """Close the descriptor; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -190,7 +214,7 @@ class Netns:
 
 
 def entered(netns: Netns | None) -> contextlib.AbstractContextManager[None]:
-    """:meth:`Netns.entered`, or stay here for None."""
+    """Return :meth:`Netns.entered` of ``netns``, or for None a context that does nothing."""
     return contextlib.nullcontext() if netns is None else netns.entered()
 
 
@@ -207,14 +231,14 @@ def _path(where: str | int | Path | None) -> str:
 
 
 def _publish(name: str) -> None:
-    """As ``ip netns add``: bind the calling thread's namespace to a file."""
+    """Give the calling thread's namespace a name, as ``ip netns add`` does: bind-mount it on a file."""
     target = RUN / name
     if not RUN.is_dir():
         RUN.mkdir(parents=True)
     try:
         mount("", str(RUN), None, _MS_SHARED | _MS_REC)
     except KernelRefused as error:
-        # EINVAL says that it is no mount point, which os.path.ismount cannot see of a bind mount.
+        # EINVAL says that it is no mount point yet; os.path.ismount does not recognise bind mounts.
         if error.code != errno.EINVAL:
             raise
         mount(str(RUN), str(RUN), None, _MS_BIND | _MS_REC)
@@ -231,12 +255,12 @@ def _publish(name: str) -> None:
 
 
 def unpublish(name: str) -> None:
-    """As ``ip netns del``; a name that is not there is fine."""
+    """Remove a name as ``ip netns del`` does; idempotent."""
     target = RUN / name
     _libc.umount2(str(target).encode(), _MNT_DETACH)
     target.unlink(missing_ok=True)
 
 
 def names() -> list[str]:
-    """What ``ip netns list`` shows."""
+    """Return the names that ``ip netns list`` shows, sorted."""
     return sorted(path.name for path in RUN.iterdir()) if RUN.is_dir() else []

@@ -1,12 +1,12 @@
 """Links, addresses, routes and rules as rtnetlink messages, both ways, with pyroute2's message classes.
 
-pyroute2 knows the layouts of ``linux/{rtnetlink,if_link,if_addr,fib_rules}.h``; the sockets are ours
-(:class:`~tproxy.aio.netlink.NetlinkSocket`), for pyroute2's start an event loop of their own and refuse a thread
-that already runs one. The import costs 10 MiB and 0.12 s, in the agent and in ``ztunnel intercept`` only: the
-proxy has no need of it.
+pyroute2 has the layouts of ``linux/{rtnetlink,if_link,if_addr,fib_rules}.h``. The sockets are ours
+(:class:`~tproxy.aio.netlink.NetlinkSocket`): pyroute2's start an event loop of their own and refuse a thread
+that already runs one. The import costs 10 MiB and 0.12 s. Only the agent and ``ztunnel intercept`` pay them, the
+proxy does not import this module.
 
-What is not ours is left out when reading. What only the running kernel knows, device indexes and namespace
-descriptors, arrives as an argument.
+Readers return None for resources that are not ours. Values that only the running kernel knows, device indexes and
+namespace descriptors, are arguments.
 """
 
 import struct
@@ -100,10 +100,11 @@ def _family(version: int) -> int:
 
 
 def dump_request(kind: int, *, protocol: int = 0) -> Message:
-    """Ask for all links, addresses, routes or rules.
+    """Return the request to dump all links, addresses, routes or rules.
 
     Args:
-        protocol: of routes: only those that carry this number, 0: any. A kernel before 4.20 ignores it.
+        kind: one of RTM_GETLINK, RTM_GETADDR, RTM_GETROUTE, RTM_GETRULE.
+        protocol: dump only routes that carry this number; 0 means any. Kernels before 4.20 ignore it.
     """
     bodies = {RTM_GETLINK: ifinfmsg, RTM_GETADDR: ifaddrmsg, RTM_GETROUTE: rtmsg, RTM_GETRULE: fibmsg}
     body = bodies[kind]()
@@ -120,8 +121,11 @@ def dump_request(kind: int, *, protocol: int = 0) -> Message:
 class Link:
     """A device as RTM_GETLINK shows it.
 
-    ``peer_index`` is the other end's number in its own namespace. ``running`` says that packets pass: the
-    kernel gets there up to a second after ``up``, on a delayed work queue, and drops them until then.
+    Attributes:
+        up: the administrative state, IFF_UP.
+        running: the operational state, IF_OPER_UP. It follows ``up`` by up to a second, from a delayed work queue
+            (net/core/link_watch.c); until then the device drops packets.
+        peer_index: the index of a veth's other end, in that end's own namespace.
     """
 
     index: int
@@ -133,7 +137,11 @@ class Link:
 
 
 def read_link(body: bytes) -> Link:
-    """Read one link."""
+    """Parse the body of an RTM_NEWLINK message.
+
+    Raises:
+        MalformedDump: pyroute2 cannot parse it.
+    """
     found = _decoded(ifinfmsg, body)
     info = found.get_attr("IFLA_LINKINFO")
     return Link(
@@ -155,10 +163,17 @@ def _link(kind: int, flags: int, *attributes: tuple[str, Any], index: int = 0, u
 
 
 def create_pair(pair: VethPair, peer_namespace_fd: int, *, peer_index: int = 0) -> Message:
-    """Make a veth pair, the left end in the namespace of the socket, the right one where the fd says.
+    """Return the request to create a veth pair.
 
-    ``peer_index`` is the right end's interface number, if it matters: ends with different numbers are
-    running at once, ends that happen to have the same one may take a second (net/core/link_watch.c).
+    Args:
+        pair: the left end is created in the namespace of the socket that sends the request.
+        peer_namespace_fd: the namespace of the right end.
+        peer_index: the right end's interface index; 0 lets the kernel choose. Ends with different indexes are
+            operational at once. linkwatch takes a device whose IFLA_LINK equals its own index for a plain one
+            and may defer it for a second (linkwatch_urgent_event in net/core/link_watch.c).
+
+    Raises:
+        ValueError: the pair has no right end.
     """
     if pair.right is None:
         raise ValueError("a veth pair has two ends")
@@ -174,23 +189,23 @@ def create_pair(pair: VethPair, peer_namespace_fd: int, *, peer_index: int = 0) 
 
 
 def create_bridge(name: str) -> Message:
-    """Make a bridge."""
+    """Return the request to create a bridge."""
     info = {"attrs": [("IFLA_INFO_KIND", "bridge")]}
     return _link(RTM_NEWLINK, NLM_F_CREATE | NLM_F_EXCL, ("IFLA_IFNAME", name), ("IFLA_LINKINFO", info))
 
 
 def join_bridge(index: int, bridge: int) -> Message:
-    """Bring a device up as a port of a bridge; 0 takes it out of any."""
+    """Return the request to bring a device up as a port of a bridge; ``bridge`` 0 removes it from its bridge."""
     return _link(RTM_SETLINK, 0, ("IFLA_MASTER", bridge), index=index, up=True)
 
 
 def delete_link(index: int) -> Message:
-    """Remove a device, a veth's other end with it."""
+    """Return the request to delete a device; a veth's other end goes with it."""
     return _link(RTM_DELLINK, 0, index=index)
 
 
 def set_up(index: int) -> Message:
-    """Bring a device up."""
+    """Return the request to bring a device up."""
     return _link(RTM_SETLINK, 0, index=index, up=True)
 
 
@@ -198,7 +213,7 @@ def set_up(index: int) -> Message:
 
 
 def address_message(kind: int, address: Address, index: int) -> Message:
-    """Add or delete an address (RTM_NEWADDR, RTM_DELADDR)."""
+    """Return the request to add or delete an address; ``kind`` is RTM_NEWADDR or RTM_DELADDR."""
     interface = address.interface
     body = ifaddrmsg()
     body["family"], body["prefixlen"] = _family(interface.version), interface.network.prefixlen
@@ -210,7 +225,14 @@ def address_message(kind: int, address: Address, index: int) -> Message:
 
 
 def read_address(body: bytes, names: Mapping[int, str]) -> Address | None:
-    """Read one address of a device in ``names``; ``None`` for link-local IPv6 ones, which the kernel makes."""
+    """Parse one address of a device in ``names``.
+
+    Returns:
+        None for other devices, and for link-local IPv6 addresses, which the kernel adds by itself.
+
+    Raises:
+        MalformedDump: not the layout of ``struct ifaddrmsg`` and its attributes.
+    """
     found = _decoded(ifaddrmsg, body)
     text = found.get_attr("IFA_LOCAL") or found.get_attr("IFA_ADDRESS")
     if text is None or found["index"] not in names:
@@ -226,7 +248,13 @@ def read_address(body: bytes, names: Mapping[int, str]) -> Address | None:
 
 
 def route_message(kind: int, route: Route, protocol: int, index: Index, *, replace: bool = False) -> Message:
-    """Add or delete a route (RTM_NEWROUTE, RTM_DELROUTE)."""
+    """Return the request to add or delete a route; ``kind`` is RTM_NEWROUTE or RTM_DELROUTE.
+
+    Args:
+        protocol: goes into rtm_protocol and marks the route as ours.
+        index: called with the name of the route's device.
+        replace: replace the route in the same slot instead of failing with EEXIST.
+    """
     body = rtmsg()
     body["family"], body["dst_len"] = _family(route.version), route.destination.prefixlen
     body["table"] = route.table if route.table < 256 else 0
@@ -250,14 +278,21 @@ def route_message(kind: int, route: Route, protocol: int, index: Index, *, repla
 
 def _scope(kind: int, route: Route) -> str:
     if kind == RTM_DELROUTE and route.version == 4:
-        return "nowhere"  # whatever scope it has
+        return "nowhere"  # matches a route of any scope (fib_table_delete in net/ipv4/fib_trie.c)
     if route.version == 6 or route.gateway is not None:
         return "universe"
     return "host" if route.local else "link"
 
 
 def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | None:
-    """Read one route; ``None`` for those that carry another protocol number, and for cached ones."""
+    """Parse one route.
+
+    Returns:
+        None for routes with another protocol number, for cached ones, and for types that we never add.
+
+    Raises:
+        MalformedDump: not the layout of ``struct rtmsg`` and its attributes.
+    """
     found = _decoded(rtmsg, body)
     kinds = (rt_type["unicast"], rt_type["local"])
     if found["proto"] != protocol or found["flags"] & RTM_F_CLONED or found["type"] not in kinds:
@@ -282,7 +317,7 @@ def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | 
 
 
 def rule_message(kind: int, rule: IpRule, protocol: int) -> Message:
-    """Add or delete a rule (RTM_NEWRULE, RTM_DELRULE)."""
+    """Return the request to add or delete a policy routing rule; ``kind`` is RTM_NEWRULE or RTM_DELRULE."""
     table = rule.table or 0
     body = fibmsg()
     body["family"] = _family(rule.version)
@@ -301,7 +336,11 @@ def rule_message(kind: int, rule: IpRule, protocol: int) -> Message:
 
 
 def read_rule(body: bytes, protocol: int) -> IpRule | None:
-    """Read one rule; ``None`` for those that carry another protocol number."""
+    """Parse one policy routing rule; returns None for rules with another protocol number.
+
+    Raises:
+        MalformedDump: not the layout of ``struct fib_rule_hdr`` and its attributes.
+    """
     found = _decoded(fibmsg, body)
     if found["family"] not in (AF_INET, AF_INET6) or found.get_attr("FRA_PROTOCOL") != protocol:
         return None

@@ -1,7 +1,7 @@
-"""Sockets as a transparent proxy needs them: foreign addresses, marks, other namespaces.
+"""TCP and UDP sockets for a transparent proxy: foreign addresses, marks, other namespaces.
 
-Options of the kernel's headers that :mod:`socket` has no names for are here by number
-(``linux/in.h``, ``linux/in6.h``, ``linux/netfilter_ipv4.h``, ``linux/netfilter_ipv6/ip6_tables.h``).
+Socket options that :mod:`socket` does not name have their numbers here (``linux/in.h``, ``linux/in6.h``,
+``linux/netfilter_ipv4.h``, ``linux/netfilter_ipv6/ip6_tables.h``).
 """
 
 import asyncio
@@ -33,23 +33,27 @@ _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
 _SOL_IPV6 = socket.IPPROTO_IPV6
 _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-#: Where to look for ports to appear as somebody else from. Connection tracking cannot tell our connection in a
-#: client's name from one that the client itself makes to the same destination from the same port, and leads the
-#: second to where the first is. Linux gives its connections even ports of 32768 to 60999, odd ones only when those
-#: are used up (``__inet_hash_connect``).
+#: Source ports for connections in a client's name. Connection tracking cannot tell such a connection from one that
+#: the client itself opens to the same destination from the same port, and delivers the second one's packets to the
+#: first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when those are used up
+#: (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORTS_TRIED = 8
 
 
 class SocketAddress(NamedTuple):
-    """An address, never an IPv4-mapped one, and a port."""
+    """An address and a port; an IPv4-mapped address is stored as IPv4."""
 
     ip: IpAddress
     port: int
 
 
 class OriginalDestination(NamedTuple):
-    """Where a client wanted to go; ``restored`` is false for an ordinary connection to an ordinary socket."""
+    """The destination that a client addressed.
+
+    ``restored`` is false if that is the socket's own name and the socket is not transparent: the client addressed
+    the proxy itself.
+    """
 
     ip: IpAddress
     port: int
@@ -58,16 +62,18 @@ class OriginalDestination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """TCP keepalive; the defaults are Rust ztunnel's: 180 s idle, then 9 probes 180 s apart."""
+    """Settings of TCP keepalive; the defaults are Rust ztunnel's: 180 s idle, then 9 probes 180 s apart."""
 
     idle_s: int = 180
     interval_s: int = 180
     probes: int = 9
 
 
-@lru_cache(maxsize=16384)  # asked several times per connection, about few addresses
+@lru_cache(maxsize=16384)  # called several times per connection, for few addresses
 def canonical(address: IpAddress | str) -> IpAddress:
-    """``::ffff:10.0.0.1`` as ``10.0.0.1``, and scope identifiers gone; a dual-stack listener reports both.
+    """Return the address without IPv4 mapping (``::ffff:10.0.0.1``) and scope identifier (``%eth0``).
+
+    A dual-stack listener reports its IPv4 peers as mapped, and link-local ones with their scope.
 
     Raises:
         ValueError: not an IP address.
@@ -90,19 +96,24 @@ def listen(
     netns: Netns | None = None,
     backlog: int = 1024,
 ) -> socket.socket:
-    """A listening TCP socket, non-blocking; on ``::`` it takes IPv4 too (mapped: see :func:`canonical`).
+    """Return a listening, non-blocking TCP socket; the caller closes it.
+
+    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`).
 
     Args:
-        address: where; port 0 lets the kernel choose.
+        address: the address to bind.
+        port: 0 lets the kernel choose.
         transparent: accept connections to any address that the kernel delivers here (TPROXY). Set
             before bind, as TPROXY demands.
         mark: SO_MARK; accepted sockets and SYN-ACKs inherit it.
+        reuse_port: SO_REUSEPORT, so that the next process can bind the port before this one leaves.
+        freebind: bind an address that the host does not have yet (IP_FREEBIND).
         socket_options: further (level, name, value), set before bind.
-        netns: make it there instead of here.
+        netns: make the socket in this namespace instead of the thread's own.
         backlog: connections waiting to be accepted; 0 binds only, and the caller listens when it is ready.
 
     Raises:
-        PortTaken: somebody else listens there.
+        PortTaken: another socket is bound to the port.
         NeedCapability: ``transparent`` or ``mark`` without CAP_NET_ADMIN.
         KernelRefused: any other refusal, such as EADDRNOTAVAIL for a foreign address.
     """
@@ -138,19 +149,21 @@ def listen(
 
 
 def leave_to_newer(sock: socket.socket) -> bool:
-    """Of the two sockets that listen on a shared port, give all new connections to the newer one.
+    """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
-    The kernel spreads them over both, and resets what the older one has not accepted when it closes. With this
-    done first, and what has come accepted, nobody notices. It asks a filter which socket is to have a connection
-    (``SO_ATTACH_REUSEPORT_CBPF``); this one always says the second. Where there is no second, the kernel spreads
-    as before, so the filter, which stays with the port, does no harm to a socket that is alone again.
+    A process that leaves calls this, accepts what its queue still holds, and closes. Then no connection is lost.
 
     Returns:
-        Whether that can be: the port is shared (``reuse_port``), and the kernel knows how.
+        False if the socket is not in a SO_REUSEPORT group, or the kernel has no such filters.
 
     Raises:
         KernelRefused: any other refusal.
     """
+    # Without a filter the kernel hashes connections over all sockets of the group, and closing one resets the
+    # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group that
+    # returns the index of the socket to use, in the order in which they joined (reuseport_select_sock in
+    # net/core/sock_reuseport.c). This program always returns 1, the second socket. An index outside the group
+    # makes the kernel hash as before, so the filter, which stays with the group, is harmless once one is left.
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 1))
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))
     try:
@@ -169,11 +182,11 @@ def unbound(
     mark: int | None = None,
     netns: Netns | None = None,
 ) -> socket.socket:
-    """A non-blocking socket that goes nowhere yet, made in ``netns`` if one is given.
+    """Return a non-blocking socket that is neither bound nor connected, made in ``netns`` if one is given.
 
     Raises:
         NeedCapability: ``mark`` without CAP_NET_ADMIN.
-        KernelRefused: no such family there.
+        KernelRefused: any other refusal, such as EMFILE, or EAFNOSUPPORT of a kernel without IPv6.
     """
     try:
         with entered(netns):
@@ -197,7 +210,7 @@ def datagrams(
     reuse_port: bool = False,
     netns: Netns | None = None,
 ) -> socket.socket:
-    """A bound UDP socket, non-blocking; arguments and errors as of :func:`listen`."""
+    """Return a bound, non-blocking UDP socket; arguments and errors as of :func:`listen`."""
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
     sock = unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns)
@@ -224,16 +237,16 @@ async def connect(
     nodelay: bool = True,
     socket_options: Iterable[SocketOption] = (),
 ) -> socket.socket:
-    """Connect by TCP; the socket that is returned is non-blocking and the caller's to close.
+    """Connect by TCP and return the non-blocking socket; the caller closes it.
 
     Args:
-        destination: address and port, no names.
-        source: appear as this address, which need not be ours, from a port that its owner hardly uses itself;
-            the same port may serve other destinations, so that 28,000 connections from one source are no limit.
+        destination: address and port; names are not resolved.
+        source: send from this address, which need not be the host's, and from a port that its owner hardly uses
+            itself. One port may serve several destinations, so the 14,000 ports are no limit on connections.
         mark: SO_MARK.
         timeout_s: for the handshake.
-        netns: make the socket there instead of here.
-        keepalive: if given, switched on.
+        netns: make the socket in this namespace instead of the thread's own.
+        keepalive: TCP keepalive, off if None.
         nodelay: TCP_NODELAY.
         socket_options: further (level, name, value), set before bind.
 
@@ -263,19 +276,21 @@ async def connect(
             return sock
 
 
-@lru_cache(maxsize=16384)  # once per connection, about few addresses
+@lru_cache(maxsize=16384)  # called once per connection, for few addresses
 def _target(host: IpAddress | str) -> tuple[socket.AddressFamily, str]:
     address = canonical(host)
     return socket.AF_INET if address.version == 4 else socket.AF_INET6, str(address)
 
 
 def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
-    """Begin to connect; whether that was all.
+    """Begin to connect, and return whether the handshake is complete already.
 
-    Over links inside the machine the answer has come by the time ``connect`` returns, but a non-blocking one
-    says EINPROGRESS all the same. Asking a second time costs a microsecond and spares timer, watch and turn of
-    the loop: 25 of 300 microseconds per connection (``bench.compare --only crr``).
+    Raises:
+        ConnectFailed: refused, unreachable or reset at once.
     """
+    # Over links inside the machine the SYN-ACK has arrived by the time connect(2) returns, but a non-blocking call
+    # returns EINPROGRESS all the same. A second call costs a microsecond and saves the timer, the watch and a turn
+    # of the loop: 25 of 300 microseconds per connection (``bench.compare --only crr``).
     code = sock.connect_ex(address)
     if code in (errno.EINPROGRESS, errno.EINTR):
         code = sock.connect_ex(address)
@@ -287,9 +302,14 @@ def _connects_at_once(sock: socket.socket, address: tuple[str, int]) -> bool:
 
 
 async def _connected(sock: socket.socket, address: tuple[str, int], timeout_s: float) -> None:
-    """As ``loop.sock_connect``, but the descriptor is off the loop before the caller may close it.
+    """Wait for the handshake, as ``loop.sock_connect`` does; on return the loop does not watch the socket.
 
-    Cancellation arrives at the ``await``; whatever loop runs this, ``finally`` comes before ``close``.
+    That also holds after a cancellation, on any loop: ``finally`` runs before the caller closes the socket, whose
+    number the kernel may reuse at once.
+
+    Raises:
+        ConnectTimedOut: no answer within ``timeout_s``.
+        ConnectFailed: refused, unreachable or reset.
     """
     loop = asyncio.get_running_loop()
     writable: asyncio.Future[None] = loop.create_future()
@@ -339,11 +359,12 @@ def _appear_as(
     port: int,
     target: tuple[str, int],
 ) -> None:
-    """Bind to an address that need not be ours; port 0: one that the kernel chooses at connect."""
+    """Bind to an address that need not be the host's; with port 0 the kernel chooses one at connect."""
     try:
         _set_transparent(sock, family)
         if port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connect judges, by destination
+            # With SO_REUSEADDR several sockets may bind the port. connect(2) refuses only an equal 4-tuple.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
         sock.bind((_target(source)[1], port))
@@ -352,7 +373,7 @@ def _appear_as(
 
 
 def _port_is_taken(error: BaseException) -> bool:
-    """By a listener (at bind), or by another connection to the same destination (at connect)."""
+    """Return whether a listener (at bind) or a connection to the same destination (at connect) has the port."""
     if isinstance(error, KernelRefused):
         return error.code == errno.EADDRINUSE
     return (
@@ -361,7 +382,11 @@ def _port_is_taken(error: BaseException) -> bool:
 
 
 def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
-    """Switch TCP keepalive on."""
+    """Switch TCP keepalive on.
+
+    Raises:
+        OSError: EINVAL, a value is outside the kernel's limits (32,767 s, 127 probes).
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive.idle_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive.interval_s)
@@ -369,28 +394,33 @@ def set_keepalive(sock: socket.socket, keepalive: Keepalive) -> None:
 
 
 def original_destination(sock: socket.socket) -> OriginalDestination:
-    """Where the peer of an accepted socket wanted to go.
+    """Return the destination that the peer of an accepted socket addressed.
 
-    SO_ORIGINAL_DST answers when the connection was translated (REDIRECT, DNAT) and, because conntrack
-    knows it as well, when it was only tracked; it is asked for IPv4 first, which is the one that answers
-    for a mapped address. Without conntrack a transparent socket's own name is the destination.
-
-    ``restored`` is true if the destination differs from the socket's own name (translated) or the
+    ``restored`` is true if it differs from the socket's own name (REDIRECT or DNAT translated it), or if the
     socket is transparent (TPROXY).
+
+    Raises:
+        OSError: the socket is closed.
     """
+    # conntrack answers for every tracked connection, translated or not: an answer that equals the socket's own
+    # name says nothing. TPROXY translates nothing, so there the socket's own name is the destination, with and
+    # without conntrack.
     own = local_address(sock)
-    asked = conntrack_destination(sock, own.ip.version)
-    if asked is not None and asked != own:
-        return OriginalDestination(asked.ip, asked.port, restored=True)
+    tracked = conntrack_destination(sock, own.ip.version)
+    if tracked is not None and tracked != own:
+        return OriginalDestination(tracked.ip, tracked.port, restored=True)
     return OriginalDestination(own.ip, own.port, restored=is_transparent(sock))
 
 
 def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | None:
-    """Where connection tracking saw the peer go, which is the socket's own name unless that was translated.
+    """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
+
+    For a connection that was not translated it equals the socket's own name.
 
     Args:
-        sock: accepted.
-        version: 4 or 6, of the socket's own address once unmapped.
+        sock: an accepted socket.
+        version: 4 or 6, of the socket's own address without IPv4 mapping. The option of IPv4 also answers for
+            mapped addresses on an IPv6 socket; that of IPv6 does not.
     """
     try:
         if version == 4:
@@ -404,27 +434,27 @@ def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | 
     return SocketAddress(_unpacked(packed), port)
 
 
-@lru_cache(maxsize=16384)  # once per connection, about few addresses
+@lru_cache(maxsize=16384)  # called once per connection, for few addresses
 def _unpacked(packed: bytes) -> IpAddress:
     return canonical(ip_address(packed))
 
 
 def is_transparent(sock: socket.socket) -> bool:
-    """Whether the socket has IP_TRANSPARENT; accepted ones inherit it from their listener."""
-    # Accepted sockets inherit it; an IPv6 socket has the same flag under its own number.
+    """Return whether the socket has IP_TRANSPARENT; accepted sockets inherit it from their listener."""
+    # An IPv6 socket has the same flag under another number.
     if sock.family == socket.AF_INET:
         return bool(sock.getsockopt(socket.SOL_IP, IP_TRANSPARENT))
     return bool(sock.getsockopt(_SOL_IPV6, IPV6_TRANSPARENT))
 
 
 def local_address(sock: socket.socket) -> SocketAddress:
-    """The socket's own address and port."""
+    """Return the socket's own address and port."""
     name = sock.getsockname()
     return SocketAddress(canonical(name[0]), name[1])
 
 
 def peer_address(sock: socket.socket) -> SocketAddress:
-    """The peer's address and port.
+    """Return the peer's address and port.
 
     Raises:
         OSError: ENOTCONN, the peer is already gone.

@@ -1,8 +1,8 @@
-"""Expressions <-> ``NFTA_EXPR_*`` attributes, one table for both directions.
+"""Encode and decode expressions as ``NFTA_EXPR_*`` attributes, with one table for both directions.
 
-A dump that says more than this table knows becomes :class:`~tproxy.expressions.Opaque`, so that a rule
-somebody changed is never mistaken for ours. Two things the kernel adds by itself are not "more":
-attributes that are zero (NFTA_BITWISE_OP), and the two range flags it derives from the registers.
+An expression with attributes that the table lacks is decoded as :class:`~tproxy.expressions.Opaque`, so that a
+rule which another program changed is never mistaken for ours. Attributes that the kernel adds by itself are
+ignored: those that are zero (NFTA_BITWISE_OP), and the two range flags that it derives from the registers.
 """
 
 from dataclasses import fields
@@ -44,7 +44,7 @@ NFT_REG_VERDICT = 0
 
 
 class _Layout(NamedTuple):
-    """Kernel name, attribute number of each field, and the number of an attribute with derived flags."""
+    """The kernel's name of an expression, its fields' attribute numbers, and that of an attribute to ignore."""
 
     name: str
     numbers: dict[str, int]
@@ -114,10 +114,10 @@ _DERIVED = 0b11  # NF_NAT_RANGE_MAP_IPS, NF_NAT_RANGE_PROTO_SPECIFIED
 
 
 def encode(expression: Expression) -> bytes:
-    """The list element for NFTA_RULE_EXPRESSIONS.
+    """Return the expression as a list element of NFTA_RULE_EXPRESSIONS.
 
     Raises:
-        ValueError: an :class:`Opaque`; those are read, never written.
+        ValueError: an :class:`Opaque`, which is read but never written.
     """
     match expression:
         case Opaque(name, _):
@@ -148,7 +148,7 @@ def encode(expression: Expression) -> bytes:
 
 
 def decode_list(payload: bytes) -> Phrase:
-    """NFTA_RULE_EXPRESSIONS -> the phrase.
+    """Decode NFTA_RULE_EXPRESSIONS.
 
     Raises:
         MalformedDump: the attributes contradict their lengths.
@@ -196,7 +196,7 @@ def _decode(element: bytes) -> Expression:
 
 def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
     missing = [item.name for item in fields(cls) if item.name not in values]
-    # A default is for writing; a dump that leaves out, say, the register of a compare is not ours.
+    # Defaults serve writing only. A dump without the register of a comparison, for example, is not of our rule.
     optional = {"flags", "dreg", "sreg", "reg_port", "reg_addr", "reg_addr_min", "reg_addr_max"}
     optional |= {"reg_proto_min", "reg_proto_max"}
     if any(name not in optional for name in missing):

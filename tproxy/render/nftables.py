@@ -1,4 +1,4 @@
-"""Operations -> nfnetlink messages, laid out as ``linux/netfilter/nf_tables.h`` says."""
+"""Encode operations as nfnetlink messages (``linux/netfilter/nf_tables.h``)."""
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,13 +42,13 @@ _COMMENT_BYTES = 120
 
 
 def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes, about: str = "") -> Message:
-    """An ``nfgenmsg`` with attributes."""
+    """Return a message of the nf_tables subsystem: an ``nfgenmsg`` header and attributes."""
     header = struct.pack("!BBH", family, 0, 0)
     return Message((NFT_SUBSYSTEM << 8) | kind, flags | REQUEST, header + b"".join(attributes), about)
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """One transaction: begin, the steps, end; the kernel takes all of it or none."""
+    """Return the messages of one transaction, begin and end included; the kernel applies all of it or none."""
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
     messages = [Message(BATCH_BEGIN, REQUEST, header)]
@@ -167,7 +167,7 @@ def _element(item: Element, *, with_comment: bool) -> bytes:
 
 
 def _comment(value: str) -> bytes:
-    """libnftnl's user data: type 0, length, text with terminator."""
+    """Encode a comment as libnftnl's user data: type 0, length, text with terminator."""
     data = value.encode() + b"\0"
     if len(data) > _COMMENT_BYTES + 1:
         raise ValueError(f"comment longer than {_COMMENT_BYTES} bytes: {value!r}")
@@ -175,7 +175,7 @@ def _comment(value: str) -> bytes:
 
 
 def read_comment(payload: bytes) -> str:
-    """The text of user data, empty if it holds no comment."""
+    """Return the comment in libnftnl's user data, or an empty string."""
     offset = 0
     while offset + 2 <= len(payload):
         kind, length = payload[offset], payload[offset + 1]
@@ -186,7 +186,10 @@ def read_comment(payload: bytes) -> str:
 
 
 def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, ...]:
-    """Write sysctl values down in the kernel: a set per sysctl, keyed by device, the value as comment."""
+    """Return the steps that save sysctl values in the kernel.
+
+    Each sysctl is a set with an element per device; the element's comment is the value.
+    """
     steps: list[NftStep] = [AddTable(Family.INET, table)]
     for name, elements in memory_elements(values).items():
         steps.append(AddSet(Family.INET, table, Set(name, SetKey.INTERFACE)))
@@ -195,7 +198,7 @@ def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, 
 
 
 def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: bool) -> tuple[NftStep, ...]:
-    """Undo :func:`memory_steps` for some values or all."""
+    """Return the steps that delete saved values; with ``everything`` the whole memory table."""
     if everything:
         return (DeleteTable(Family.INET, table),)
     return tuple(
@@ -204,7 +207,7 @@ def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: boo
 
 
 def memory_elements(values: Mapping[SysctlKey, str]) -> dict[str, tuple[Element, ...]]:
-    """Set name -> elements; ``ipv4-rp_filter`` holds the device names."""
+    """Return the elements by the name of their set; ``ipv4-rp_filter`` has an element per device."""
     grouped: dict[str, list[Element]] = {}
     for key, value in values.items():
         element = Element(key.device.encode().ljust(16, b"\0"), value)

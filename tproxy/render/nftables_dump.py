@@ -1,4 +1,4 @@
-"""Dumps of nftables -> resources, the way back of ``nftables.py``; what is not ours is left out."""
+"""Decode dumps of nftables as resources, the inverse of ``nftables.py``; foreign tables are left out."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from tproxy.wire import MalformedDump, attribute_map, attributes, read_be32, rea
 
 @dataclass(frozen=True, slots=True)
 class NftDump:
-    """The bodies of the five nftables dumps, our tables' only."""
+    """The bodies of the five nftables dumps, restricted to our tables."""
 
     tables: Iterable[bytes]
     chains: Iterable[bytes]
@@ -36,18 +36,22 @@ class NftDump:
 
 
 def nft_parts(body: bytes) -> tuple[int, dict[int, bytes]]:
-    """Family and attributes of an nftables message."""
+    """Return the family and the attributes of an nftables message."""
     return body[0], attribute_map(body[4:])
 
 
 def set_key(body: bytes) -> tuple[int, str, str]:
-    """Family, table and name of a dumped set: what its elements are asked for with."""
+    """Return family, table and name of a dumped set, by which its elements are requested."""
     family, parts = nft_parts(body)
     return family, read_text(parts[nf.NFTA_SET_TABLE]), read_text(parts[nf.NFTA_SET_NAME])
 
 
 def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...], dict[SysctlKey, str]]:
-    """Our tables, and the values that the memory table keeps."""
+    """Return our tables, and the sysctl values that the memory table stores.
+
+    Raises:
+        MalformedDump: a body breaks the layout of its headers.
+    """
     rules: dict[tuple[int, str, str], list[Rule]] = {}
     for body in dump.rules:
         family, parts = nft_parts(body)
@@ -101,7 +105,7 @@ def _set(name: str, parts: Mapping[int, bytes], elements: Iterable[bytes]) -> Se
     try:
         key = SetKey(read_be32(parts[nf.NFTA_SET_KEY_TYPE]))
     except (KeyError, ValueError):
-        return None  # an anonymous or foreign set; the rule that uses it is not ours either
+        return None  # an anonymous set or a foreign key type: the rule that uses it is not ours either
     found = set()
     for body in elements:
         _, listing = nft_parts(body)

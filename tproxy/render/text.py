@@ -1,4 +1,4 @@
-"""Resources as text for people: tables as nft prints them, rules and routes as ip does.
+"""Print resources for operators: tables as nft prints them, rules and routes as ip does.
 
 Register programs are read back into nft's language by following what each register holds. The result is
 valid input for ``nft -f``; a program that makes no sense in that language is shown as nft's own debug
@@ -99,7 +99,7 @@ _SET_TYPES = {SetKey.IPV4_ADDRESS: "ipv4_addr", SetKey.IPV6_ADDRESS: "ipv6_addr"
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a register holds: a property, masked or not, or a constant."""
+    """The symbolic content of a register: a property, masked or not, or a constant."""
 
     text: str
     kind: _Kind
@@ -109,11 +109,11 @@ class _Value:
 
 
 class _Untranslatable(Exception):
-    """The program says something that nft's language has no words for."""
+    """The program has no equivalent in nft's language."""
 
 
 def rule_text(phrase: Phrase) -> str:
-    """One rule in nft's language, without its comment."""
+    """Return a rule without its comment in nft's language, or as raw expressions if it has no equivalent there."""
     try:
         return " ".join(_tidy(_clauses(phrase)))
     except (_Untranslatable, KeyError, ValueError):
@@ -177,7 +177,7 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
 
 
 def _tidy(clauses: Iterable[str]) -> list[str]:
-    """Leave out the tests that the next one implies, as nft does."""
+    """Return the clauses without the tests that the next one implies, as nft prints them."""
     words: list[str] = []
     implied = {"ip ": "meta nfproto ipv4", "ip6 ": "meta nfproto ipv6"}
     for clause in clauses:
@@ -261,7 +261,7 @@ def _target(registers: dict[int, _Value], address: int | None, port: int | None)
 
 
 def table_text(table: Table) -> str:
-    """A table as ``nft list table`` lays it out."""
+    """Return a table in the layout of ``nft list table``."""
     lines = [f"table {_FAMILIES[table.family]} {table.name} {{"]
     blocks = [_set_lines(item) for item in table.sets] + [_chain_lines(chain) for chain in table.chains]
     for position, block in enumerate(blocks):
@@ -305,7 +305,7 @@ def _chain_lines(chain: Chain) -> Iterator[str]:
 
 
 def ip_rule_text(rule: IpRule) -> str:
-    """A rule as arguments of ``ip rule add``, with -6 in front for IPv6."""
+    """Return a rule as arguments of ``ip rule add``, with -6 in front for IPv6."""
     words = ["-6 rule" if rule.version == 6 else "rule", f"priority {rule.priority}"]
     if rule.mark is not None:
         words.append(f"fwmark {rule.mark:#x}" + (f"/{rule.mask:#x}" if rule.mask is not None else ""))
@@ -314,7 +314,7 @@ def ip_rule_text(rule: IpRule) -> str:
 
 
 def route_text(route: Route) -> str:
-    """A route as arguments of ``ip route add``, with -6 in front for IPv6."""
+    """Return a route as arguments of ``ip route add``, with -6 in front for IPv6."""
     destination = str(route.destination) if route.destination.prefixlen else "default"
     words = ["-6 route" if route.version == 6 else "route", "local" if route.local else "", destination]
     if route.gateway is not None:
@@ -327,7 +327,7 @@ def route_text(route: Route) -> str:
 
 
 def namespace_text(namespace: Namespace) -> str:
-    """Everything of ours in a namespace, sorted, one thing per line; tables last."""
+    """Return our resources in a namespace, sorted, one per line, tables last."""
     lines = [f"up {device}" for device in sorted(namespace.up)]
     lines += sorted(f"address {item.interface} dev {item.device}" for item in namespace.addresses)
     lines += sorted(f"sysctl {_sysctl_name(key)} = {value}" for key, value in namespace.sysctls.items())
@@ -339,7 +339,7 @@ def namespace_text(namespace: Namespace) -> str:
 
 
 def state_text(state: State) -> str:
-    """A whole state: pairs, then each namespace under a heading."""
+    """Return a state: the pairs, then each namespace under a heading."""
     parts = []
     for pair in sorted(state.pairs, key=repr):
         right = "?" if pair.right is None else f"{pair.right.namespace}/{pair.right.device}"
@@ -350,7 +350,7 @@ def state_text(state: State) -> str:
 
 
 def operation_text(operation: Operation) -> list[str]:
-    """What an operation does, one line per step: ``+`` comes, ``-`` goes, ``=`` changes in place."""
+    """Return an operation as one line per step: ``+`` adds, ``-`` removes, ``=`` changes in place."""
     match operation:
         case NftTransaction(namespace, steps):
             return [f"{namespace}: {_step_text(step)}" for step in steps]
