@@ -26,7 +26,7 @@ from tproxy.inpod import OWNERSHIP, POD, PROBE_SOURCES, Capture, pod
 from ztunnel.agent import node as node_module
 from ztunnel.agent.description import PodDescription, PodFaults
 from ztunnel.agent.errors import EnrolFailed
-from ztunnel.agent.namespaces import proxied_connections, take_rules, versions
+from ztunnel.agent.namespaces import proxied_connections, remove_rules, versions
 from ztunnel.agent.node import NodeAgent, Phase
 from ztunnel.istio.zds.manager import PACKET_MARK, PodManager
 from ztunnel.istio.zds.pods import PodInfo, PodUid
@@ -390,7 +390,7 @@ def test_rules_that_somebody_takes_away_come_back(
         member = lab.pod("member")
         async with NodeAgent(socket_path) as agent:
             await agent.enrol(described(member))
-            assert take_rules(member.netns)
+            assert remove_rules(member.netns)
             await until(lambda: has_rules(member.netns))
 
     on_loop(body)

@@ -1,6 +1,6 @@
-"""The node agent: pods of a laptop, a test or a virtual machine come into the mesh as in a cluster.
+"""The node agent: enrols pods of a laptop, a test or a virtual machine in the mesh, like istio-cni in a cluster.
 
-Talks ZDS like istio-cni, so that any ztunnel serves its pods.
+It speaks istio-cni's ZDS, so that any ztunnel serves its pods.
 """
 
 from ztunnel.agent.command import add_arguments

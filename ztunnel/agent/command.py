@@ -1,4 +1,4 @@
-"""``ztunnel agent``."""
+"""The command ``ztunnel agent``."""
 
 import argparse
 import asyncio
@@ -54,7 +54,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     from ztunnel.agent.description import PodFaults, parse_pods
 
     logging.basicConfig(

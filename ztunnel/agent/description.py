@@ -1,4 +1,4 @@
-"""The pods of a node, as ``ztunnel agent`` is told in a YAML file.
+"""The YAML file that describes the pods of a node to ``ztunnel agent``.
 
 ::
 
@@ -10,10 +10,10 @@
         uid: 0b2c...                      # default: namespace/name
         dns: true                         # false: DNS is not captured
         inbound: true                     # false: plaintext to the pod is not captured
-        virtual_interfaces: [tap0]        # what comes from them counts as sent by the pod
-        new_connections_only: false       # true: what is open at enrolment bypasses the proxy until it ends
+        virtual_interfaces: [tap0]        # connections from them count as sent by the pod
+        new_connections_only: false       # true: connections open at enrolment bypass the proxy until they end
 
-Names without a namespace are in ``default``. Every fault is reported with its place, all of them together.
+Names without a namespace are in ``default``. All faults are reported together, each with its place.
 No input or output here.
 """
 
@@ -40,12 +40,12 @@ _KEYS = (
 
 
 class PodFaults(Faults):
-    """A description that cannot be used."""
+    """The faults of a description, all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodDescription:
-    """A pod that shall be in the mesh.
+    """A pod to enrol in the mesh.
 
     Attributes:
         netns: name below /run/netns, path, or process id.
@@ -61,7 +61,7 @@ class PodDescription:
     new_connections_only: bool = False
 
     def capture(self, versions: tuple[Version, ...], *, draining: bool = False) -> Capture:
-        """What is wanted in its namespace, for the IP versions it has."""
+        """Return what to capture in the pod's namespace, which has these IP versions."""
         return Capture(
             versions=versions,
             dns=self.dns,
@@ -73,7 +73,7 @@ class PodDescription:
 
 
 def parse_pods(text: str) -> tuple[PodDescription, ...]:
-    """Read a description.
+    """Parse a description of the node's pods.
 
     Raises:
         PodFaults: with every fault.

@@ -1,18 +1,18 @@
-"""What goes wrong between the agent, pods and proxies.
+"""The errors between the agent, pods and proxies.
 
 ::
 
     AgentError
-    ├── EnrolFailed         a pod's namespace or rules; nothing of ours is left in it
-    ├── NoProxy             no proxy is connected; the next one is told in its snapshot
-    ├── ProxyGone           the proxy went away before it answered
-    ├── ProxySilent         it did not answer in time
-    └── ProxyRefused        it answered with an error
+    ├── EnrolFailed         the namespace or the rules of a pod failed; none of our rules is left in it
+    ├── NoProxy             no proxy is connected; the next one gets the pod in its snapshot
+    ├── ProxyGone           the connection ended before the answer
+    ├── ProxySilent         the proxy did not answer in time
+    └── ProxyRefused        the proxy answered with an error
 """
 
 
 class AgentError(Exception):
-    """Root of what the agent raises."""
+    """Base class of the errors that the agent raises."""
 
 
 class EnrolFailed(AgentError):
@@ -28,21 +28,21 @@ class EnrolFailed(AgentError):
 
 
 class NoProxy(AgentError):
-    """Nobody to tell."""
+    """No proxy is connected."""
 
     def __str__(self) -> str:
         return "no ztunnel connection"
 
 
 class ProxyGone(AgentError):
-    """The connection ended."""
+    """The connection to the proxy ended before its answer."""
 
     def __str__(self) -> str:
         return "the ztunnel is gone"
 
 
 class ProxySilent(AgentError):
-    """No answer within the limit; the connection stays."""
+    """The proxy did not answer within the limit; the connection stays open."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
@@ -53,7 +53,7 @@ class ProxySilent(AgentError):
 
 
 class ProxyRefused(AgentError):
-    """The proxy's own words."""
+    """The proxy answered with an error; ``reason`` is its text."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -1,6 +1,7 @@
-"""The agent's hands inside pods: rules in, rules out, and is anything still connected through the proxy.
+"""Work inside pods' network namespaces: apply and remove rules, and count connections through the proxy.
 
-Blocking: one thread of the agent does this for all pods, one after the other, as netlink and ``setns`` want it.
+The functions block. One thread of the agent runs them for all pods, one after the other: setns(2) moves a whole
+thread, and a netlink socket belongs to one.
 """
 
 import contextlib
@@ -29,15 +30,15 @@ from tproxy.resources import IpAddress, Namespace, State, Version
 from ztunnel.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
-# Of /proc/net/tcp: a listener is no connection, and what is in TIME_WAIT has been one.
+# States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT = "0A", "06"
 
 
 def open_namespace(description: PodDescription) -> Netns:
-    """The pod's namespace.
+    """Open the pod's namespace; the caller closes it.
 
     Raises:
-        TproxyError: it is not there.
+        TproxyError: there is none, or it may not be opened.
         ValueError: it is the node's own, where the rules would cut off the node.
     """
     netns = Netns.open(description.netns)
@@ -52,20 +53,24 @@ def open_namespace(description: PodDescription) -> Netns:
     return netns
 
 
-def put_rules(netns: Netns, description: PodDescription, *, draining: bool = False) -> int:
-    """Make the rules what the description wants.
+def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = False) -> int:
+    """Make the pod's rules those of its description; idempotent.
 
     Returns:
-        How much had to be changed.
+        The number of changes, 0 if the rules were right.
 
     Raises:
-        TproxyError: not all of it could be done.
+        TproxyError: the first change that failed; earlier ones stay.
     """
     return _apply(netns, pod(description.capture(versions(netns), draining=draining)))
 
 
-def take_rules(netns: Netns) -> int:
-    """Take everything of ours away; what is not there is fine."""
+def remove_rules(netns: Netns) -> int:
+    """Remove all our rules from the pod; idempotent. Returns the number of changes.
+
+    Raises:
+        TproxyError: the first change that failed.
+    """
     return _apply(netns, State({POD: Namespace()}))
 
 
@@ -74,17 +79,17 @@ def _apply(netns: Netns, wanted: State) -> int:
         return len(kernel.apply(wanted))
 
 
-def put_probes(pods: Iterable[Probed], user: int) -> None:
-    """Let the node's kubelet, which runs as ``user``, probe these pods and no others.
+def apply_probes(pods: Iterable[Probed], user: int) -> None:
+    """Let the node's kubelet, which runs as ``user``, probe exactly these pods; idempotent.
 
     Raises:
-        TproxyError: not all of it could be done.
+        TproxyError: the first change that failed.
     """
     _apply_to_node(probes(pods, user))
 
 
-def take_probes() -> None:
-    """Take the node's table away."""
+def remove_probes() -> None:
+    """Remove the node's table for probes; idempotent."""
     _apply_to_node(State({HOST: Namespace()}))
 
 
@@ -94,10 +99,10 @@ def _apply_to_node(wanted: State) -> None:
 
 
 def addresses(netns: Netns) -> tuple[IpAddress, ...]:
-    """Where others reach the pod: the addresses of all its devices but ``lo``.
+    """Return the addresses at which others reach the pod: those of all its devices but ``lo``.
 
     Raises:
-        TproxyError: they could not be read.
+        TproxyError: the kernel refused to list them.
     """
     with NetlinkSocket(NETLINK_ROUTE, netns) as route:
         links = map(rtnetlink.read_link, route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK)))
@@ -108,7 +113,10 @@ def addresses(netns: Netns) -> tuple[IpAddress, ...]:
 
 
 def versions(netns: Netns) -> tuple[Version, ...]:
-    """The IP versions that can be redirected there: IPv6 where ``lo`` has it."""
+    """Return the IP versions that can be redirected in the namespace.
+
+    REDIRECT of an outgoing packet sends it to ``lo``'s address (nf_nat_redirect_ipv6), so IPv6 needs it there.
+    """
     with netns.entered():
         try:
             disabled = Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6").read_text().strip()
@@ -118,7 +126,7 @@ def versions(netns: Netns) -> tuple[Version, ...]:
 
 
 def proxied_connections(netns: Netns) -> int:
-    """Connections that end at the proxy's ports in this namespace."""
+    """Return the number of open connections to the proxy's ports in this namespace."""
     with netns.entered():
         return sum(1 for port in _connected_ports() if port in _PROXY_PORTS)
 

@@ -1,15 +1,16 @@
-"""The node agent: puts pods into the mesh and takes them out.
+"""The node agent: enrols pods in the mesh and releases them.
 
-A pod comes in order: its rules, then its announcement. From the rules on nothing of it passes except through a
-proxy, so a pod whose announcement fails has no network until a proxy takes it: it fails closed. It is announced
-again until one does.
+A pod is enrolled in two steps: its rules, then its announcement to the proxy. From the first step on its traffic
+passes only through a proxy. So a pod whose announcement fails has no network (it fails closed), and it is
+announced again until a proxy takes it.
 
-A pod leaves in order, too: first the redirects go, so that what it opens from then on is direct; what is open
-through the proxy gets a while to end; then the proxies are told, which cut what is left; then the other rules
-go. Telling the proxies first would cut what the two steps are there to save.
+A pod is released in four steps. The redirects are removed, so that new connections are direct. Connections that
+are open through the proxy get the grace period. The proxies are notified, and abort those that are left. The other
+rules are removed. Notifying the proxies first would abort the connections that the grace period is for.
 
-When the agent ends, rules stay, for its successor is on its way; meanwhile proxies keep what they have. The
-successor asks them to keep it until it has looked at each pod: a snapshot without a pod would end its proxy.
+When the agent ends, rules stay, because a successor usually starts soon; meanwhile proxies keep their pods. The
+successor's snapshot asks them to keep every recorded pod that it has not examined yet, since a proxy ends the pods
+that a snapshot lacks.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ from ztunnel.agent.namespaces import (
     addresses,
     open_namespace,
     proxied_connections,
-    put_probes,
-    put_rules,
-    take_probes,
-    take_rules,
+    apply_probes,
+    apply_rules,
+    remove_probes,
+    remove_rules,
 )
 from ztunnel.agent.record import Enrolled, read_record, write_record
 from ztunnel.agent.server import Announced, ZdsServer
@@ -46,9 +47,9 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Between two announcements of a pod that no proxy has taken; the proxy's own retries come as often.
+#: Between two announcements of a pod that no proxy has taken; the proxy retries its starts at the same interval.
 RETRY_S = 5.0
-#: Between two looks at whether a pod's rules are still there; a guess.
+#: Between two checks of a pod's rules; a guess.
 RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
 _POLL_CONNECTIONS_S = 0.1
@@ -56,16 +57,16 @@ _FIRST_WAIT_S = 0.5
 
 
 class Phase(Enum):
-    """How far a pod is."""
+    """The state of an enrolled pod."""
 
-    PENDING = "pending"  # rules are in, no proxy has taken it
+    PENDING = "pending"  # its rules are applied, no proxy listens in it
     ENABLED = "enabled"
     LEAVING = "leaving"
 
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """A pod with rules of ours; ``error`` is why no proxy has taken it."""
+    """A pod with our rules; ``error`` is the reason why no proxy listens in it."""
 
     description: PodDescription
     phase: Phase
@@ -80,7 +81,7 @@ class _Pod:
         self.netns = netns
         self.phase = Phase.PENDING
         self.error = ""
-        self.announced = True  # false: out of snapshots, for proxies are told that it is gone
+        self.announced = True  # false: not in snapshots, because proxies are being notified of its end
 
     @property
     def info(self) -> PodInfo:
@@ -88,17 +89,17 @@ class _Pod:
 
 
 class NodeAgent:
-    """Serves proxies while entered; pods come and go by :meth:`enrol` and :meth:`remove`, or by :meth:`want`.
+    """Serves proxies while entered; :meth:`enrol` and :meth:`remove`, or :meth:`want`, change its pods.
 
     Args:
-        socket: where proxies connect.
-        record: where enrolled pods are written down, see ``record.py``; None: nowhere.
-        grace_s: how long open connections of a pod that leaves may go on.
-        remove_on_exit: take all pods out of the mesh when the agent ends.
-        probe_user: as whom the node's kubelet runs, whose probes go directly to pods; None: there is no kubelet.
+        socket: path of the socket for proxies.
+        record: file that lists the enrolled pods, see ``record.py``; None keeps no record.
+        grace_s: time that open connections of a leaving pod have to end.
+        remove_on_exit: release all pods when the agent ends.
+        probe_user: numeric user of the node's kubelet, whose probes bypass the proxy; None if there is no kubelet.
 
     Raises:
-        OSError: on entering: the socket cannot be had, or the record not read.
+        OSError: on entering, the socket cannot be bound or the record not read.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class NodeAgent:
         self._steering: set[PodUid] = set()
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
-        self._unseen: set[PodUid] = set()  # of the record: nobody has looked at them since the start
+        self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
         self._probed: dict[PodUid, Probed] = {}
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
@@ -129,11 +130,11 @@ class NodeAgent:
 
     @property
     def proxies(self) -> int:
-        """How many proxies are connected."""
+        """The number of connected proxies."""
         return self._server.proxies
 
     def pods(self) -> Mapping[PodUid, PodStatus]:
-        """Every pod with rules of ours."""
+        """Return every pod with our rules."""
         return {uid: PodStatus(pod.description, pod.phase, pod.error) for uid, pod in self._pods.items()}
 
     async def __aenter__(self) -> Self:
@@ -142,7 +143,7 @@ class NodeAgent:
                 self._recorded = read_record(self._record)
                 self._unseen = set(self._recorded)
             except ValueError as error:
-                # Pods that left meanwhile keep their rules; refusing to start would hurt all the others as well.
+                # Pods that left meanwhile keep their rules. Refusing to start would affect all others as well.
                 log.error("record of enrolled pods not usable error=%s", error)
         await self._server.__aenter__()
         self._tasks.start(self._keep(), "keep")
@@ -153,14 +154,18 @@ class NodeAgent:
         if self._remove_on_exit:
             await asyncio.gather(*(self.remove(uid) for uid in list(self._pods)))
             if self._probe_user is not None:
-                await self._in_thread(take_probes)
+                await self._in_thread(remove_probes)
         await self._server.__aexit__(*exception)
         for pod in self._pods.values():
             pod.netns.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Cancelled or not, returns only when the thread is done with whatever descriptor it was given."""
+        """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
+
+        Callers close namespaces afterwards. With an early return the thread would use a closed descriptor, or one
+        that the kernel has given to another file.
+        """
         working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
         cancelled: asyncio.CancelledError | None = None
         while not working.done():
@@ -169,7 +174,7 @@ class NodeAgent:
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            working.exception()  # seen, so that nobody complains that it was not
+            working.exception()  # retrieved, so that asyncio does not log it as unhandled
             raise cancelled
         return working.result()
 
@@ -179,13 +184,14 @@ class NodeAgent:
     # Pods
 
     async def enrol(self, description: PodDescription) -> Phase:
-        """Put a pod into the mesh, or change how it is in it.
+        """Enrol a pod, or apply a changed description to an enrolled one; idempotent.
 
         Returns:
-            ``ENABLED`` when a proxy listens in it; ``PENDING``: it has no network until one does, which is tried.
+            ``ENABLED`` if a proxy listens in it. ``PENDING`` if none does: the pod has no network, and its
+            announcement is repeated.
 
         Raises:
-            EnrolFailed: its namespace or rules; a pod that was not in is left as it was.
+            EnrolFailed: the namespace or the rules failed; a pod that was not enrolled is left as it was.
         """
         async with self._lock(description.uid):
             netns = self._open(description)
@@ -220,15 +226,15 @@ class NodeAgent:
         return netns
 
     async def _enter(self, description: PodDescription, netns: Netns) -> _Pod:
-        # Written down first: rules that nobody knows of would stay for ever.
+        # Recorded first: after a crash, rules without a record would stay until the namespace goes.
         self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
         self._write_record()
         try:
-            # Before its rules: kubelet would kill a pod whose probes fail while it waits for a proxy.
+            # Before its rules: kubelet would restart a pod whose probes fail while it waits for a proxy.
             found = await self._in_thread(addresses, netns)
             self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
             await self._let_probe()
-            await self._in_thread(put_rules, netns, description)
+            await self._in_thread(apply_rules, netns, description)
         except (TproxyError, OSError) as error:
             await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), str(error)) from error
@@ -239,7 +245,7 @@ class NodeAgent:
 
     async def _change(self, pod: _Pod, description: PodDescription) -> None:
         try:
-            await self._in_thread(put_rules, pod.netns, description)
+            await self._in_thread(apply_rules, pod.netns, description)
         except (TproxyError, OSError) as error:
             raise EnrolFailed(_named(description), str(error)) from error
         pod.description = description
@@ -270,14 +276,14 @@ class NodeAgent:
             log.info("pod enabled uid=%s pod=%s", uid, _named(pod.description))
         pod.error = error
         pod.phase = Phase.PENDING if error else Phase.ENABLED
-        self._tell()
+        self._notify_watchers()
 
     async def remove(self, uid: PodUid, *, grace_s: float | None = None) -> None:
-        """Take a pod out of the mesh; one that is not in is fine.
+        """Release a pod from the mesh; idempotent.
 
         Args:
-            uid: which.
-            grace_s: for its open connections; left out: the agent's.
+            uid: the pod.
+            grace_s: time for its open connections to end; None takes the agent's.
         """
         async with self._lock(uid):
             pod = self._pods.get(uid)
@@ -287,32 +293,32 @@ class NodeAgent:
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
-        self._tell()
+        self._notify_watchers()
         if grace_s > 0:
             try:
-                await self._in_thread(put_rules, pod.netns, pod.description, draining=True)
+                await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
             except (TproxyError, OSError) as error:
                 log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
             else:
                 await self._ended(pod, grace_s)
         pod.announced = False
         await self._forget(uid, pod.netns)
-        # Only now, for until here nobody else may have the namespace.
+        # Last: as long as the pod is listed, no other pod can be enrolled in its namespace.
         del self._pods[uid]
         pod.netns.close()
-        self._tell()
+        self._notify_watchers()
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
     async def _let_probe(self) -> None:
         if self._probe_user is None:
             return
         try:
-            await self._in_thread(put_probes, list(self._probed.values()), self._probe_user)
+            await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
         except (TproxyError, OSError) as error:
             log.error("kubelet's probes will be captured error=%s", error)
 
     async def _ended(self, pod: _Pod, grace_s: float) -> None:
-        """Until nothing is connected through the proxy any more, or time is up."""
+        """Wait until no connection through the proxy is left in the pod, at most ``grace_s``."""
         try:
             async with asyncio.timeout(grace_s):
                 while True:
@@ -323,12 +329,12 @@ class NodeAgent:
             log.info("pod leaves with open connections uid=%s", pod.description.uid)
 
     async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
-        """Tell proxies that a pod is gone, and take what is left of ours from its namespace."""
+        """Notify proxies that a pod is gone, remove our rules from its namespace, and delete its record."""
         self._unseen.discard(uid)
         await self._server.delete(uid)
         if netns is not None:
             try:
-                await self._in_thread(take_rules, netns)
+                await self._in_thread(remove_rules, netns)
             except (TproxyError, OSError) as error:
                 log.error("pod's rules not taken away uid=%s error=%s", uid, error)
         if self._probed.pop(uid, None) is not None:
@@ -343,7 +349,7 @@ class NodeAgent:
             except OSError as error:
                 log.error("record of enrolled pods not written error=%s", error)
 
-    def _tell(self) -> None:
+    def _notify_watchers(self) -> None:
         for event in self._watchers:
             event.set()
 
@@ -358,10 +364,13 @@ class NodeAgent:
         finally:
             self._watchers.discard(event)
 
-    # What is wanted, over time
+    # Wanted pods
 
     def want(self, pods: Iterable[PodDescription]) -> None:
-        """These pods and no others, from now on. Begins at once, and does not give up on a pod that fails."""
+        """Enrol exactly these pods from now on, and release all others.
+
+        Returns at once. The changes happen in the background; a pod that fails is retried with back-off.
+        """
         self._wanted = {pod.uid: pod for pod in pods}
         edited, self._edited = self._edited, asyncio.Event()
         edited.set()
@@ -369,11 +378,11 @@ class NodeAgent:
             self._steer(uid)
 
     async def follow(self, path: Path) -> None:
-        """Want what a file says, and what it says after each edit, until cancelled.
+        """Want the pods of a description file, and follow its edits until cancelled.
 
         Raises:
-            PodFaults, OSError: the file as it is now is not usable. Later faults are logged, all of them, and the
-                last good state stays in force.
+            PodFaults, OSError: the file is not usable now. Faults of later edits are only logged, and the last
+                good state stays current.
         """
         file = _File(path)
         pods = file.read()
@@ -387,7 +396,7 @@ class NodeAgent:
                 self.want(edited)
 
     async def _release_strangers(self, wanted: Mapping[PodUid, PodDescription]) -> None:
-        """Take the rules of pods away that left, or moved to another namespace, while no agent ran."""
+        """Remove the rules of recorded pods that left, or moved to another namespace, while no agent ran."""
         for uid in list(self._unseen):
             enrolled = self._recorded[uid]
             try:
@@ -408,9 +417,9 @@ class NodeAgent:
             self._tasks.start(self._steered(uid), f"steer {uid}")
 
     async def _steered(self, uid: PodUid) -> None:
-        """Bring one pod to where it is wanted, however often that changes on the way."""
+        """Bring one pod to its wanted state, which may change meanwhile; retries failures with back-off."""
         waits = Backoff(_FIRST_WAIT_S)
-        said = ""
+        logged = ""
         try:
             while True:
                 edited, wanted, pod = self._edited, self._wanted.get(uid), self._pods.get(uid)
@@ -422,9 +431,9 @@ class NodeAgent:
                     else:
                         await self.enrol(wanted)
                 except EnrolFailed as error:
-                    if str(error) != said:
+                    if str(error) != logged:
                         log.error("%s; trying again", error)
-                        said = str(error)
+                        logged = str(error)
                     try:
                         async with asyncio.timeout(waits.next()):
                             await edited.wait()
@@ -434,7 +443,7 @@ class NodeAgent:
             self._steering.discard(uid)
 
     async def _keep(self) -> None:
-        """Announce pending pods again, notice namespaces that went, repair rules."""
+        """Periodically announce pending pods, release pods whose namespace is gone, and repair rules."""
         loop = asyncio.get_running_loop()
         recheck_at = loop.time() + RECHECK_S
         while True:
@@ -443,12 +452,12 @@ class NodeAgent:
             if repair:
                 recheck_at = loop.time() + RECHECK_S
             for uid in list(self._pods):
-                await self._look_after(uid, repair=repair)
+                await self._maintain(uid, repair=repair)
 
-    async def _look_after(self, uid: PodUid, *, repair: bool) -> None:
+    async def _maintain(self, uid: PodUid, *, repair: bool) -> None:
         lock = self._lock(uid)
         if lock.locked():
-            return  # somebody is at it
+            return  # another task changes this pod
         async with lock:
             pod = self._pods.get(uid)
             if pod is None:
@@ -465,21 +474,21 @@ class NodeAgent:
                 await self._announce(pod)
             if repair:
                 try:
-                    if changes := await self._in_thread(put_rules, pod.netns, description):
+                    if changes := await self._in_thread(apply_rules, pod.netns, description):
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:
                     log.error("pod's rules not repaired uid=%s error=%s", uid, error)
 
 
 class _File:
-    """The description file: read once, then looked at for edits."""
+    """The description file, read once and then polled for edits."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._text = ""
 
     def read(self) -> tuple[PodDescription, ...]:
-        """What it says now.
+        """Read and parse the file.
 
         Raises:
             PodFaults, OSError: it is not usable.
@@ -488,7 +497,7 @@ class _File:
         return parse_pods(self._text)
 
     def edited(self) -> tuple[PodDescription, ...] | None:
-        """What it says, if it changed and is usable; why it is not is logged, once per edit."""
+        """Return the file's pods if it changed and is usable, else None; its faults are logged once per edit."""
         before = self._text
         try:
             pods = self.read()

@@ -1,6 +1,6 @@
-"""Which pods have rules of ours, written down: an agent that starts again finds those that left meanwhile.
+"""The file that records pods with our rules, so that the next agent finds those that left while none ran.
 
-The file lies beside the agent's socket below /run, and is forgotten at a reboot together with the rules.
+It lies beside the agent's socket below /run. A reboot deletes it together with the rules.
 """
 
 import json
@@ -14,17 +14,17 @@ from ztunnel.istio.zds.pods import PodUid
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """Where rules are: how the namespace was named, and which one it was, for names are used again."""
+    """The namespace of a pod with our rules: its name, and its inode because names are reused."""
 
     netns: str | int
     inode: int
 
 
 def read_record(path: Path) -> dict[PodUid, Enrolled]:
-    """What the last agent wrote; nothing if there was none.
+    """Return the record of the last agent, empty if there is none.
 
     Raises:
-        ValueError: the file is not what an agent writes.
+        ValueError: the file is not a record.
         OSError: it cannot be read.
     """
     try:
@@ -41,7 +41,7 @@ def read_record(path: Path) -> dict[PodUid, Enrolled]:
 
 
 def write_record(path: Path, pods: Mapping[PodUid, Enrolled]) -> None:
-    """Replace the file, all of it or nothing.
+    """Replace the file atomically.
 
     Raises:
         OSError: it cannot be written.

@@ -1,11 +1,11 @@
-"""ZDS, the agent's half: tells proxies which pods there are.
+"""The agent's half of ZDS: announces pods to proxies.
 
-Each proxy that connects is told every pod first, and then what changes. Requests to one proxy wait for each
-other's answers; requests to different proxies do not. While an upgrade lasts two proxies are connected: pods that
-come are for the newer one, pods that go concern both.
+Each proxy that connects gets a snapshot of all pods, then changes. A request to one proxy waits for the answer
+to the last one; requests to different proxies do not wait for each other. During an upgrade two proxies are
+connected: new pods are announced to the newer one, removals to both.
 
-An answer that comes too late belongs to the request that gave up on it: late ones are counted, so that they are
-never taken for the answer to a later request, which is what istio-cni would do.
+Answers carry no number. One that arrives after its request timed out must not count as the answer to the next
+request, as it would in istio-cni. So requests that timed out are counted, and as many answers are skipped.
 """
 
 import asyncio
@@ -35,28 +35,28 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: For a hello, and for each answer.
+#: The time a proxy has for its hello, and for each answer.
 ANSWER_S = 5.0
-# At most five connections a second: a proxy that fails over and over must not take all our time.
+# At most five connections a second: a proxy that fails in a loop must not use up the agent's time.
 _ACCEPT_INTERVAL_S = 0.2
 _NO_DESCRIPTORS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A pod of a snapshot; one that only has its name proxies are asked to keep, if they have it."""
+    """A pod of a snapshot. One without ``info`` was recorded but not examined: proxies that have it keep it."""
 
     uid: PodUid
     info: PodInfo | None = None
     netns: Netns | None = None
 
 
-#: Called with what a proxy said about a pod of its snapshot, empty for success.
+#: Called with a proxy's answer for a pod of its snapshot: the error, empty for success.
 OnAnswer = Callable[[PodUid, str], object]
 
 
 class _Connection:
-    """One proxy."""
+    """The connection of one proxy; at most one request at a time awaits an answer."""
 
     def __init__(self, channel: Channel) -> None:
         self.turn = asyncio.Lock()
@@ -65,21 +65,21 @@ class _Connection:
         self._late = 0
         self._gone = False
 
-    async def ask(self, request: Request, netns: Netns | None = None) -> str:
-        """Wait for the turn, send, wait for the answer.
+    async def request(self, request: Request, netns: Netns | None = None) -> str:
+        """Send a request once earlier ones are answered, and wait for its answer.
 
         Returns:
-            The error it reports, empty for success.
+            The error that the answer reports, empty for success.
 
         Raises:
-            ProxyGone: before the answer.
-            ProxySilent: no answer in time.
+            ProxyGone: the connection ended before the answer.
+            ProxySilent: no answer within ``ANSWER_S``.
         """
         async with self.turn:
             return await self.exchange(request, netns)
 
     async def exchange(self, request: Request, netns: Netns | None = None) -> str:
-        """As :meth:`ask`, for who has the turn."""
+        """Do what :meth:`request` does, for a caller that holds :attr:`turn`."""
         if self._gone:
             raise ProxyGone
         data = request_bytes(request)
@@ -101,10 +101,11 @@ class _Connection:
                 self._late += 1
 
     async def read(self) -> None:
-        """Hand answers to who waits for them, until the proxy goes.
+        """Resolve awaited answers until the proxy closes the connection.
 
         Raises:
-            ZdsError: it said something that nobody asked for.
+            ZdsError: a packet that is no answer to a request.
+            OSError: the connection broke.
         """
         while (packet := await self._channel.receive()) is not None:
             with packet:
@@ -120,23 +121,23 @@ class _Connection:
                 raise Unreadable("an answer to nothing")
 
     def end(self) -> None:
-        """Tell who waits that nothing will come."""
+        """Fail the request under way, and all later ones, with ProxyGone."""
         self._gone = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ProxyGone())
 
 
 class ZdsServer:
-    """Serves while entered.
+    """Listens for proxies while entered.
 
     Args:
-        path: of the socket.
-        snapshot: every pod there is, asked for each proxy that connects; a pod that goes while it is told may be
-            left out, if its namespace is closed.
-        on_answer: see there.
+        path: path of the socket.
+        snapshot: called for each proxy that connects; returns every pod. Pods whose namespace is closed while the
+            snapshot is sent are left out.
+        on_answer: see :data:`OnAnswer`.
 
     Raises:
-        OSError: on entering: the socket cannot be had.
+        OSError: on entering, the socket cannot be bound.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ZdsServer:
 
     @property
     def proxies(self) -> int:
-        """How many proxies are connected."""
+        """The number of connected proxies."""
         return len(self._connections)
 
     async def __aenter__(self) -> Self:
@@ -169,21 +170,21 @@ class ZdsServer:
             self._listener.close()
 
     async def add(self, uid: PodUid, info: PodInfo, netns: Netns) -> None:
-        """Announce a pod to the newest proxy; returns when its proxy listens.
+        """Announce a pod to the newest proxy; returns when that listens in the pod.
 
         Raises:
-            NoProxy, ProxyGone, ProxySilent, ProxyRefused: try again later.
+            NoProxy, ProxyGone, ProxySilent, ProxyRefused: not announced; the caller retries later.
         """
         if not self._connections:
             raise NoProxy
-        error = await self._connections[-1].ask(AddPod(uid, info), netns)
+        error = await self._connections[-1].request(AddPod(uid, info), netns)
         if error:
             raise ProxyRefused(error)
 
     async def delete(self, uid: PodUid) -> None:
-        """Tell every proxy that a pod is gone; one that cannot be told will see it in its next snapshot."""
-        asked = [connection.ask(DeletePod(uid)) for connection in self._connections]
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
+        """Notify every proxy that a pod is gone; failures are logged, since the next snapshot lacks the pod."""
+        deletions = [connection.request(DeletePod(uid)) for connection in self._connections]
+        for answer in await asyncio.gather(*deletions, return_exceptions=True):
             if answer:
                 log.warning("ztunnel did not take a pod's end uid=%s error=%s", uid, answer)
 
@@ -199,7 +200,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # A task that is cancelled before its first step never reaches a `finally` of its own.
+        # The callback closes the channel even if the task is cancelled before its first step: then no `finally` runs.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:
@@ -214,12 +215,12 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", str(error) or "no hello")
             return
         connection = _Connection(channel)
-        # Changes queue up behind the snapshot: its turn is taken before anybody knows the connection.
+        # The snapshot takes the turn before the connection is listed, so that changes queue up behind it.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))
-        telling = self._tasks.start(self._tell(connection, channel), "snapshot")
-        telling.add_done_callback(lambda _: connection.turn.release())
+        sending = self._tasks.start(self._send_snapshot(connection, channel), "snapshot")
+        sending.add_done_callback(lambda _: connection.turn.release())
         try:
             await connection.read()
             log.info("ztunnel disconnected")
@@ -231,17 +232,17 @@ class ZdsServer:
             self._connections.remove(connection)
             connection.end()
             channel.shut_down()
-            telling.cancel()
-            # Whoever still waits gets the turn before this does, and learns that it is over.
+            sending.cancel()
+            # The lock is fair: requests that wait for it get it before this does, and fail with ProxyGone.
             async with connection.turn:
                 pass
 
-    async def _tell(self, connection: _Connection, channel: Channel) -> None:
-        """The snapshot, pod by pod. An error about one is that pod's; a proxy that says nothing is let go."""
+    async def _send_snapshot(self, connection: _Connection, channel: Channel) -> None:
+        """Send the snapshot, pod by pod. A refused pod does not stop it; a silent proxy is disconnected."""
         try:
             for pod in list(self._snapshot()):
                 if pod.netns is not None and pod.netns.fileno() < 0:
-                    continue  # gone since; its end is waiting for the turn
+                    continue  # removed since; its deletion is waiting for the turn
                 error = await connection.exchange(_request(pod), pod.netns)
                 if error:
                     log.warning("ztunnel did not take a pod uid=%s error=%s", pod.uid, error)
@@ -249,7 +250,7 @@ class ZdsServer:
             if error := await connection.exchange(SnapshotSent()):
                 log.error("ztunnel did not take the snapshot error=%s", error)
         except ProxyGone:
-            pass  # said by who reads
+            pass  # logged by the reader
         except ProxySilent as error:
             log.error("ztunnel let go error=%s", error)
             channel.shut_down()

@@ -1,4 +1,4 @@
-"""``ztunnel intercept``: the kernel's part of a node in Envoy's dialect, from a description of the node."""
+"""``ztunnel intercept``: applies the kernel's part of a node in Envoy's dialect from a description of the node."""
 
 from ztunnel.intercept.command import add_arguments
 

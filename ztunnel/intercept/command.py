@@ -1,7 +1,7 @@
-"""``ztunnel intercept apply|show|remove``: put a node's interception in place, look at it, take it away.
+"""The command ``ztunnel intercept apply|show|remove``: applies, shows or removes a node's interception.
 
-Exit status: 0 done, or what is there is what is wanted; 1 ``show`` found a difference; 2 it could not be
-done, with one line on standard error that says what to do.
+Exit status: 0 done, or ``show`` found no difference; 1 ``show`` found a difference; 2 failed, with one line on
+standard error that says what to do.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _add_node_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def flags_from(args: argparse.Namespace) -> Flags:
-    """The description's part of the command line."""
+    """Return the part of the command line that describes the node."""
     return Flags(
         host_namespace=args.host_netns,
         ztunnel_namespace=args.ztunnel_netns,
@@ -74,11 +74,7 @@ def flags_from(args: argparse.Namespace) -> Flags:
 
 
 async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO | None = None) -> int:
-    """Carry out a parsed command line.
-
-    Returns:
-        The exit status.
-    """
+    """Run a parsed command line, and return the exit status; errors are printed, not raised."""
     out = out if out is not None else sys.stdout
     err = err if err is not None else sys.stderr
     try:
@@ -115,19 +111,19 @@ async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
 async def _watch(
     kernel: Kernel, args: argparse.Namespace, description: Description, out: TextIO, err: TextIO
 ) -> None:
-    """Repair until SIGINT or SIGTERM; an edited file is taken up, a broken one reported and ignored."""
+    """Repair until SIGINT or SIGTERM; edits of the file are followed, a faulty file is reported and ignored."""
     current = description
 
     def wanted() -> State:
         nonlocal current
         try:
-            told = parse(_read_file(args), flags_from(args))
+            parsed = parse(_read_file(args), flags_from(args))
         except (BadDescription, OSError) as error:
             print(f"ztunnel intercept: description not taken up: {error}", file=err, flush=True)
         else:
-            if told != current:
+            if parsed != current:
                 print("description changed", file=out, flush=True)
-            current = told
+            current = parsed
         return node(current.node)
 
     async def repair() -> None:
@@ -176,7 +172,7 @@ async def _remove(args: argparse.Namespace, out: TextIO) -> int:
         try:
             netns = _open(host, ztunnel, stack)
         except UnknownNamespace as error:
-            # The ztunnel pod may be gone already, its resources with it; the node's side remains.
+            # The ztunnel pod may be gone already, and its resources with it. The node's side remains.
             if error.name != ztunnel:
                 raise
             print(f"{error}; removing the node's side only", file=out)

@@ -1,13 +1,13 @@
-"""What ``ztunnel intercept`` is told about a node: a YAML file, flags, or both; flags win.
+"""The description of a node for ``ztunnel intercept``: a YAML file, flags, or both; flags win.
 
 ::
 
     host:
-      namespace: null             # name below /run/netns, path, or process id; left out: where we run
+      namespace: null             # name below /run/netns, path, or process id; default: the command's own
       addresses: [172.18.0.2, "fd00:172:18::2"]     # the first of each IP version is the node's own
     ztunnel:
       namespace: 4711
-      interface: veth1a2b3c       # the node's end of the ztunnel pod's cable
+      interface: veth1a2b3c       # the node's end of the ztunnel pod's veth pair
       uplink: eth0                # the pod's end
       addresses: [10.244.1.5, "fd00:10:244:1::5"]
     pods:
@@ -29,12 +29,12 @@ _UID_CHARACTERS = 120  # what fits into the comment that marks its rules
 
 
 class BadDescription(Faults):
-    """The description of a node cannot be used."""
+    """The faults of a node's description, all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Two namespaces, as told, and what is wanted in them."""
+    """The names of the two namespaces, and the node whose resources they hold."""
 
     host_namespace: str | None
     ztunnel_namespace: str
@@ -43,7 +43,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """What the command line says; empty where it is silent."""
+    """The command line's part of a description; empty values are left to the file."""
 
     host_namespace: str | None = None
     ztunnel_namespace: str | None = None
@@ -55,7 +55,7 @@ class Flags:
 
 
 def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
-    """Return host's and ztunnel's namespace: all that removal needs.
+    """Return the names of the host's and the ztunnel's namespace, which are all that removal needs.
 
     Raises:
         BadDescription: the ztunnel's is missing, or the file is not YAML.
@@ -63,7 +63,7 @@ def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
     reader = _Reader()
     data = reader.document(text or "", _KEYS)
     found = reader.namespaces(data, flags)
-    # Other faults of the file are no reason not to remove.
+    # Faults elsewhere in the file do not concern removal.
     faults = [fault for fault in reader.faults if fault.startswith(("file:", *_NAMESPACES))]
     if faults:
         raise BadDescription(faults)
@@ -71,10 +71,10 @@ def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
 
 
 def parse(text: str | None, flags: Flags) -> Description:
-    """Read the description.
+    """Parse the description.
 
     Args:
-        text: the YAML file, ``None`` without one.
+        text: content of the YAML file; None without a file.
         flags: the command line.
 
     Raises:
@@ -96,7 +96,7 @@ def parse(text: str | None, flags: Flags) -> Description:
 
 
 def _served(node: Node) -> tuple[Member, ...]:
-    """Members without the addresses of an IP version that the node does not serve."""
+    """Return the members without addresses of an IP version that the node does not serve."""
     return tuple(
         replace(member, addresses=tuple(item for item in member.addresses if item.version in node.versions))
         for member in node.members
@@ -134,7 +134,7 @@ class _Reader(ConfigReader):
 
     def part(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Mapping[str, Any]:
         value = data.get(name)
-        # What is no mapping has been reported with the namespaces.
+        # A value that is no mapping was reported with the namespaces.
         return self.mapping(value, name, known) if isinstance(value, Mapping) else {}
 
     def members(self, data: Mapping[str, Any]) -> tuple[Member, ...]:
@@ -155,7 +155,7 @@ class _Reader(ConfigReader):
         return tuple(found)
 
     def members_of(self, flags: Flags) -> tuple[Member, ...]:
-        """Members from ``--pod UID=ADDRESS[,ADDRESS]@INTERFACE``."""
+        """Return the members given as ``--pod UID=ADDRESS[,ADDRESS]@INTERFACE``."""
         found = []
         for position, item in enumerate(flags.pods):
             place = f"--pod {item!r} (number {position + 1})"
