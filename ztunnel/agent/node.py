@@ -30,10 +30,10 @@ from ztunnel.agent.description import PodDescription, PodFaults, parse_pods
 from ztunnel.agent.errors import AgentError, EnrolFailed
 from ztunnel.agent.namespaces import (
     addresses,
-    open_namespace,
-    proxied_connections,
     apply_probes,
     apply_rules,
+    open_namespace,
+    proxied_connections,
     remove_probes,
     remove_rules,
 )

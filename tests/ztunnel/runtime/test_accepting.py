@@ -37,9 +37,9 @@ class Server:
         self.count = 0
         self._name = name
         self.listening = ListeningSocket(sock, SocketAddress(HOST, self.port), 128, poller)
-        self.listening.start(self._accepted)
+        self.listening.start(self.take)
 
-    def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
+    def take(self, client: socket.socket, peer: tuple[str, int]) -> None:
         with client:
             self.count += 1
             client.send(self._name)
@@ -201,13 +201,13 @@ class Sharing:
         self._name = name
         port: int = sock.getsockname()[1]
         self.listening = ListeningSocket(sock.dup(), SocketAddress(HOST, port), 128, poller, is_ours=self._is_ours)
-        self.listening.start(self._accepted)
+        self.listening.start(self.take)
 
     def _is_ours(self) -> bool:
         self.asked += 1
         return self.ours
 
-    def _accepted(self, client: socket.socket, peer: tuple[str, int]) -> None:
+    def take(self, client: socket.socket, peer: tuple[str, int]) -> None:
         with client:
             client.send(self._name)
 
@@ -240,14 +240,12 @@ def test_a_connection_that_is_not_taken_does_not_hold_up_the_next() -> None:
     async def main() -> None:
         with poller() as polled:
             server = Server(polled, 0, b"here")
-            taken = server.listening.accepted
-            assert taken is not None
 
             def fail_once(client: socket.socket, peer: tuple[str, int]) -> None:
-                server.listening.accepted = taken
+                server.listening.start(server.take)
                 raise MemoryError
 
-            server.listening.accepted = fail_once
+            server.listening.start(fail_once)
             # Both are in the queue before the loop runs, so that one event reports the two.
             clients = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(2)]
             try:
