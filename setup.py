@@ -22,6 +22,7 @@ COMPILED = (
     "hbone/reader.py",
     "hbone/stream_state.py",
     "hbone/tls.py",
+    "hbone/windows.py",
     "hbone/aio/answers.py",
     "hbone/aio/connection.py",
     "hbone/aio/end.py",

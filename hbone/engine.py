@@ -9,9 +9,9 @@ also while the frame is incomplete. On the way out the caller reads from its soc
 (:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload.
 
 Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
-:meth:`Engine.acknowledge` reports that it has left this proxy. Credit returns in WINDOW_UPDATEs of half a
-window: few frames, and a sender that never has to stop. So a peer can make us hold one window at most, however
-slow the application behind us is.
+:meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit returns when half of its window
+was used, the connection's when more is due than is left: few frames, and a sender that never has to stop. How
+large the windows are is up to :mod:`hbone.windows`: a stream that nothing reads pins its own and no other's.
 
 A stream is known from its first frame until both sides have ended it or one has reset it. Which frames its state
 allows is a table (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
@@ -74,6 +74,7 @@ from hbone.stream_state import (
     StreamState,
     Violation,
 )
+from hbone.windows import ConnectionWindow, StreamWindow
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
@@ -91,29 +92,17 @@ def _block_units(fields: int, octets: int) -> int:
     return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
 
 
-class _Stream:
-    __slots__ = (
-        "answered",
-        "blocked",
-        "cost",
-        "receive_window",
-        "send_window",
-        "state",
-        "tunnel",
-        "unacknowledged",
-        "used",
-    )
+class _Stream(StreamWindow):
+    __slots__ = ("answered", "blocked", "cost", "send_window", "state", "tunnel")
 
-    def __init__(self, state: StreamState, send_window: int, receive_window: int) -> None:
+    def __init__(self, state: StreamState, send_window: int, receive_window: int, now_s: float) -> None:
+        super().__init__(receive_window, now_s)
         self.state = state
         self.send_window = send_window
-        self.receive_window = receive_window
-        self.unacknowledged = 0
         self.answered = False
         self.tunnel = True
         self.blocked = False
         self.cost = 0  # units that an answer of 200 returns
-        self.used = False  # the peer has sent payload; of the first window only receive_window shows it
 
 
 class Engine:
@@ -150,10 +139,7 @@ class Engine:
         self._peer_initial_window = _DEFAULT_WINDOW
         self._send_window = _DEFAULT_WINDOW
         self._send_blocked = False
-        self._receive_window = settings.connection_window_bytes
-        self._unacknowledged = 0
-        self._window_step = settings.stream_window_bytes // 2
-        self._connection_step = settings.connection_window_bytes // 2
+        self._window = ConnectionWindow(settings)
         self._earned = 0
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
@@ -181,7 +167,7 @@ class Engine:
         """The first bytes of the connection: the preface of a client, SETTINGS, WINDOW_UPDATE."""
         opening = b"" if self._server else PREFACE
         opening += frames.settings_frame(self.settings.wire(self.role))
-        raise_by = self.settings.connection_window_bytes - _DEFAULT_WINDOW
+        raise_by = self.settings.first_connection_window_bytes - _DEFAULT_WINDOW
         if raise_by:
             # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
             opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
@@ -231,9 +217,10 @@ class Engine:
         stream_id = self._next_id
         self._next_id += 2
         state = SENT[StreamState.IDLE][StreamFrame.HEADERS_END if ended else StreamFrame.HEADERS]
-        stream = _Stream(state, self._peer_initial_window, self.settings.stream_window_bytes)
+        stream = _Stream(state, self._peer_initial_window, self._window.initial, self._now)
         stream.tunnel = tunnel
         self._streams[stream_id] = stream
+        self._window.opened(len(self._streams))
         self._send_headers(stream_id, headers, ended=ended)
         return stream_id
 
@@ -285,6 +272,7 @@ class Engine:
             # credit returned.
             if stream is self._data_stream:
                 self._data_stream = None
+            self._window.closed(stream, len(self._streams))
             self._send_reset(stream_id, code)
 
     def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
@@ -378,20 +366,32 @@ class Engine:
         Also called for streams that are gone: their bytes count against the connection's window all the same, and
         without this it would shrink with every stream that is cut off.
         """
-        self._unacknowledged += size
-        if self._unacknowledged >= self._connection_step:
-            self._grant(0, self._unacknowledged)
-            self._receive_window += self._unacknowledged
-            self._unacknowledged = 0
+        window = self._window
+        window.unacknowledged += size
+        if window.unacknowledged >= window.credit:
+            self._renew_connection()
         stream = self._streams.get(stream_id)
         # A peer that has ended needs no credit for the stream; the connection's has gone back above.
         if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
             stream.unacknowledged += size
-            if stream.unacknowledged >= self._window_step:
-                self._grant(stream_id, stream.unacknowledged)
-                stream.receive_window += stream.unacknowledged
-                stream.unacknowledged = 0
-                stream.used = True
+            if stream.unacknowledged >= stream.step:
+                credit = window.renew(stream, self._now, len(self._streams))
+                if credit > 0:
+                    self._grant(stream_id, credit)
+                if window.unacknowledged >= window.credit:
+                    self._renew_connection()
+
+    def _renew_connection(self) -> None:
+        """Return the connection's credit; called when no less is due than the peer has left.
+
+        Relative to what is left and not to the whole: when slow streams pin most of the window, the live ones move
+        in what remains of it, however little that is. Hence also when bytes come in, and not only when they leave.
+        """
+        window = self._window
+        if window.unacknowledged > 0:
+            self._grant(0, window.unacknowledged)
+            window.credit += window.unacknowledged
+            window.unacknowledged = 0
 
     # Bytes in
 
@@ -444,8 +444,16 @@ class Engine:
         return self._unparsed is not None
 
     def share(self, share: PeerShare) -> None:
-        """Pay from ``share`` as well, which the other connections of the same peer pay from, too."""
+        """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
+
+        Called before the first stream; :meth:`leave_share` ends it.
+        """
         self._peer_work = share.work
+        self._window.join(share)
+
+    def leave_share(self) -> None:
+        """Return the windows of this connection to its share; idempotent, and nothing without one."""
+        self._window.leave()
 
     def charge_records(self, overhead: int) -> None:
         """Charge for ``overhead`` octets of TLS that carried no payload, with the next :meth:`receive_data`."""
@@ -502,30 +510,36 @@ class Engine:
             stream is None
             or (stream.state is not OPEN and stream.state is not HALF_CLOSED_LOCAL)
             or not (stream.answered or self._server)
-            or size > stream.receive_window
-            or size > self._receive_window
+            or size > stream.credit
+            or size > self._window.credit
         ):
             self.data_started(stream_id, size, size, ended=ended)
             self.data_chunk(payload, size)
             self.data_done()
             return
-        self._receive_window -= size
-        stream.receive_window -= size
+        window = self._window
+        window.credit -= size
+        if window.credit < window.unacknowledged:
+            self._renew_connection()
+        stream.credit -= size
         self._deliver(stream_id, payload, size)
         if ended:
             self._remote_ended(stream_id, stream)
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
-        self._receive_window -= length
-        if self._receive_window < 0:
+        window = self._window
+        window.credit -= length
+        if window.credit < 0:
             raise Failure(ErrorCode.FLOW_CONTROL_ERROR, "connection window exceeded")
+        if window.credit < window.unacknowledged:
+            self._renew_connection()
         stream = self._streams.get(stream_id)
         if self._admit(stream_id, StreamFrame.DATA_END if ended else StreamFrame.DATA) is None:
             stream = None
         elif stream is not None:
-            stream.receive_window -= length
-            if stream.receive_window < 0:
+            stream.credit -= length
+            if stream.credit < 0:
                 self._stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
             elif not self._server and not stream.answered:
@@ -628,11 +642,12 @@ class Engine:
             self._charge_reset()
             self._send_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
             return
-        stream = _Stream(state, self._peer_initial_window, self.settings.stream_window_bytes)
+        stream = _Stream(state, self._peer_initial_window, self._window.initial, self._now)
         stream.tunnel = head.is_tunnel
         self._reader.work += REQUEST_UNITS
         stream.cost = min(cost + REQUEST_UNITS, REFUND_UNITS)
         self._streams[stream_id] = stream
+        self._window.opened(len(self._streams))
         self._events.append(RequestReceived(stream_id, head, ended))
         if ended:
             self._events.append(StreamEnded(stream_id))
@@ -789,7 +804,7 @@ class Engine:
         self.going_away = True
         if not self._server:
             for stream_id in [key for key in self._streams if key > last]:
-                del self._streams[stream_id]
+                self._window.closed(self._streams.pop(stream_id), len(self._streams))
                 self._events.append(StreamReset(stream_id, ErrorCode.REFUSED_STREAM, unprocessed=True))
         self._events.append(GoawayReceived(last, code, payload[8:264]))
 
@@ -860,8 +875,8 @@ class Engine:
     def _forget(self, stream_id: int, stream: _Stream) -> None:
         """Drop a stream that both sides have ended, or the peer has reset."""
         del self._streams[stream_id]
-        received = stream.used or stream.receive_window < self.settings.stream_window_bytes
-        if self._server and stream.tunnel and stream.answered and not received:
+        self._window.closed(stream, len(self._streams))
+        if self._server and stream.tunnel and stream.answered and not stream.used:
             self._reader.work += IDLE_STREAM_UNITS
 
     def _remote_ended(self, stream_id: int, stream: _Stream, trailers: Headers = ()) -> None:
@@ -877,7 +892,9 @@ class Engine:
         # MadeYouReset, CVE-2025-8671: the rapid reset with the roles changed, for a peer can provoke our
         # RST_STREAM as cheaply as it sends its own.
         self._charge_reset()
-        if self._streams.pop(stream_id, None) is not None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            self._window.closed(stream, len(self._streams))
             self._events.append(StreamReset(stream_id, code, by_peer=False))
         self._send_reset(stream_id, code)
 

@@ -47,11 +47,25 @@ class Budget:
 class PeerShare:
     """What all connections of one peer have together."""
 
-    __slots__ = ("connections", "work")
+    __slots__ = ("_most_window_bytes", "connections", "window_bytes", "work")
 
     def __init__(self, limits: Limits) -> None:
+        self._most_window_bytes = limits.peer_window_bytes
+        self.window_bytes = 0
+        """Receive windows of the connections beyond their first ones."""
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
+
+    def take_window(self, size: int) -> bool:
+        """Let a connection's receive window grow by ``size``; False: all of the peer's have enough together."""
+        if self.window_bytes + size > self._most_window_bytes:
+            return False
+        self.window_bytes += size
+        return True
+
+    def return_window(self, size: int) -> None:
+        """Take note that a connection's window is smaller by ``size``, or gone."""
+        self.window_bytes -= size
 
 
 class PeerShares:

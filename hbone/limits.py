@@ -66,6 +66,9 @@ class Limits:
     slice_s: float = 0.001
     """The same in seconds, checked between reads."""
 
+    peer_window_bytes: int = 32 * 1024 * 1024
+    """Bytes that all connections of one peer may have waiting here, beyond the first window of each."""
+
     control_burst: int = 1000
     control_rate: float = 500.0
     """Frames per second that make us work for nothing: SETTINGS, PING, PRIORITY, empty DATA, unearned

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from hbone.frames import Setting
 from hbone.limits import Limits
+
+_FIRST_CONNECTION_WINDOW: Final = 1024 * 1024
 
 
 class Role(Enum):
@@ -21,12 +24,15 @@ class Http2Settings:
     """SETTINGS we send, windows we grant.
 
     The defaults are those of the Rust ztunnel, in its order; ``max_concurrent_streams`` and
-    ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`.
+    ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`. Windows begin smaller and
+    grow up to ``stream_window_bytes`` and ``connection_window_bytes`` as they are used (:mod:`hbone.windows`).
     """
 
     max_concurrent_streams: int | None = 200
     stream_window_bytes: int = 4 * 1024 * 1024
     connection_window_bytes: int = 16 * 1024 * 1024
+    initial_window_bytes: int = 16_384
+    """Of a stream, announced; all that it may pin before it has shown that it needs more."""
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
     early_bytes: int = 64 * 1024
@@ -40,10 +46,22 @@ class Http2Settings:
     def __post_init__(self) -> None:
         if not 65_535 <= self.connection_window_bytes < 2**31:
             raise ValueError("connection_window_bytes must be 65,535 to 2^31-1: it can only be raised")
+        if not 0 < self.initial_window_bytes < 2**31:
+            raise ValueError("initial_window_bytes must be 1 to 2^31-1")
         if not 0 < self.stream_window_bytes < 2**31:
             raise ValueError("stream_window_bytes must be 1 to 2^31-1")
         if not 16_384 <= self.max_frame_bytes < 2**24:
             raise ValueError("max_frame_bytes must be 16,384 to 2^24-1 (RFC 9113, 6.5.2)")
+
+    @property
+    def first_window_bytes(self) -> int:
+        """The window that a stream starts with."""
+        return min(self.initial_window_bytes, self.stream_window_bytes)
+
+    @property
+    def first_connection_window_bytes(self) -> int:
+        """The window that a connection starts with."""
+        return min(_FIRST_CONNECTION_WINDOW, self.connection_window_bytes)
 
     def wire(self, role: Role) -> dict[int, int]:
         """The identifiers and values to announce, in their order."""
@@ -53,7 +71,7 @@ class Http2Settings:
         values.update(self.extra)
         if role is Role.SERVER and self.max_concurrent_streams is not None:
             values[Setting.MAX_CONCURRENT_STREAMS] = self.max_concurrent_streams
-        values[Setting.INITIAL_WINDOW_SIZE] = self.stream_window_bytes
+        values[Setting.INITIAL_WINDOW_SIZE] = self.first_window_bytes
         values[Setting.MAX_FRAME_SIZE] = self.max_frame_bytes
         values[Setting.MAX_HEADER_LIST_SIZE] = self.max_header_list_bytes
         if role is Role.SERVER and self.early_data:

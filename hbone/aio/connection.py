@@ -593,6 +593,7 @@ class Connection(TunnelCarrier):
         if self._pause is not None:
             self._pause.cancel()
         if self._share is not None:
+            self.engine.leave_share()
             self.poller.peers.leave(self._share)
         self._keepalive = self._first = self._pause = self._share = None
         self.link.close()

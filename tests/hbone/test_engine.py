@@ -169,8 +169,8 @@ def test_client_opens_without_waiting_for_settings() -> None:
     assert data.startswith(frames.PREFACE)
     kinds = split(data[len(frames.PREFACE) :])
     assert [kind for kind, *_ in kinds] == [frames.SETTINGS, frames.WINDOW_UPDATE, frames.HEADERS]
-    assert dict(frames.SETTING.iter_unpack(kinds[0][3])) == {2: 0, 4: 4_194_304, 5: 1_048_576, 6: 16_384}
-    assert kinds[1][3] == frames.U32.pack(16_711_681)
+    assert dict(frames.SETTING.iter_unpack(kinds[0][3])) == {2: 0, 4: 16_384, 5: 1_048_576, 6: 16_384}
+    assert kinds[1][3] == frames.U32.pack((1 << 20) - 65_535)
     assert kinds[2][1] == frames.END_HEADERS
 
 
@@ -178,8 +178,8 @@ def test_server_opening() -> None:
     engine = Engine(Role.SERVER, server_settings())
     engine.start()
     kinds = split(take(engine))
-    assert list(frames.SETTING.iter_unpack(kinds[0][3])) == [(3, 200), (4, 4_194_304), (5, 1_048_576), (6, 65_536)]
-    assert kinds[1] == (frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(16_711_681))
+    assert list(frames.SETTING.iter_unpack(kinds[0][3])) == [(3, 200), (4, 16_384), (5, 1_048_576), (6, 65_536)]
+    assert kinds[1] == (frames.WINDOW_UPDATE, 0, 0, frames.U32.pack((1 << 20) - 65_535))
 
 
 def test_a_server_that_holds_early_bytes_says_so_and_a_client_that_sends_some_hears_it() -> None:
@@ -345,7 +345,7 @@ def test_credit_returns_in_half_windows() -> None:
 
 
 def test_connection_window_is_enforced_and_returned_for_streams_that_are_gone() -> None:
-    engine = opened(connection_window_bytes=65_535)
+    engine = opened(connection_window_bytes=65_535, initial_window_bytes=1 << 20)
     engine.receive_data(request(1))
     engine.reset_stream(1, ErrorCode.CANCEL)
     take(engine)

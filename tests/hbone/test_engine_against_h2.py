@@ -71,6 +71,7 @@ class Differential(RuleBasedStateMachine):
             Http2Settings(
                 max_concurrent_streams=None,
                 stream_window_bytes=window,
+                initial_window_bytes=window,
                 connection_window_bytes=70_000,
                 max_frame_bytes=frame,
             ),

@@ -122,7 +122,7 @@ def send(engine: Engine, kind: StreamFrame) -> None:
         case StreamFrame.RST_STREAM:
             engine.reset_stream(1, ErrorCode.CANCEL)
         case StreamFrame.WINDOW_UPDATE:
-            engine.acknowledge(1, engine.settings.stream_window_bytes)
+            engine.acknowledge(1, engine.settings.first_window_bytes)
 
 
 def can_send(role: Role, state: StreamState, kind: StreamFrame) -> bool:

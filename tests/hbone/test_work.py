@@ -49,7 +49,9 @@ def test_a_read_is_worked_off_in_slices() -> None:
 
 
 def test_bulk_is_not_cut_into_slices() -> None:
-    engine = opened()
+    engine = server(initial_window_bytes=1 << 20)
+    engine.receive_data(OPENING + request(1))
+    engine.respond(1, 200)
     engine.receive_data(frame(frames.DATA, 0, 1, bytes(16_384)) * 16, 0.0, 1)
     assert not engine.unparsed
 

@@ -139,7 +139,8 @@ def test_an_unanswered_request_is_reset() -> None:
 def test_data_before_the_answer_is_held_then_given_and_too_much_resets() -> None:
     async def main() -> None:
         with polling() as poller:
-            async with connected(poller) as pair:
+            large = ConnectionSettings(http2=Http2Settings(initial_window_bytes=1 << 20))
+            async with connected(poller, server_settings=large) as pair:
                 engine = pair.client.engine
                 await until(lambda: engine.peer_settings_seen)
                 for size in (10, 200_000):
@@ -165,7 +166,8 @@ def test_data_after_the_answer_is_held_until_somebody_takes_it(*, with_answer: b
     # A server that speaks first, and much: its window is the only limit.
     async def main() -> None:
         with polling() as poller:
-            async with connected(poller) as pair:
+            large = ConnectionSettings(http2=Http2Settings(initial_window_bytes=1 << 20))
+            async with connected(poller, client_settings=large) as pair:
                 opening = asyncio.get_running_loop().create_task(pair.client.open(CONNECT))
                 request = await pair.requests.get()
                 accepted = request.accept()

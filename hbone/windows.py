@@ -1,0 +1,185 @@
+"""How much of a peer's payload may wait here: the receive windows of a connection and of its streams.
+
+What a stream can pin is its window: bytes that arrived and that its reader does not take. So that live streams
+always move, the windows of all streams together stay within the connection's. A stream therefore starts with
+little (``initial_window_bytes``) and gets more as it is measured to need it: when half of its window was delivered
+within :data:`FAST_S` and hardly anything waits, the peer was waiting for credit and not for the reader. A stream
+that slows down gives the growth back.
+
+Growth comes from two pools of the connection. What a socket has accepted may still wait in the kernel, which takes
+some megabytes from a stream that nothing reads. Streams that have delivered less than :data:`PROVEN_BYTES` share a
+small pool, of which each may take a quarter of what is left; beyond that a stream has a live reader, and may take
+half of what is left of the rest. However many streams are pinned, the next one finds credit, and once it has
+proved itself it finds as much as it can use.
+
+The connection's own window follows the streams: one that has few costs a peer little of the bytes that all of its
+connections may have waiting (:class:`hbone.flow.PeerShare`). When these are used up, nothing grows. That is
+backpressure for this peer and no error.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hbone.flow import PeerShare
+from hbone.settings import Http2Settings
+
+FAST_S: Final = 0.05
+"""Half a window within this time: at a round trip of up to 100 ms the window is the limit."""
+SLOW_S: Final = 0.5
+"""Half a window in more than this time: it is larger than the stream needs."""
+PROVEN_BYTES: Final = 8 * 1024 * 1024
+"""Delivered bytes that no socket buffer explains (tcp_wmem and tcp_rmem of Linux end at 4 and 6 MiB)."""
+_UNPROVEN_BYTES: Final = 3 * 1024 * 1024
+_QUICK_BYTES: Final = 256 * 1024  # below this a window grows fourfold at once, above it doubles
+_KEPT_BYTES: Final = 64 * 1024  # what a slow stream keeps of its growth
+_LEAST_GROWTH: Final = 8192
+_STREAM_STEP: Final = 32  # streams for which the connection's window is made ready at once
+_MOST_STREAMS: Final = 200  # reckoned with where none are announced, as by a client
+
+
+class StreamWindow:
+    """The receive window of one stream; ``credit + unacknowledged + waiting bytes == size``."""
+
+    __slots__ = ("borrowed", "credit", "delivered", "granted_s", "size", "step", "unacknowledged")
+
+    def __init__(self, size: int, now_s: float) -> None:
+        self.size = size
+        self.step = size >> 1
+        self.credit = size
+        """Bytes that the peer may send."""
+        self.unacknowledged = 0
+        """Bytes delivered whose credit the peer has not got back."""
+        self.delivered = 0
+        self.borrowed = 0  # of the pool of streams that have proved nothing yet
+        self.granted_s = now_s
+
+    @property
+    def used(self) -> bool:
+        """Whether the peer has sent anything that counts."""
+        return self.delivered > 0 or self.credit < self.size
+
+
+class ConnectionWindow:
+    """The receive window of a connection and the pools from which those of its streams grow."""
+
+    __slots__ = (
+        "_grown",
+        "_proven",
+        "_share",
+        "_unproven",
+        "credit",
+        "first",
+        "initial",
+        "most_bytes",
+        "most_stream_bytes",
+        "size",
+        "unacknowledged",
+    )
+
+    def __init__(self, settings: Http2Settings) -> None:
+        self.most_bytes = settings.connection_window_bytes
+        self.most_stream_bytes = settings.stream_window_bytes
+        self.initial = settings.first_window_bytes
+        """The window that every stream starts with."""
+        streams = settings.max_concurrent_streams or _MOST_STREAMS
+        # A configured window may be too small for that many streams. Half of it then stays for growth.
+        kept = min(self.initial * streams, self.most_bytes >> 1)
+        self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
+        self._proven = self.most_bytes - kept - self._unproven
+        self._grown = 0  # bytes that streams have beyond their first windows
+        self._share: PeerShare | None = None
+        self.first = settings.first_connection_window_bytes
+        """The window that the connection starts with, whatever its peer."""
+        self.size = self.first
+        self.credit = self.size
+        """Bytes that the peer may send on all streams."""
+        self.unacknowledged = 0
+        """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
+
+    def join(self, share: PeerShare) -> None:
+        """Take what goes beyond the first window from ``share``; called before any stream is open."""
+        self._share = share
+
+    def leave(self) -> None:
+        """Return everything to the share; the connection is over. Idempotent."""
+        if self._share is not None:
+            self._share.return_window(self.size - self.first)
+            self._share = None
+
+    def opened(self, streams: int) -> None:
+        """Take note that there are ``streams`` now, one more than before."""
+        if not streams % _STREAM_STEP:
+            self._fit(streams, self._grown)
+
+    def closed(self, stream: StreamWindow, streams: int) -> None:
+        """Take the growth of a stream that is gone back; ``streams`` are left."""
+        grown = stream.size - self.initial
+        if grown or not streams % _STREAM_STEP:
+            self._return(stream, grown)
+            self._fit(streams, self._grown)
+
+    def renew(self, stream: StreamWindow, now_s: float, streams: int) -> int:
+        """Return the credit to give a stream that has used half of its window, after fitting the window's size."""
+        consumed, size = stream.unacknowledged, stream.size
+        elapsed_s = now_s - stream.granted_s
+        waiting = size - stream.credit - consumed
+        stream.delivered += consumed
+        stream.granted_s = now_s
+        stream.unacknowledged = 0
+        if elapsed_s <= FAST_S and waiting <= size >> 2:
+            self._grow(stream, streams)
+        elif elapsed_s > SLOW_S and size > _KEPT_BYTES and size > self.initial:
+            # By keeping credit back, since what a peer has cannot be taken from it (but by SETTINGS, from all of
+            # its streams at once).
+            self._return(stream, size - max(size >> 1, _KEPT_BYTES, self.initial, size - consumed))
+            self._fit(streams, self._grown)
+        stream.step = stream.size >> 1
+        credit = stream.size - waiting - stream.credit
+        stream.credit += credit
+        return credit
+
+    def _grow(self, stream: StreamWindow, streams: int) -> None:
+        proven = stream.delivered >= PROVEN_BYTES
+        if proven and stream.borrowed and self._proven >= stream.borrowed:
+            self._proven -= stream.borrowed
+            self._unproven += stream.borrowed
+            stream.borrowed = 0
+        size = stream.size
+        if proven:
+            held = size - self.initial - stream.borrowed
+            allowed = (self._proven + held >> 1) - held
+        else:
+            allowed = (self._unproven + stream.borrowed >> 2) - stream.borrowed
+        more = min(size * 3 if size < _QUICK_BYTES else size, self.most_stream_bytes - size, allowed)
+        if more < _LEAST_GROWTH or not self._fit(streams, self._grown + more):
+            return
+        if proven:
+            self._proven -= more
+        else:
+            self._unproven -= more
+            stream.borrowed += more
+        stream.size += more
+        self._grown += more
+
+    def _return(self, stream: StreamWindow, size: int) -> None:
+        of_borrowed = min(size, stream.borrowed)
+        stream.borrowed -= of_borrowed
+        self._unproven += of_borrowed
+        self._proven += size - of_borrowed
+        stream.size -= size
+        self._grown -= size
+
+    def _fit(self, streams: int, grown: int) -> bool:
+        """Fit the window to ``streams`` that have grown by ``grown`` together; False: the peer may not have it."""
+        wanted = self.initial * (streams // _STREAM_STEP + 2) * _STREAM_STEP + grown
+        wanted = min(max(wanted, self.first), self.most_bytes)
+        change = wanted - self.size
+        if self._share is not None and change:
+            if change < 0:
+                self._share.return_window(-change)
+            elif not self._share.take_window(change):
+                return False
+        self.size = wanted
+        self.unacknowledged += change
+        return True
