@@ -200,8 +200,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # The callback closes the channel even if the task is cancelled before its first step: then no `finally`
-        # runs.
+        # A task that is cancelled before its first step runs no `finally`. The callback closes the channel even then.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:

@@ -1,8 +1,8 @@
-"""ZDS packets over a Unix socket of type SEQPACKET: both halves of the transport.
+"""Transport of ZDS, both halves: packets and descriptors over a Unix socket of type SEQPACKET.
 
-A packet is read with its descriptors in one call, all of them close-on-exec; whoever got a :class:`Packet` closes
-it, and with it every descriptor that was not taken. Asyncio's streams know no packets, so this waits with
-``add_reader`` and reads itself: a packet that arrives is never lost to a cancelled reader.
+One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`, and
+with it every descriptor that it did not take over. asyncio's streams have no packets, so this module waits with
+``add_reader`` and calls recvmsg itself; then a cancelled reader loses no packet.
 """
 
 import array
@@ -22,14 +22,14 @@ from ztunnel.runtime.sockets import ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
-# More than one is an error, but one that has to be seen, and counted, to be told.
+# More than one descriptor is an error, which the answer reports with their number: there must be room to count.
 _MOST_DESCRIPTORS = 16
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _BACKLOG = 16
 
 
 class Packet:
-    """What one read brought; leaving its ``with`` closes the descriptors that nobody took."""
+    """One packet; leaving its ``with`` closes the descriptors that were not taken over."""
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self.data = data
@@ -37,15 +37,17 @@ class Packet:
 
     @property
     def descriptors(self) -> int:
-        """How many are left."""
+        """The number of descriptors that were not taken over."""
         return len(self._descriptors)
 
-    def take_namespace(self, name: str) -> Netns:
-        """The first descriptor as a network namespace, the caller's to close from now on.
+    def pop_namespace(self, name: str) -> Netns:
+        """Return the first descriptor as a network namespace, which the caller closes from now on.
 
         Raises:
-            Unreadable: there is none, or it is something else.
+            Unreadable: the packet has none, or it is something else.
         """
+        # The type is checked before use: setns(2) with a descriptor of another kind of namespace would fail much
+        # later, and with a file or socket the message would not name the fault.
         if not self._descriptors:
             raise Unreadable("No control message")
         if not _is_network_namespace(self._descriptors[0]):
@@ -53,7 +55,7 @@ class Packet:
         return Netns.from_fd(self._descriptors.pop(0), name)
 
     def close(self) -> None:
-        """Close what was not taken; may be called twice."""
+        """Close the descriptors that were not taken over; idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -77,17 +79,17 @@ def _is_network_namespace(descriptor: int) -> bool:
 
 
 class Channel:
-    """One connection; owns its socket."""
+    """One ZDS connection; owns and closes its socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     async def receive(self) -> Packet | None:
-        """The next packet, None at the end.
+        """Return the next packet, or None at the end of the connection.
 
         Raises:
-            Unreadable: it was too long, or came with more descriptors than anybody could mean; those are closed.
-            OSError: the connection is gone.
+            Unreadable: the packet or its list of descriptors was truncated; the descriptors are closed.
+            OSError: the connection broke.
         """
         while True:
             try:
@@ -96,10 +98,10 @@ class Channel:
                 await ready(self._socket, writing=False)
 
     async def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send one packet, as soon as the peer has room for it.
+        """Send one packet, once the peer's receive queue has room for it; the descriptors are duplicated.
 
         Raises:
-            OSError: the connection is gone.
+            OSError: the connection broke.
         """
         while True:
             try:
@@ -112,12 +114,12 @@ class Channel:
                 await ready(self._socket, writing=True)
 
     def shut_down(self) -> None:
-        """End the connection for both sides; who receives sees the end."""
+        """End the connection for both sides; a pending :meth:`receive` returns None. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close; may be called twice, but not while somebody receives."""
+        """Close the socket; idempotent. :meth:`receive` and :meth:`send` must not be waiting."""
         self._socket.close()
 
 
@@ -134,17 +136,17 @@ def _receive(sock: socket.socket) -> Packet | None:
         what = "message" if flags & socket.MSG_TRUNC else "control message"
         raise Unreadable(f"{what} truncated")
     if not data:
-        # The end, or an empty packet, which is no message of ZDS either.
+        # The end, or an empty packet. recvmsg does not tell them apart, and ZDS has no empty message.
         packet.close()
         return None
     return packet
 
 
 def connect(path: Path) -> Channel:
-    """Connect to an agent; a Unix socket does so at once or not at all.
+    """Connect to an agent. A Unix socket connects or fails at once, so this does not wait.
 
     Raises:
-        OSError: nobody is there, or too many wait to be accepted (EAGAIN).
+        OSError: nothing listens there, or the listener's backlog is full (EAGAIN).
     """
     sock = socket.socket(socket.AF_UNIX, _SEQPACKET)
     try:
@@ -156,18 +158,19 @@ def connect(path: Path) -> Channel:
 
 
 class Listener:
-    """The agent's end: a listening socket under a path.
+    """The agent's listening socket under a path.
 
-    Whoever can connect is handed the pods' namespaces, so the socket is its owner's alone (mode 0600).
+    A client gets the pods' network namespaces, so only the socket's owner may connect (mode 0600).
 
     Raises:
-        OSError: the path cannot be had.
+        OSError: the path cannot be bound or replaced.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, _SEQPACKET)
-        # Renamed over the old path when it is complete: no proxy ever dials a half-made socket.
+        # The socket is renamed over the old path once it listens with its final mode. So no client connects to
+        # one that does not listen yet, or that others may open.
         making = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             making.unlink(missing_ok=True)
@@ -183,7 +186,11 @@ class Listener:
             raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from error
 
     async def accept(self) -> Channel:
-        """The next connection."""
+        """Return the next connection; the caller closes it.
+
+        Raises:
+            OSError: out of descriptors, mostly; the caller pauses and calls again.
+        """
         while True:
             try:
                 sock, _ = self._socket.accept()
@@ -194,8 +201,8 @@ class Listener:
                 return Channel(sock)
 
     def close(self) -> None:
-        """Stop listening; the path goes, unless a successor has taken it."""
-        # Looked at before closing: until then the number cannot be anybody else's.
+        """Stop listening, and remove the path unless a successor has replaced it; idempotent."""
+        # Compared before closing: while the socket is open no other file can have its inode number.
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()

@@ -1,7 +1,7 @@
-"""The pods of this node, each with a proxy: keeps connected to the node agent and does what it announces.
+"""Keeps the connection to the node agent, and starts and stops a proxy for each pod that it announces.
 
-All decisions are ``reconcile.py``'s. Here are the connection, the tasks that start and end proxies, one timer, and
-the pods' network namespaces, each of which stays open until the proxy that uses it has stopped.
+``reconcile.py`` makes all decisions. This module owns the connection, the tasks that start and stop proxies, one
+timer, and the pods' network namespaces. A namespace stays open until the proxy that uses it has stopped.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: What every socket in a pod carries, and the pod's rules let pass.
+#: The mark of every socket in a pod; the pod's rules do not redirect it.
 PACKET_MARK = 0x539
 _FIRST_UNREACHABLE_S = 0.02
 _FIRST_FAULTY_S = 0.5
@@ -45,10 +45,10 @@ _SPREAD = 0.2
 
 
 def check_privileges() -> None:
-    """Try at the start what every pod will need: enter a network namespace, and mark a socket.
+    """Enter a network namespace and mark a socket, as every pod will need; called once at the start.
 
     Raises:
-        NeedCapability: which one is missing, and for what.
+        NeedCapability: names the missing capability and its use.
     """
     with Netns.open(None) as own, own.entered():
         pass
@@ -61,7 +61,7 @@ def check_privileges() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodStatus:
-    """A pod as the dump shows it; ``running`` while it is up, ``error`` why it is not."""
+    """A pod as the dump shows it; ``running`` is its proxy if up, ``error`` the reason if its start failed."""
 
     info: PodInfo
     state: PodState
@@ -70,7 +70,7 @@ class PodStatus:
 
 
 class _Proxy:
-    """One generation: its namespace, and what it is doing in it."""
+    """The proxy of one generation: its namespace, and the tasks that start and drain it."""
 
     __slots__ = ("draining", "gone", "info", "netns", "netns_id", "running", "starting", "uid")
 
@@ -86,16 +86,16 @@ class _Proxy:
 
 
 class PodManager:
-    """Runs while entered; leaving ends every proxy at once, unless :meth:`drain` came before.
+    """Runs while entered; leaving stops every proxy at once, unless :meth:`drain` was called before.
 
     Args:
         path: the agent's socket.
-        start: makes the proxy of a pod; must be quick, for the agent waits.
+        start: starts the proxy of a pod; should be quick, because the agent waits at most 5 s.
         on_ready: called with every change of :attr:`ready`.
 
     Attributes:
-        proxies_started: in total.
-        proxies_stopped: in total.
+        proxies_started: number of proxies that started, in total.
+        proxies_stopped: number of proxies that stopped, in total.
     """
 
     def __init__(
@@ -113,30 +113,30 @@ class PodManager:
         self._connecting: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._answer: asyncio.Future[str] | None = None
-        self._told_ready = False
+        self._announced_ready = False
         self._draining = False
 
     @property
     def ready(self) -> bool:
-        """Whether every pod that the agent named has its proxy, and the agent is there to name more."""
-        return self._told_ready
+        """Whether the agent is connected and every pod of its snapshot has a proxy."""
+        return self._announced_ready
 
     @property
     def active_proxies(self) -> int:
-        """Pods whose proxy listens."""
+        """The number of pods whose proxy listens."""
         return self._reconciler.active
 
     @property
     def pending_proxies(self) -> int:
-        """Pods whose proxy does not, or not yet."""
+        """The number of pods whose proxy starts, or failed to start."""
         return self._reconciler.pending
 
     def states(self) -> Mapping[PodUid, PodStatus]:
-        """Every pod."""
+        """Return the status of every pod."""
         errors = self._reconciler.errors()
         found = {}
         for uid, generation, info, state in self._reconciler.pods():
-            proxy = self._proxies.get(generation)  # none: it has drained
+            proxy = self._proxies.get(generation)  # None once it has drained
             running = None if proxy is None else proxy.running
             found[uid] = PodStatus(info=info, state=state, running=running, error=errors.get(uid, ""))
         return found
@@ -156,9 +156,10 @@ class PodManager:
         await self._tasks.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more news, and let the connections of all pods end, within a time; :attr:`ready` stays.
+        """Leave the agent, and give the connections of all pods ``timeout_s`` to end; returns when all have.
 
-        Until a pod has drained it is in :meth:`states` with its proxy, whose connections are judged as before.
+        :attr:`ready` does not change. A pod that drains stays in :meth:`states`, and changed policies still end
+        its connections.
         """
         self._draining = True
         await self._leave()
@@ -201,9 +202,9 @@ class PodManager:
             began = asyncio.get_running_loop().time()
             served = False
             try:
-                served = await self._converse(channel)
+                served = await self._serve(channel)
             except Exception:
-                # A bug of ours; pods run on, and the next snapshot puts right what this one left.
+                # A bug of ours. Pods keep running, and the next snapshot corrects what this connection missed.
                 log.exception("lost the node agent path=%s", self._path)
             finally:
                 channel.close()
@@ -213,14 +214,14 @@ class PodManager:
             if served or asyncio.get_running_loop().time() - began >= faulty.limit_s:
                 faulty.reset()
             if not served:
-                # An agent that takes connections and makes nothing of them would see us in a tight loop.
+                # An agent that accepts and closes connections would otherwise be called in a tight loop.
                 await asyncio.sleep(faulty.next(random.random()))
 
-    async def _converse(self, channel: Channel) -> bool:
+    async def _serve(self, channel: Channel) -> bool:
         """Serve one connection to its end.
 
         Returns:
-            Whether it came to an end in order: the agent went after it had been served.
+            True if at least one request was answered and the agent broke no rule of the protocol.
         """
         served = False
         try:
@@ -238,25 +239,26 @@ class PodManager:
             try:
                 await channel.send(answer_bytes(str(fault)))
             except OSError:
-                pass  # it will see the end as well
+                pass  # the connection is gone, and the agent notices that, too
             return False
         except OSError as error:
             log.info("the node agent is gone path=%s error=%s", self._path, error)
         return served
 
     async def _process(self, packet: Packet) -> str:
-        """Do what one packet asks for.
+        """Handle one request.
 
         Returns:
-            The answer, in time.
+            The answer: an error, or empty for success. The reconciler gives it before the agent's limit of 5 s,
+            even if the proxy is still starting.
 
         Raises:
-            ZdsError: it is not what the agent may send now.
+            ZdsError: the packet is no request, or none that the agent may send now.
         """
         request = read_request(packet.data, packet.descriptors)
         log.debug("< %s", request)
         loop = asyncio.get_running_loop()
-        netns = packet.take_namespace(f"pod {request.uid}") if isinstance(request, AddPod) else None
+        netns = packet.pop_namespace(f"pod {request.uid}") if isinstance(request, AddPod) else None
         adopted = False
         self._answer = loop.create_future()
         try:
@@ -273,7 +275,7 @@ class PodManager:
         log.debug("> %s", answer or "ok")
         return answer
 
-    # What was decided
+    # Actions
 
     def _apply(self, actions: list[Action], netns: Netns | None = None) -> None:
         for action in actions:
@@ -296,16 +298,16 @@ class PodManager:
         self._changed()
 
     def _changed(self) -> None:
-        """Set the timer anew, and tell whether we are ready."""
+        """Set the timer for the next due time, and call ``on_ready`` if readiness changed."""
         due = self._reconciler.next_due
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if due is not None and not self._draining:
             self._timer = asyncio.get_running_loop().call_at(due, self._due)
-        if self._reconciler.ready != self._told_ready and not self._draining:
-            self._told_ready = self._reconciler.ready
-            self._on_ready(self._told_ready)
+        if self._reconciler.ready != self._announced_ready and not self._draining:
+            self._announced_ready = self._reconciler.ready
+            self._on_ready(self._announced_ready)
 
     def _due(self) -> None:
         self._apply(self._reconciler.advance(asyncio.get_running_loop().time()))
@@ -315,7 +317,7 @@ class PodManager:
         proxy.starting = self._tasks.start(self._started(generation, proxy), f"start {proxy.uid}")
 
     async def _started(self, generation: Generation, proxy: _Proxy) -> None:
-        # A predecessor in the same namespace holds the ports until it is gone.
+        # A predecessor in the same namespace holds the ports until it has stopped.
         for before in list(self._ending.get(proxy.netns_id, ())):
             await before.gone.wait()
         try:
@@ -324,7 +326,7 @@ class PodManager:
             log.warning("pod proxy not started uid=%s pod=%s error=%s", proxy.uid, _named(proxy.info), error)
             failure = str(error)
         except Exception as error:
-            # A bug of ours; the agent must get its answer nevertheless.
+            # A bug of ours; the agent waits for an answer nevertheless.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
             failure = repr(error)
         else:

@@ -1,8 +1,8 @@
-"""ZDS, how a node agent announces pods to a proxy: messages as values, bytes both ways (``istio.workload.zds``).
+"""Encode and decode ZDS, by which a node agent announces pods to a proxy (``istio.workload.zds``).
 
-One message is one packet of at most :data:`PACKET_BYTES`. The proxy says hello, then every request of the agent
-gets exactly one answer, and nothing is ever sent unasked. A pod's network namespace travels beside its ``Add``
-as a descriptor; how many came is an argument here, the descriptors themselves are ``channel.py``'s business.
+One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. Then every request of the agent
+gets exactly one answer, and the proxy sends nothing else. A pod's network namespace travels beside its ``Add`` as
+a descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from xds.proto.istio.zds.zds_pb2 import (
 )
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 
-#: What either side reads at once; a longer packet counts as truncated.
+#: The size of either side's receive buffer; a longer packet is truncated.
 PACKET_BYTES = 1024
 # Two tags, and two lengths of two bytes each, around the text of an answer.
 _ANSWER_OVERHEAD = 6
@@ -32,13 +32,13 @@ _CUT = "..."
 
 
 class ZdsError(Exception):
-    """The peer did not keep to the protocol.
+    """The peer broke the protocol; the error's text is what the agent gets as the answer.
 
     ::
 
         ZdsError
-        ├── Unreadable     a packet that is no message, or came with the wrong descriptors
-        └── Unexpected     a message that has no meaning now, or lacks what it is about
+        ├── Unreadable     a packet that is no message, or has the wrong number of descriptors
+        └── Unexpected     a message that is not allowed now, or lacks a field
     """
 
     doing = "failure to speak ZDS"
@@ -52,20 +52,20 @@ class ZdsError(Exception):
 
 
 class Unreadable(ZdsError):
-    """See :class:`ZdsError`; its text is what the agent is told."""
+    """A packet that is no message, or has the wrong number of descriptors."""
 
     doing = "failure to read message"
 
 
 class Unexpected(ZdsError):
-    """See :class:`ZdsError`; its text is what the agent is told."""
+    """A message that is not allowed now, or lacks a field."""
 
     doing = "failure to process message"
 
 
 @dataclass(frozen=True, slots=True)
 class AddPod:
-    """A pod is there; its network namespace comes along."""
+    """Announces a pod; its network namespace comes along as a descriptor."""
 
     uid: PodUid
     info: PodInfo
@@ -73,28 +73,28 @@ class AddPod:
 
 @dataclass(frozen=True, slots=True)
 class KeepPod:
-    """A pod is there, and the agent has not found its namespace yet: leave its proxy running."""
+    """Names a pod of the snapshot whose namespace the agent has not found yet; its proxy keeps running."""
 
     uid: PodUid
 
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """A pod is gone."""
+    """Announces that a pod is gone."""
 
     uid: PodUid
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSent:
-    """Every pod of the node has been named; what was not, is gone."""
+    """Completes the snapshot: pods of the node that it did not name are gone."""
 
 
 Request: TypeAlias = AddPod | KeepPod | DeletePod | SnapshotSent
 
 
 def hello_bytes() -> bytes:
-    """The proxy's first and only unasked packet."""
+    """Encode the proxy's hello, the only packet that answers no request."""
     return ZdsHello(version=Version.V1).SerializeToString()
 
 
@@ -102,7 +102,7 @@ def read_hello(data: bytes) -> None:
     """Check a proxy's first packet.
 
     Raises:
-        Unreadable: no hello, or of a version that this is not.
+        Unreadable: it is no hello, or one of another version.
     """
     try:
         version = ZdsHello.FromString(data).version
@@ -113,12 +113,12 @@ def read_hello(data: bytes) -> None:
 
 
 def request_bytes(request: Request) -> bytes:
-    """A request as a packet.
+    """Encode a request.
 
     Raises:
-        ValueError: longer than a packet: names that no Kubernetes object could have.
+        ValueError: longer than a packet; no Kubernetes object has names of that length.
     """
-    # Named by a string, because one of the fields is called like a keyword of Python.
+    # Arguments by name in a dictionary, because ``del`` is a keyword of Python.
     named: dict[str, Any]
     match request:
         case AddPod(uid, info):
@@ -139,15 +139,15 @@ def request_bytes(request: Request) -> bytes:
 
 
 def read_request(data: bytes, descriptors: int) -> Request:
-    """A packet of the agent as a value.
+    """Decode a packet of the agent.
 
     Args:
         data: the packet.
-        descriptors: how many came with it.
+        descriptors: the number of descriptors that came with it.
 
     Raises:
-        Unreadable: no message, none of the four, or not exactly the descriptors it needs.
-        Unexpected: a pod is added without saying who it is.
+        Unreadable: no message, none of the four kinds, or the wrong number of descriptors.
+        Unexpected: an ``Add`` without ``workload_info``.
     """
     try:
         message = WorkloadRequest.FromString(data)
@@ -182,17 +182,17 @@ def _added(message: AddWorkload) -> AddPod:
 
 
 def answer_bytes(error: str = "") -> bytes:
-    """The answer to a request; an error's text is cut to what fits into a packet."""
+    """Encode the answer to a request; the text of an error is cut to the size of a packet."""
     room = PACKET_BYTES - _ANSWER_OVERHEAD
     text = error.encode(errors="replace")
     if len(text) > room:
         text = text[: room - len(_CUT)] + _CUT.encode()
-    # "ignore": the cut may have gone through a character.
+    # "ignore": the cut may have split a multi-byte character.
     return WorkloadResponse(ack=Ack(error=text.decode(errors="ignore"))).SerializeToString()
 
 
 def read_answer(data: bytes) -> str:
-    """An answer as the error it reports, empty for success.
+    """Decode an answer as the error that it reports, empty for success.
 
     Raises:
         Unreadable: no message, or not an acknowledgement.

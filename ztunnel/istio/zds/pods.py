@@ -1,4 +1,4 @@
-"""What a pod is to the manager that starts and stops proxies for pods."""
+"""The types by which the manager of pods sees a pod and its proxy."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +12,7 @@ PodUid = NewType("PodUid", str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodInfo:
-    """Who a pod is, as announced."""
+    """The identity of a pod, as the agent announced it."""
 
     name: str
     namespace: str
@@ -20,31 +20,33 @@ class PodInfo:
 
 
 class PodState(Enum):
-    """As ``/config_dump`` prints it."""
+    """The state of a pod, as ``/config_dump`` prints it."""
 
     UP = "Up"
     PENDING = "Pending"
 
 
 class RunningPod(Protocol):
-    """The proxy of one pod, listening."""
+    """The listening proxy of one pod."""
 
     async def stop(self) -> None:
-        """End at once: listeners closed, connections aborted. Never raises, never waits for peers."""
+        """Close the listeners and abort connections at once. Never raises, never waits for peers."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop accepting, say GOAWAY, give what runs until the deadline, then abort."""
+        """Stop accepting, send GOAWAY, and abort the connections that are left after ``timeout_s``."""
 
 
 class StartPod(Protocol):
-    """Makes the proxy of a pod."""
+    """Starts the proxy of a pod."""
 
     async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> RunningPod:
         """Bind every listener in the pod's namespace; returns when all are bound.
 
         Args:
-            netns: stays the manager's: open until after :meth:`RunningPod.stop` returned.
+            uid: the pod.
+            info: its identity.
+            netns: its namespace. The manager closes it, after :meth:`RunningPod.stop` returned.
 
         Raises:
-            TproxyError, OSError: a listener could not be had; the pod stays pending and is tried again.
+            TproxyError, OSError: a listener could not be bound; the pod stays pending and is retried.
         """

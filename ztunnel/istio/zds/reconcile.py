@@ -1,7 +1,7 @@
-"""Which pods have a proxy, decided: what the agent says and what became of starts go in, actions come out.
+"""Decides which pods have a proxy: requests of the agent and results of starts go in, actions come out.
 
-A pod is named by its uid. Each time one needs a new proxy it gets a new *generation*, and everything that happens
-to that proxy is told by generation, so that news of an old one is never taken for the new one's::
+A pod is named by its uid. Each new proxy of a pod gets a new *generation*. Results of starts carry the generation,
+so that a late result of an old proxy is never taken for the new one's::
 
     Add ─> STARTING ──started──> UP
               │  ^
@@ -9,18 +9,18 @@ to that proxy is told by generation, so that news of an old one is never taken f
               v  │
             PENDING                     any ──Del, not in the snapshot, another namespace──> End
 
-Each connection of the agent begins with a snapshot: it names every pod of the node, then says so. What was not
-named is gone. What the agent gets, and when, is as with Rust ztunnel. Four things differ on this side of the wire:
+Each connection of the agent begins with a snapshot: it names every pod of the node, and SnapshotSent completes it.
+Pods that it did not name are gone. The agent gets the same answers at the same times as from Rust ztunnel. Four
+things differ inside the proxy:
 
-* A fault in the protocol ends the connection and nothing else. Rust ztunnel stops every pod's proxy and exits,
-  which turns one odd message of one agent into an outage of every pod of the node, and again after the restart.
-  The agent is told (the caller answers with the error), the caller connects again with back-off, and a snapshot
-  follows.
-* Pods whose start failed are tried on while the agent is away. Their rules are in place and they have no network
-  until their proxy is there, and the agent's being away does not make that better.
-* An ``Add`` that takes longer than the agent would wait for is answered as failed in time and goes on behind it.
-* A pod that cannot be started keeps this proxy from being ready for :data:`SETTLE_S` only. Another pod's fault,
-  such as a port that it uses itself, must not stop the roll-out of the proxy on all nodes.
+* A fault in the protocol ends the connection only. Rust ztunnel stops every pod's proxy and exits; so one odd
+  message of one agent is an outage of every pod of the node, and again after the restart. Here the caller answers
+  with the error and connects again with back-off, and the agent sends a new snapshot.
+* Failed starts are retried while the agent is disconnected. The rules of such a pod are in place, so it has no
+  network until its proxy listens, with or without an agent.
+* An ``Add`` that takes longer than the agent waits is answered in time as failed. The start continues.
+* A pod that cannot be started delays this proxy's readiness by :data:`SETTLE_S` only. The fault of one pod, such
+  as a port that it uses itself, must not stop the roll-out of the proxy on all nodes.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ from typing import NamedTuple, NewType, TypeAlias, assert_never
 from ztunnel.istio.zds.messages import AddPod, DeletePod, KeepPod, Request, SnapshotSent, Unexpected
 from ztunnel.istio.zds.pods import PodInfo, PodState, PodUid
 
-#: Between two attempts to start a pod, as Rust ztunnel.
+#: Between two attempts to start a pod, as in Rust ztunnel.
 RETRY_S = 5.0
-#: The agent waits 5 s for an answer; the rest is for the way and for a loop that is busy.
+#: The agent waits 5 s for an answer; the difference covers the transport and a busy event loop.
 ANSWER_S = 4.0
-#: After the snapshot, how long pods that do not start may keep us from being ready: six attempts; a guess.
+#: The time after the snapshot during which failing pods delay readiness: six attempts; a guess.
 SETTLE_S = 30.0
 
 #: One proxy of one pod, never used again.
@@ -43,7 +43,7 @@ Generation = NewType("Generation", int)
 
 
 class NetnsId(NamedTuple):
-    """Device and inode: equal exactly for the same network namespace."""
+    """Device and inode of a network namespace, equal only for the same one."""
 
     device: int
     inode: int
@@ -51,7 +51,7 @@ class NetnsId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a proxy, in the namespace that came with the request at hand."""
+    """Start a proxy in the namespace that came with the current request."""
 
     generation: Generation
     uid: PodUid
@@ -60,28 +60,28 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Start a proxy whose start failed, in the namespace it has."""
+    """Start a proxy again whose start failed, in the namespace that it has."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End a proxy, whether it runs, starts or waits for its next attempt; then close its namespace."""
+    """End a proxy in any state, running, starting or waiting for a retry; then close its namespace."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the request at hand; empty is success."""
+    """Answer the current request; an empty error is success."""
 
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyWithout:
-    """These pods have not started in all the time they had; from now on we are ready without them."""
+    """Readiness no longer waits for these pods, which have not started within :data:`SETTLE_S`."""
 
     pods: tuple[PodUid, ...]
 
@@ -100,9 +100,9 @@ class _Pod:
 
 
 class Reconciler:
-    """The state machine. Every method takes the time, and returns what is to be done, in order.
+    """The state machine; its methods take the time and return the actions to carry out, in order.
 
-    Requests come one at a time: the next one after the :class:`Answer` to the last.
+    Callers pass one request at a time, the next one after the :class:`Answer` to the last.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Reconciler:
         self._generations = count(1)
         self._not_up: set[PodUid] = set()
         self._connected = False
-        self._named: set[PodUid] | None = set()  # None: the snapshot is complete
+        self._in_snapshot: set[PodUid] | None = set()  # None: the snapshot is complete
         self._awaited: Generation | None = None
         self._answer_by = 0.0
         self._settle_by = 0.0
@@ -119,60 +119,61 @@ class Reconciler:
 
     @property
     def ready(self) -> bool:
-        """Connected, the snapshot complete, its pods up (see :data:`SETTLE_S`)."""
+        """Whether the agent is connected, its snapshot complete and its pods up (see :data:`SETTLE_S`)."""
         return self._connected and self._settled
 
     @property
     def active(self) -> int:
-        """Pods whose proxy is up."""
+        """The number of pods whose proxy is up."""
         return len(self._pods) - len(self._not_up)
 
     @property
     def pending(self) -> int:
-        """Pods whose proxy is not, or not yet."""
+        """The number of pods whose proxy starts, or failed to start."""
         return len(self._not_up)
 
     @property
     def next_due(self) -> float | None:
-        """When :meth:`advance` has something to do."""
+        """The time at which :meth:`advance` must be called next; None if nothing is due."""
         due = [pod.retry_at for uid in self._not_up if (pod := self._pods[uid]).retry_at is not None]
         if self._awaited is not None:
             due.append(self._answer_by)
-        if self._named is None and not self._settled:
+        if self._in_snapshot is None and not self._settled:
             due.append(self._settle_by)
         return min(due, default=None)
 
     def pods(self) -> Iterator[tuple[PodUid, Generation, PodInfo, PodState]]:
-        """Every pod."""
+        """Iterate over every pod."""
         for uid, pod in self._pods.items():
             yield uid, pod.generation, pod.info, PodState.UP if pod.up else PodState.PENDING
 
     def errors(self) -> dict[PodUid, str]:
-        """Why pods that have failed to start did, at their last attempt."""
+        """Return the error of the last attempt for each pod whose start failed."""
         return {uid: pod.error for uid in self._not_up if (pod := self._pods[uid]).error}
 
     def connected(self) -> None:
-        """A connection to the agent begins, and with it a new snapshot."""
+        """Begin a connection to the agent, and with it a new snapshot."""
         self.disconnected()
         self._connected = True
 
     def disconnected(self) -> None:
-        """The connection is over; whatever runs goes on."""
+        """End the connection to the agent; proxies keep running. Idempotent."""
         self._connected = False
-        self._named = set()
+        self._in_snapshot = set()
         self._awaited = None
         self._settled = False
 
     def handle(self, request: Request, netns: NetnsId | None, now: float) -> list[Action]:
-        """Take one request.
+        """Handle one request.
 
         Args:
-            request: see there.
-            netns: of an Add, the namespace that came with it.
+            request: the request.
+            netns: the namespace that came with an Add.
             now: the time.
 
         Raises:
-            Unexpected: it has no meaning now. Nothing has changed; tell the agent, then end the connection.
+            Unexpected: it is not allowed now. Nothing has changed; the caller answers with the error and ends the
+                connection.
         """
         match request:
             case AddPod(uid, info):
@@ -180,31 +181,31 @@ class Reconciler:
                     raise Unexpected(f"no namespace for {uid!r}")
                 actions = self._add(uid, info, netns, now)
             case KeepPod(uid):
-                if self._named is None:
+                if self._in_snapshot is None:
                     raise Unexpected("pods are kept in a snapshot only, and it is complete")
-                self._named.add(uid)
+                self._in_snapshot.add(uid)
                 actions = [Answer()]
             case DeletePod(uid):
                 actions = self._delete(uid)
             case SnapshotSent():
-                if self._named is None:
+                if self._in_snapshot is None:
                     raise Unexpected("the snapshot is complete already")
-                gone = [uid for uid in self._pods if uid not in self._named]
+                gone = [uid for uid in self._pods if uid not in self._in_snapshot]
                 actions = [self._forget(uid) for uid in gone]
                 actions.append(Answer())
-                self._named = None
+                self._in_snapshot = None
                 self._settle_by = now + SETTLE_S
             case _:
                 assert_never(request)
         return [*actions, *self._settle(now)]
 
     def _add(self, uid: PodUid, info: PodInfo, netns: NetnsId, now: float) -> list[Action]:
-        if self._named is not None:
-            self._named.add(uid)
+        if self._in_snapshot is not None:
+            self._in_snapshot.add(uid)
         pod = self._pods.get(uid)
         actions: list[Action] = []
-        # A pod does not change who it is. Should one do so nevertheless, success for a proxy that goes on under
-        # the old identity would be a lie.
+        # The identity of a pod never changes. Should an agent announce another one nevertheless, answering success
+        # would leave the old proxy running with the old identity and its certificate.
         if pod is not None and (pod.netns, pod.info) != (netns, info):
             actions.append(self._forget(uid))
             pod = None
@@ -225,9 +226,9 @@ class Reconciler:
 
     def _delete(self, uid: PodUid) -> list[Action]:
         pod = self._pods.get(uid)
-        if self._named is not None:
-            self._named.discard(uid)
-            # As Rust ztunnel: the end of the snapshot ends what runs.
+        if self._in_snapshot is not None:
+            self._in_snapshot.discard(uid)
+            # As in Rust ztunnel: a running proxy is ended when the snapshot is complete, not here.
             if pod is not None and pod.up:
                 pod = None
         return [Answer()] if pod is None else [self._forget(uid), Answer()]
@@ -239,7 +240,7 @@ class Reconciler:
         return End(pod.generation)
 
     def started(self, generation: Generation, now: float) -> list[Action]:
-        """A proxy listens. One that was ended in the meantime is nobody's news."""
+        """Record that a proxy listens; ignored if that generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
@@ -248,7 +249,7 @@ class Reconciler:
         return [*self._answered(generation, ""), *self._settle(now)]
 
     def failed(self, generation: Generation, error: str, now: float) -> list[Action]:
-        """A start came to nothing; it is tried again."""
+        """Record that a start failed, and schedule its retry; ignored if that generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
@@ -256,7 +257,7 @@ class Reconciler:
         return self._answered(generation, f"failure to start proxy : {error}")
 
     def advance(self, now: float) -> list[Action]:
-        """Do what is due."""
+        """Answer and retry whatever is due at ``now``."""
         actions: list[Action] = []
         if self._awaited is not None and self._answer_by <= now:
             late = f"failure to start proxy : not done after {ANSWER_S:g} s, goes on"
@@ -279,8 +280,11 @@ class Reconciler:
         return [Answer(error)]
 
     def _settle(self, now: float) -> list[Action]:
-        """Once ready, only losing the agent ends it: a pod that fails later is no news about the others."""
-        if self._settled or self._named is not None:
+        """Become ready once the snapshot's pods are up, or have had :data:`SETTLE_S`.
+
+        Readiness then lasts until the agent disconnects: a pod that fails later does not concern the others.
+        """
+        if self._settled or self._in_snapshot is not None:
             return []
         if self._not_up and now < self._settle_by:
             return []
