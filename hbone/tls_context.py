@@ -72,7 +72,9 @@ class TlsSettings:
         alpn: protocols in order of preference.
         alpn_required: a server refuses clients whose ALPN has none of ours (no ALPN at all is accepted); a
             client refuses servers which did not select one of ours.
-        verify: see :data:`Verify`; needs ``trusted_ca_pem``.
+        verify: see :data:`Verify`; needs ``trusted_ca_pem`` or ``any_chain``.
+        any_chain: without ``trusted_ca_pem``, ask for the peer's certificate and have ``verify`` alone judge it.
+            For pinned certificates and keys: the handshake proves the key, and the issuer does not matter.
         key_log: gets one line of NSS key log per secret, without newline.
     """
 
@@ -96,6 +98,7 @@ class TlsSettings:
     alpn_required: bool = False
     server_name: str | None = None
     verify: Verify | None = None
+    any_chain: bool = False
     key_log: Callable[[bytes], None] | None = None
 
 
@@ -176,8 +179,13 @@ class TlsContext:
 
     def _load_trust(self, raw: SSL.Context) -> None:
         settings = self._settings
+        server = self.role is Role.SERVER
+        mode = settings.client_certificate.value if server else SSL.VERIFY_PEER
         if settings.trusted_ca_pem is None:
-            raw.set_verify(SSL.VERIFY_NONE)
+            if settings.any_chain and settings.verify is not None:
+                self._kept = _set_verify(raw, mode, settings.verify, any_chain=True)
+            else:
+                raw.set_verify(SSL.VERIFY_NONE)
             return
         store = raw.get_cert_store()
         assert store is not None
@@ -190,8 +198,6 @@ class TlsContext:
                 store.add_crl(x509.load_pem_x509_crl(block))
             flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
         store.set_flags(flags)
-        server = self.role is Role.SERVER
-        mode = settings.client_certificate.value if server else SSL.VERIFY_PEER
         self._kept = _set_verify(raw, mode, settings.verify, allow_expired=settings.allow_expired)
 
     def _set_alpn(self, raw: SSL.Context) -> None:
@@ -213,7 +219,9 @@ class TlsContext:
         raw.set_alpn_select_callback(select)
 
 
-def _set_verify(raw: SSL.Context, mode: int, verify: Verify | None, *, allow_expired: bool) -> Any:
+def _set_verify(
+    raw: SSL.Context, mode: int, verify: Verify | None, *, allow_expired: bool = False, any_chain: bool = False
+) -> Any:
     """Install our callback; returns what must outlive ``raw``.
 
     OpenSSL calls it per certificate: errors first, then from the root down to the leaf. Not pyOpenSSL's
@@ -225,8 +233,13 @@ def _set_verify(raw: SSL.Context, mode: int, verify: Verify | None, *, allow_exp
         seen: Verification = SSL.Connection._reverse_mapping[ssl].get_app_data()
         try:
             if not accepted:
+                if any_chain:
+                    _lib.X509_STORE_CTX_set_error(store, 0)
+                    return 1
                 return _judge_error(store, seen, allow_expired=allow_expired)
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
+            if any_chain and depth:
+                return 1  # what an unverified issuer says about the leaf is no fact about the peer
             certificate = _lib.X509_STORE_CTX_get_current_cert(store)
             _lib.X509_up_ref(certificate)
             seen.chain[depth] = crypto.X509._from_raw_x509_ptr(certificate).to_cryptography()
