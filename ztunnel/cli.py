@@ -159,18 +159,20 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
     from xds.errors import ConfigError
     from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
-    from ztunnel.envoy.validate import faults_of
+    from ztunnel.envoy.validate import faults_of, faults_of_file
 
     status = 0
     try:
-        if settings.bootstrap:
+        if settings.bootstrap and validate:
+            faults = faults_of_file(settings.bootstrap)
+        elif settings.bootstrap:
             bootstrap = load_bootstrap(settings.bootstrap)
         else:
             bootstrap = read_bootstrap(
                 bootstrap_for(settings.control_plane, settings.node, delta=settings.delta, admin=settings.admin)
             )
+            faults = faults_of(bootstrap) if validate else []
         if validate:
-            faults = faults_of(bootstrap)
             for fault in faults:
                 print(fault)
             print(f"{len(faults)} faults" if faults else "configuration is valid", file=sys.stderr)

@@ -23,7 +23,8 @@ from xds.protocol.resource import Receive, SubscriptionStats, UpdateRejected
 logger = logging.getLogger(__name__)
 
 #: Told path and field paths of what a file held that its messages do not have.
-OnUnknownFields = Callable[[str, tuple[str, ...]], None]
+#: Takes the number of fields for which a file is refused.
+OnUnknownFields = Callable[[int], None]
 
 
 class FileSubscription:
@@ -122,13 +123,13 @@ class _File:
         except ConfigError as error:
             failure = error
         else:
-            if content.unknown_fields:
-                logger.warning(
-                    "unknown fields ignored path=%s fields=%s", self.path, ", ".join(content.unknown_fields[:10])
-                )
-                if self._on_unknown_fields is not None:
-                    self._on_unknown_fields(self.path, content.unknown_fields)
-            return content
+            unknown = content.unknown_fields
+            if not unknown:
+                return content
+            if self._on_unknown_fields is not None:
+                self._on_unknown_fields(len(unknown))
+            # As Envoy under --reject-unknown-dynamic-fields: without them the file would mean something else.
+            failure = ConfigError(", ".join(map(str, unknown[:10])))
         logger.warning("configuration file refused path=%s error=%s", self.path, failure)
         return failure
 

@@ -18,11 +18,17 @@ class SanMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """A certificate chain, leaf first, with its private key; both PEM."""
+    """A certificate chain, leaf first, with its private key; both PEM.
+
+    Attributes:
+        chain_file, key_file: where they were read from, for errors; empty: they were inline.
+    """
 
     chain_pem: bytes
     key_pem: bytes = field(repr=False)
     password: bytes | None = field(default=None, repr=False)
+    chain_file: str = field(default="", compare=False, repr=False)
+    key_file: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +36,11 @@ class Validation:
     """How to verify a peer.
 
     Attributes:
-        trusted_ca_pem: roots; ``None`` verifies nothing (the Envoy of 2022 towards servers).
+        trusted_ca_pem: roots; ``None`` verifies no chain (the Envoy of 2022 towards servers).
         san_matches: at least one must match one SAN, when there are any.
         certificate_hashes: lower-case hex SHA-256 of acceptable leaf certificates (DER).
         spki_hashes: base64 SHA-256 of acceptable public keys (SubjectPublicKeyInfo).
+        trusted_ca_file, crl_file: where they were read from, for errors; empty: they were inline.
     """
 
     trusted_ca_pem: bytes | None = None
@@ -42,11 +49,18 @@ class Validation:
     certificate_hashes: tuple[str, ...] = ()
     spki_hashes: tuple[str, ...] = ()
     allow_expired: bool = False
+    trusted_ca_file: str = field(default="", compare=False, repr=False)
+    crl_file: str = field(default="", compare=False, repr=False)
+
+    @property
+    def pins(self) -> bool:
+        """Whether it names acceptable certificates or keys, which proves a peer even without trusted roots."""
+        return bool(self.certificate_hashes or self.spki_hashes)
 
     @property
     def restricts(self) -> bool:
-        """Whether it says how the peer's name or key must look, which only a verified chain can prove."""
-        return bool(self.san_matches or self.certificate_hashes or self.spki_hashes)
+        """Whether it says how the peer's name or key must look."""
+        return self.pins or bool(self.san_matches)
 
     def merged(self, dynamic: "Validation") -> "Validation":
         """``combined_validation_context``: ``dynamic`` (SDS) over this default, repeated fields joined."""
@@ -57,6 +71,8 @@ class Validation:
             certificate_hashes=self.certificate_hashes + dynamic.certificate_hashes,
             spki_hashes=self.spki_hashes + dynamic.spki_hashes,
             allow_expired=self.allow_expired or dynamic.allow_expired,
+            trusted_ca_file=dynamic.trusted_ca_file if dynamic.trusted_ca_pem else self.trusted_ca_file,
+            crl_file=dynamic.crl_file if dynamic.crl_pem else self.crl_file,
         )
 
 

@@ -1,11 +1,13 @@
 """JSON and YAML -> message, as Envoy reads its configuration.
 
 Field names are accepted in snake_case and lowerCamelCase, enums by name or number, 64-bit integers as
-string or number, wrappers as bare values, ``Any`` as an object with ``@type``. Three things differ from
+string or number, wrappers as bare values, ``Any`` as an object with ``@type``. Four things differ from
 protobuf's own JSON reader, and are why this module exists:
 
 * errors name the place: ``resources[0].filter_chains[1].filters[0].typed_config.stat_prefix: ...``;
-* unknown fields are left out, as Envoy does for dynamic resources, but *reported* (:attr:`Parsed.unknown_fields`);
+* fields that our message lacks are left out and *reported* with a reason (:attr:`Parsed.unknown_fields`), so that
+  callers refuse what Envoy would obey (see :mod:`xds.proto.unknown`);
+* all faults of a document can be listed, not just the first (``faults``);
 * an ``Any`` of a type not known here becomes an ``Any`` of ``xds.type.v3.TypedStruct``, which exists for
   configuration whose message is not known here: one odd extension refuses its resource, not the whole file.
 
@@ -16,7 +18,8 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
@@ -26,6 +29,7 @@ from google.protobuf.message import Message
 
 from xds.errors import ConfigError
 from xds.proto import registry
+from xds.proto.unknown import UnknownField, reason_for
 from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import Duration, FieldMask, ListValue, Struct, Timestamp, Value
 from xds.proto.xds.type.v3.type_pb2 import TypedStruct
@@ -53,33 +57,41 @@ class Parsed(Generic[_M]):
     """A message, and what of the text it does not hold.
 
     Attributes:
-        unknown_fields: paths of fields the message type does not have.
+        unknown_fields: fields that our message type does not have, save harmless ones.
         unknown_types: path and type URL of each ``Any`` that became a ``TypedStruct``.
     """
 
     message: _M
-    unknown_fields: tuple[str, ...] = ()
+    unknown_fields: tuple[UnknownField, ...] = ()
     unknown_types: tuple[tuple[str, str], ...] = ()
 
 
-def parse_text(text: str, message_type: type[_M]) -> Parsed[_M]:
+def parse_text(text: str, message_type: type[_M], *, faults: list[ConfigError] | None = None) -> Parsed[_M]:
     """Read one JSON or YAML document.
+
+    Args:
+        text: the document.
+        message_type: what it describes.
+        faults: takes every value that does not fit, which is then left out, instead of the first being raised.
 
     Raises:
         ConfigError: the text is neither, or does not fit the message type.
     """
-    return parse_value(load(text), message_type)
+    return parse_value(load(text), message_type, faults=faults)
 
 
-def parse_value(value: object, message_type: type[_M], *, path: str = "") -> Parsed[_M]:
+def parse_value(
+    value: object, message_type: type[_M], *, path: str = "", faults: list[ConfigError] | None = None
+) -> Parsed[_M]:
     """Read what :func:`load` returned; ``path`` is put before the paths of errors and reports.
 
     Raises:
         ConfigError: ``value`` does not fit.
     """
-    reader = _Reader()
+    reader = _Reader(faults)
     message = message_type()
-    reader.message(message, value, path, 0)
+    with reader.noting():
+        reader.message(message, value, path, 0)
     registry.normalise(message)
     return Parsed(
         message=message,
@@ -158,9 +170,20 @@ def _kind(value: object) -> str:
 
 
 class _Reader:
-    def __init__(self) -> None:
-        self.unknown_fields: list[str] = []
+    def __init__(self, faults: list[ConfigError] | None) -> None:
+        self.faults = faults
+        self.unknown_fields: list[UnknownField] = []
         self.unknown_types: list[tuple[str, str]] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note a fault and go on behind it, where all are wanted."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.faults is None:
+                raise
+            self.faults.append(error)
 
     def message(self, message: Message, value: object, path: str, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -188,20 +211,39 @@ class _Reader:
                 continue
             field = known.get(str(key))
             if field is None:
-                self.unknown_fields.append(_under(path, str(key)))
+                reason = reason_for(message.DESCRIPTOR.full_name, str(key))
+                if reason is not None:
+                    self.unknown_fields.append(UnknownField(_under(path, str(key)), reason))
                 continue
             inner = _under(path, field.name)
-            if field.name in seen:
-                raise ConfigError(f"given twice, once as {key!r}", inner)
-            seen.add(field.name)
-            if item is None and not _takes_null(field):
+            if self.faults is None:
+                self.one_field(message, field, key, item, inner, depth, seen, oneofs)
                 continue
-            oneof = field.containing_oneof
-            if oneof is not None:
-                if oneof.name in oneofs:
-                    raise ConfigError(f"only one of {oneofs[oneof.name]!r} and {field.name!r} may be set", inner)
-                oneofs[oneof.name] = field.name
-            self.field(message, field, item, inner, depth)
+            with self.noting():
+                self.one_field(message, field, key, item, inner, depth, seen, oneofs)
+
+    def one_field(
+        self,
+        message: Message,
+        field: FieldDescriptor,
+        key: object,
+        item: object,
+        path: str,
+        depth: int,
+        seen: set[str],
+        oneofs: dict[str, str],
+    ) -> None:
+        if field.name in seen:
+            raise ConfigError(f"given twice, once as {key!r}", path)
+        seen.add(field.name)
+        if item is None and not _takes_null(field):
+            return
+        oneof = field.containing_oneof
+        if oneof is not None:
+            if oneof.name in oneofs:
+                raise ConfigError(f"only one of {oneofs[oneof.name]!r} and {field.name!r} may be set", path)
+            oneofs[oneof.name] = field.name
+        self.field(message, field, item, path, depth)
 
     def field(self, message: Message, field: FieldDescriptor, value: object, path: str, depth: int) -> None:
         entry = map_entry(field)
@@ -213,10 +255,11 @@ class _Reader:
             target = getattr(message, field.name)
             for index, item in enumerate(value):
                 inner = f"{path}[{index}]"
-                if field.type == FieldDescriptor.TYPE_MESSAGE:
-                    self.message(target.add(), item, inner, depth + 1)
-                else:
-                    target.append(self.scalar(field, item, inner))
+                with self.noting():
+                    if field.type == FieldDescriptor.TYPE_MESSAGE:
+                        self.message(target.add(), item, inner, depth + 1)
+                    else:
+                        target.append(self.scalar(field, item, inner))
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             target = getattr(message, field.name)
             target.SetInParent()
@@ -230,11 +273,12 @@ class _Reader:
         key_field, value_field = entry.fields_by_name["key"], entry.fields_by_name["value"]
         for raw, item in value.items():
             inner = f"{path}[{json.dumps(str(raw), ensure_ascii=False)}]"
-            key = self.map_key(key_field, raw, inner)
-            if value_field.type == FieldDescriptor.TYPE_MESSAGE:
-                self.message(target[key], item, inner, depth + 1)
-            else:
-                target[key] = self.scalar(value_field, item, inner)
+            with self.noting():
+                key = self.map_key(key_field, raw, inner)
+                if value_field.type == FieldDescriptor.TYPE_MESSAGE:
+                    self.message(target[key], item, inner, depth + 1)
+                else:
+                    target[key] = self.scalar(value_field, item, inner)
 
     def map_key(self, field: FieldDescriptor, raw: object, path: str) -> object:
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:

@@ -6,10 +6,13 @@ unknown type stays packed, and :func:`unpack` says so with :class:`UnknownType`.
 
 import importlib
 import pkgutil
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -73,6 +76,16 @@ def message_for(type_url: str) -> type[Message]:
     return message_factory.GetMessageClass(descriptor)
 
 
+def messages() -> Iterator[Descriptor]:
+    """Yield the descriptor of every message type known here, nested ones included, by name of its file."""
+    modules = sorted(name for name in sys.modules if name.startswith(f"{__package__}.") and name.endswith("_pb2"))
+    left = [sys.modules[name].DESCRIPTOR.message_types_by_name.values() for name in modules]
+    while left:
+        for descriptor in left.pop(0):
+            yield descriptor
+            left.append(descriptor.nested_types)
+
+
 def unpack(packed: AnyMessage) -> Message:
     """Return the message inside, in today's form (see :func:`normalise`).
 
@@ -122,8 +135,8 @@ def _normalise_port_override(config: Cluster.OriginalDstLbConfig) -> None:
     fields = [unknown[index] for index in range(len(unknown))]
     # Varint is wire type 0; the last one wins, as for any singular field.
     plain = [field.data for field in fields if field.field_number == number and field.wire_type == 0]
-    if plain:
-        # There is no way to drop a single unknown field; the packed original keeps the others.
+    # There is no way to drop a single unknown field: beside another one it stays, and both are refused.
+    if plain and len(plain) == len(fields):
         config.DiscardUnknownFields()
         config.upstream_port_override.value = plain[-1] & 0xFFFFFFFF
 

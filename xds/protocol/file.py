@@ -12,6 +12,7 @@ from xds.errors import ConfigError
 from xds.proto import json, registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.pool import POOL
+from xds.proto.unknown import UnknownField
 from xds.protocol.client import BadResponse
 from xds.protocol.resource import Update
 from xds.protocol.sotw import resources_of
@@ -23,11 +24,11 @@ class FileContent:
     """A parsed file.
 
     Attributes:
-        unknown_fields: paths of fields left out, for the counter and for strict mode.
+        unknown_fields: fields that our messages lack, for which the file is refused.
     """
 
     response: DiscoveryResponse
-    unknown_fields: tuple[str, ...] = ()
+    unknown_fields: tuple[UnknownField, ...] = ()
 
 
 def parse_file(name: str, data: bytes) -> FileContent:

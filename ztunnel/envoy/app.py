@@ -17,6 +17,7 @@ from hbone.settings import server_settings
 from xds.aio.client import AdsClient, PerTypeClient
 from xds.aio.file import FileSource as FileWatcher
 from xds.dialects.envoy import Surroundings
+from xds.dialects.envoy.reading import at
 from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
 from xds.protocol.resource import ResourceSource, Update
@@ -205,9 +206,8 @@ class Proxy:
         self.bootstrap.check(source)
         return self._streams[source]
 
-    def _count_unknown_fields(self, path: str, fields: tuple[str, ...]) -> None:
-        self.unknown_fields.value += len(fields)
-        log.warning("%s: %d fields no message has, first %s; ignored", path, len(fields), fields[0])
+    def _count_unknown_fields(self, count: int) -> None:
+        self.unknown_fields.value += count
 
     def _retire_cluster(self, cluster: LiveCluster) -> None:
         """A cluster was replaced or removed: no new work, what runs ends by itself."""
@@ -267,12 +267,15 @@ class Proxy:
 
     def _add_static(self) -> None:
         static = self.bootstrap.message.static_resources
-        for secret in static.secrets:
-            self.secrets.add_static(registry.pack(secret))
-        for cluster in static.clusters:
-            self.clusters.add_static(registry.pack(cluster))
-        for listener in static.listeners:
-            self.listeners.add_static(registry.pack(listener))
+        for index, secret in enumerate(static.secrets):
+            with at("static_resources", "secrets", index):
+                self.secrets.add_static(registry.pack(secret))
+        for index, cluster in enumerate(static.clusters):
+            with at("static_resources", "clusters", index):
+                self.clusters.add_static(registry.pack(cluster))
+        for index, listener in enumerate(static.listeners):
+            with at("static_resources", "listeners", index):
+                self.listeners.add_static(registry.pack(listener))
 
     async def _start(self) -> None:
         """Clusters, then listeners; nothing listens before everything is warm."""

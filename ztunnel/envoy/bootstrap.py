@@ -1,18 +1,37 @@
 """The bootstrap: what the proxy knows before any control plane speaks."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from xds.dialects.envoy.reading import api_config_source, at, config_source, fetch_timeout, socket_address
-from xds.errors import ConfigError
+from xds.dialects.envoy.reading import (
+    api_config_source,
+    at,
+    config_source,
+    fetch_timeout,
+    only,
+    socket_address,
+    string_match,
+    struct,
+    unpack,
+    unpack_as,
+)
+from xds.errors import ConfigError, Unsupported
 from xds.grpc.address import host_and_port
 from xds.model.address import SocketAddress
+from xds.model.strings import StringMatch
 from xds.model.tls import AdsSource, ConfigSource, GrpcSource
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
+from xds.proto.envoy.extensions.access_loggers.file.v3.file_pb2 import FileAccessLog
+from xds.proto.envoy.extensions.bootstrap.internal_listener.v3.internal_listener_pb2 import InternalListener
 from xds.proto.json import parse_text
+from xds.proto.well_known import Struct
+
+_NOWHERE = "/dev/null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,7 @@ class BootstrapConfig:
         message: as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap names one.
+        admin_allow_paths: targets, queries included, that the admin server answers; empty: all.
         targets: static clusters that gRPC can reach, for streams that name one.
     """
 
@@ -55,6 +75,7 @@ class BootstrapConfig:
     lds: Discovery | None
     cds: Discovery | None
     admin: SocketAddress | None
+    admin_allow_paths: tuple[StringMatch, ...]
     targets: Mapping[str, GrpcTarget]
 
     def check(self, source: ConfigSource) -> None:
@@ -73,61 +94,186 @@ def load_bootstrap(path: str) -> BootstrapConfig:
     """Read a bootstrap file, YAML or JSON.
 
     Raises:
-        ConfigError: unreadable, malformed, or with a field no bootstrap has.
+        ConfigError: unreadable, malformed, or with a field that this proxy does not obey.
+    """
+    with at(path):
+        return read_bootstrap(parse_bootstrap(path))
+
+
+def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Bootstrap:
+    """Return the message in a bootstrap file.
+
+    Args:
+        path: the file.
+        faults: takes every fault of the text, instead of the first being raised; what is at fault is left out.
+
+    Raises:
+        ConfigError: unreadable, no YAML, or malformed.
     """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read: {error}", path) from None
-    with at(path):
-        parsed = parse_text(text, Bootstrap)
-        if parsed.unknown_fields:
-            # As Envoy: what is static must be understood to the last field.
-            raise ConfigError("no such field", parsed.unknown_fields[0])
-        return read_bootstrap(parsed.message)
+        raise ConfigError(f"cannot read: {error}") from None
+    parsed = parse_text(text, Bootstrap, faults=faults)
+    # As Envoy: what is static must be understood to the last field.
+    unknown = [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
+    if faults is not None:
+        faults.extend(unknown)
+    elif unknown:
+        raise unknown[0]
+    return parsed.message
 
 
-def read_bootstrap(message: Bootstrap) -> BootstrapConfig:
+def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) -> BootstrapConfig:
     """What the proxy needs of a bootstrap.
+
+    Args:
+        message: the bootstrap.
+        faults: takes every fault, instead of the first being raised; what is at fault is left out.
 
     Raises:
         ConfigError: with the path of what is wrong.
     """
+    found: list[ConfigError] = [] if faults is None else faults
+
+    @contextmanager
+    def noting(*steps: str | int) -> Iterator[None]:
+        try:
+            with at(*steps):
+                yield
+        except ConfigError as error:
+            if faults is None:
+                raise
+            found.append(error)
+
+    _refuse_ignored(message, noting)
     dynamic = message.dynamic_resources
-    ads = None
+    with noting("dynamic_resources"):
+        only(dynamic, "lds_config", "cds_config", "ads_config")
+    ads = lds = cds = None
     if dynamic.HasField("ads_config"):
-        with at("dynamic_resources", "ads_config"):
+        with noting("dynamic_resources", "ads_config"):
             source = api_config_source(_as_plain(dynamic.ads_config))
             assert isinstance(source, GrpcSource)
             ads = source
-    admin = None
+    admin, allow_paths = None, []
     if message.admin.HasField("address"):
-        with at("admin", "address", "socket_address"):
+        with noting("admin", "address", "socket_address"):
             admin = socket_address(message.admin.address.socket_address)
-    targets = {}
+    for index, matcher in enumerate(message.admin.allow_paths):
+        with noting("admin", "allow_paths", index):
+            allow_paths.append(string_match(matcher))
+    targets: dict[str, GrpcTarget] = {}
     for index, cluster in enumerate(message.static_resources.clusters):
         address = _target(cluster)
         if address is not None:
-            targets[cluster.name] = GrpcTarget(address, index, cluster)
+            targets.setdefault(cluster.name, GrpcTarget(address, index, cluster))
+    with noting():
+        cds = _discovery(dynamic, "cds_config")
+    with noting():
+        lds = _discovery(dynamic, "lds_config")
     config = BootstrapConfig(
         message=message,
         ads=ads,
         node_on_first_only=dynamic.ads_config.set_node_on_first_message_only,
-        lds=_discovery(dynamic, "lds_config"),
-        cds=_discovery(dynamic, "cds_config"),
+        lds=lds,
+        cds=cds,
         admin=admin,
+        admin_allow_paths=tuple(allow_paths),
         targets=targets,
     )
     if ads is not None and ads.cluster not in targets:
-        raise ConfigError(
-            f"no static cluster '{ads.cluster}' with one endpoint",
-            "dynamic_resources.ads_config.grpc_services[0].envoy_grpc.cluster_name",
-        )
-    for field, discovery in (("cds_config", config.cds), ("lds_config", config.lds)):
+        with noting("dynamic_resources", "ads_config", "grpc_services", 0, "envoy_grpc", "cluster_name"):
+            raise ConfigError(f"no static cluster '{ads.cluster}' with one endpoint")
+    for field, discovery in (("cds_config", cds), ("lds_config", lds)):
         if discovery is not None:
-            with at("dynamic_resources", field):
+            with noting("dynamic_resources", field):
                 config.check(discovery.source)
     return config
+
+
+#: A context manager that puts steps of a path before a fault, and keeps it or lets it through.
+_Noting = Callable[..., AbstractContextManager[None]]
+#: Fields that are obeyed (in this module or by what serves static resources) or change nothing here.
+_BOOTSTRAP = (
+    "node",
+    "static_resources",
+    "dynamic_resources",
+    "admin",
+    "bootstrap_extensions",
+    "layered_runtime",
+    "stats_flush_interval",  # of sinks, which are refused
+)
+_ADMIN = (
+    "address",
+    "allow_paths",
+    "access_log",
+    "access_log_path",
+    "profile_path",  # of a page for Envoy's own profiler
+    "ignore_global_conn_limit",  # there is no such limit
+)
+#: Runtime keys that choose between versions of Envoy's own code, and bounds of its regular expressions.
+_INERT_KEYS = (
+    "envoy.reloadable_features.",
+    "envoy.restart_features.",
+    "envoy.deprecated_features",
+    "re2.max_program_size.",
+)
+_CONNECTION_LIMIT = "overload.global_downstream_max_connections"
+_NO_LIMIT = 2**31 - 1
+
+
+def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
+    """Refuse what Envoy would obey and this proxy does not, each by its name."""
+    for field, _ in message.ListFields():
+        with noting(field.name):
+            if field.name not in _BOOTSTRAP:
+                raise Unsupported("this proxy does not support this field")
+    for field, _ in message.admin.ListFields():
+        with noting("admin", field.name):
+            if field.name not in _ADMIN:
+                raise Unsupported("this proxy does not support this field")
+    with noting("admin", "access_log_path"):
+        if message.admin.access_log_path not in ("", _NOWHERE):
+            raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
+    for index, log in enumerate(message.admin.access_log):
+        with noting("admin", "access_log", index):
+            logger = unpack(log.typed_config, log.name)
+            if not isinstance(logger, FileAccessLog) or logger.path != _NOWHERE:
+                raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
+    for index, extension in enumerate(message.bootstrap_extensions):
+        with noting("bootstrap_extensions", index, "typed_config"):
+            # Internal listeners need no extension here; their buffers are as large as those of sockets.
+            only(unpack_as(extension.typed_config, InternalListener, extension.name))
+    for index, layer in enumerate(message.layered_runtime.layers):
+        with noting("layered_runtime", "layers", index):
+            only(layer, "name", "static_layer", "admin_layer")  # the last begins empty, and no page changes it
+        _refuse_runtime(layer.static_layer, noting, ("layered_runtime", "layers", index, "static_layer"))
+    seen: set[str] = set()
+    for index, cluster in enumerate(message.static_resources.clusters):
+        with noting("static_resources", "clusters", index, "name"):
+            if cluster.name in seen:
+                raise ConfigError(f"cluster manager: duplicate cluster '{cluster.name}'")
+            seen.add(cluster.name)
+
+
+def _refuse_runtime(layer: Struct, noting: _Noting, path: tuple[str | int, ...]) -> None:
+    """Refuse runtime keys, nested or with dots in their names, that change what Envoy does."""
+    for key, value in _flat(struct(layer), ""):
+        with noting(*path):
+            if key.startswith(_INERT_KEYS):
+                continue
+            if key == _CONNECTION_LIMIT and isinstance(value, float) and value >= _NO_LIMIT:
+                continue
+            raise Unsupported("this proxy does not obey this runtime key", f"[{json.dumps(key)}]")
+
+
+def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _as_plain(source: core.ApiConfigSource) -> core.ApiConfigSource:

@@ -1,50 +1,94 @@
 """``ztunnel proxy --validate``: every fault of a configuration, without serving it."""
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from google.protobuf.message import Message
 
+from hbone.settings import Role
 from xds.dialects.envoy import (
     Surroundings,
     compile_assignment,
     compile_cluster,
     compile_listener,
+    compile_listener_filter,
+    compile_route_table,
     compile_secret,
 )
+from xds.dialects.envoy.reading import at, unpack
 from xds.errors import ConfigError
-from xds.model.cluster import Cluster, Discovery
-from xds.model.listener import Listener
+from xds.model.cluster import Discovery
+from xds.model.secret import Secret
 from xds.model.tls import ConfigSource, FileSource, SecretRef
+from xds.model.tls import TlsContext as ContextModel
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2
+from xds.proto.envoy.config.core.v3 import core_pb2
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
 from xds.proto.envoy.config.listener.v3 import listener_pb2
+from xds.proto.envoy.config.route.v3 import route_pb2
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text
 from xds.proto.well_known import Any as AnyMessage
-from ztunnel.envoy.bootstrap import BootstrapConfig, GrpcTarget
+from ztunnel.envoy.bootstrap import BootstrapConfig, GrpcTarget, parse_bootstrap, read_bootstrap
+from ztunnel.envoy.listeners.listener import chain_places
 from ztunnel.envoy.listeners.manager import wanted_sources
+from ztunnel.envoy.secrets.build import build
 from ztunnel.envoy.secrets.verify import check_secret
+from ztunnel.envoy.upstream.cluster import tls_contexts
 from ztunnel.envoy.upstream.grpc import tls_of
 
+#: The resource that a path begins with.
+_RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
 
-def faults_of(bootstrap: BootstrapConfig) -> list[str]:
-    """Everything wrong with a bootstrap's static resources and with every file it leads to, one line each."""
+
+def faults_of_file(path: str) -> list[str]:
+    """Return every fault of a bootstrap file and of every file it leads to, one line each."""
+    faults: list[ConfigError] = []
+    try:
+        message = parse_bootstrap(path, faults)
+    except ConfigError as error:
+        return [f"{path}: {error}"]
+    read = len(faults)  # what follows is found in what could be read
+    bootstrap = read_bootstrap(message, faults)
+    return [f"{path}: {fault}" for fault in faults] + faults_of(bootstrap, path, unread=faults[:read])
+
+
+def faults_of(
+    bootstrap: BootstrapConfig, place: str = "bootstrap", *, unread: Collection[ConfigError] = ()
+) -> list[str]:
+    """Return everything wrong with a bootstrap's static resources and with every file it leads to, one line each.
+
+    Args:
+        bootstrap: the bootstrap.
+        place: what it is called in faults.
+        unread: faults of its text. Static resources that have some are not checked further: what was left out of
+            them would be found missing.
+    """
     check = _Check(bootstrap)
     static = bootstrap.message.static_resources
-    check.resources(
-        "bootstrap", (registry.pack(m) for m in (*static.secrets, *static.clusters, *static.listeners))
-    )
+    for field, messages in (
+        ("secrets", static.secrets),
+        ("clusters", static.clusters),
+        ("listeners", static.listeners),
+    ):
+        check.resources(f"{place}: static_resources.{field}", map(registry.pack, messages), _at_fault(unread))
     for discovery in (bootstrap.cds, bootstrap.lds):
         if discovery is not None and isinstance(discovery.source, FileSource):
             check.file(discovery.source.path)
     check.follow()
-    if bootstrap.ads is not None:
-        check.control_plane(bootstrap.targets[bootstrap.ads.cluster])
-    return check.faults
+    if bootstrap.ads is not None and bootstrap.ads.cluster in bootstrap.targets:
+        check.control_plane(bootstrap.targets[bootstrap.ads.cluster], place)
+    check.contexts()
+    return list(dict.fromkeys(check.faults))  # a control plane's cluster is checked twice
+
+
+def _at_fault(faults: Collection[ConfigError]) -> frozenset[str]:
+    """The resources that faults are in: ``static_resources.clusters[0]``, ``resources[3]``."""
+    return frozenset(found[0] for fault in faults if (found := _RESOURCE.match(fault.path)))
 
 
 class _Check:
@@ -55,13 +99,18 @@ class _Check:
         self._surroundings = Surroundings(lambda path: Path(path).read_bytes(), os.environ)
         self._files: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
+        self._static: dict[str, Secret] = {}
+        self._by_file: dict[tuple[str, str], Secret] = {}
+        self._contexts: list[tuple[str, Role, ContextModel]] = []
 
-    def control_plane(self, target: GrpcTarget) -> None:
+    def control_plane(self, target: GrpcTarget, place: str) -> None:
         """Check the TLS of the stream to it."""
         try:
             tls_of(target, self._surroundings)
         except ConfigError as error:
-            self.faults.append(f"bootstrap: {error}")
+            cluster = f"static_resources.clusters[{target.index}]"
+            named = f"{cluster} ({target.cluster.name}): {str(error).removeprefix(cluster).lstrip('.: ')}"
+            self.faults.append(f"{place}: {named}")
 
     def follow(self) -> None:
         """Check the files that resources named: endpoints and secrets."""
@@ -74,51 +123,91 @@ class _Check:
         if path in self._files:
             return
         self._files[path] = None
+        faults: list[ConfigError] = []
         try:
-            parsed = parse_text(Path(path).read_text(), DiscoveryResponse)
+            parsed = parse_text(Path(path).read_text(), DiscoveryResponse, faults=faults)
         except (OSError, UnicodeDecodeError) as error:
             self.faults.append(f"{path}: cannot read: {error}")
             return
         except ConfigError as error:
             self.faults.append(f"{path}: {error}")
             return
-        self.faults.extend(f"{path}: {field}: no such field" for field in parsed.unknown_fields)
-        self.resources(path, parsed.message.resources)
+        self.faults.extend(f"{path}: {fault}" for fault in (*faults, *parsed.unknown_fields))
+        self.resources(f"{path}: resources", parsed.message.resources, _at_fault(faults), path)
 
-    def resources(self, place: str, bodies: Iterable[AnyMessage]) -> None:
-        """Check resources of any type."""
+    def resources(
+        self, place: str, bodies: Iterable[AnyMessage], at_fault: Collection[str], file: str = ""
+    ) -> None:
+        """Check resources of any type, but for those that are known to be at fault.
+
+        Args:
+            place: of the list, behind which the index is put.
+            bodies: the resources.
+            at_fault: see :func:`_at_fault`.
+            file: where they are, for secrets; empty: they are static.
+        """
         for index, body in enumerate(bodies):
+            if f"{place.rpartition(': ')[2]}[{index}]" in at_fault:
+                continue
+            name = _name(body)
+            where = f"{place}[{index}]{f' ({name})' if name else ''}"
             try:
-                message = registry.unpack(body)
-                self._resource(message)
+                self._resource(registry.unpack(body), where, file)
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
-                name = _name(body)
-                self.faults.append(f"{place}: resources[{index}]{f' ({name})' if name else ''}: {error}")
+                self.faults.append(f"{where}: {error}")
 
-    def _resource(self, message: Message) -> None:
-        checks: dict[type[Message], Callable[[Message], None]] = {
-            listener_pb2.Listener: self._listener,
-            cluster_pb2.Cluster: self._cluster,
-            endpoint_pb2.ClusterLoadAssignment: lambda m: void(compile_assignment(m)),  # type: ignore[arg-type]
-            tls_pb2.Secret: lambda m: check_secret(compile_secret(m, self._surroundings)),  # type: ignore[arg-type]
-        }
-        check = checks.get(type(message))
-        if check is None:
-            raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
-        check(message)
+    def contexts(self) -> None:
+        """Build every TLS context with the secrets that were found; what comes over a stream is still missing."""
+        for place, role, model in self._contexts:
+            try:
+                build(role, model, self._find)
+            except ConfigError as error:
+                separator = ": " if place.endswith(")") else "."
+                self.faults.append(f"{place}{separator}{error}")
 
-    def _listener(self, message: Message) -> None:
-        assert isinstance(message, listener_pb2.Listener)
-        model: Listener = compile_listener(message, self._surroundings)
+    def _find(self, ref: SecretRef) -> Secret | None:
+        if ref.name in self._static_secrets:
+            return self._static.get(ref.name)
+        return self._by_file.get((ref.source.path, ref.name)) if isinstance(ref.source, FileSource) else None
+
+    def _resource(self, message: Message, place: str, file: str) -> None:
+        match message:
+            case listener_pb2.Listener():
+                self._listener(message, place)
+            case cluster_pb2.Cluster():
+                self._cluster(message, place)
+            case endpoint_pb2.ClusterLoadAssignment():
+                compile_assignment(message)
+            case route_pb2.RouteConfiguration():
+                compile_route_table(message, self._surroundings)
+            case core_pb2.TypedExtensionConfig():
+                with at("typed_config"):
+                    compile_listener_filter(unpack(message.typed_config, message.name), self._surroundings)
+            case tls_pb2.Secret():
+                secret = compile_secret(message, self._surroundings)
+                with at(str(message.WhichOneof("type"))):
+                    check_secret(secret)
+                if file:
+                    self._by_file[file, message.name] = secret
+                else:
+                    self._static[message.name] = secret
+            case _:
+                raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
+
+    def _listener(self, message: listener_pb2.Listener, place: str) -> None:
+        model = compile_listener(message, self._surroundings)
         for source in wanted_sources(model):
             self._source(source)
-        for chain in model.all_chains:
+        for inner, chain in chain_places(model):
             self._secrets(chain.secret_refs)
+            if chain.tls is not None:
+                context = f"{place}: {inner}.transport_socket.typed_config"
+                self._contexts.append((context, Role.SERVER, chain.tls))
 
-    def _cluster(self, message: Message) -> None:
-        assert isinstance(message, cluster_pb2.Cluster)
-        model: Cluster = compile_cluster(message, self._surroundings)
+    def _cluster(self, message: cluster_pb2.Cluster, place: str) -> None:
+        model = compile_cluster(message, self._surroundings)
         self._secrets(model.secret_refs)
+        self._contexts += [(f"{place}: {inner}", Role.CLIENT, context) for inner, context in tls_contexts(model)]
         if model.discovery is Discovery.EDS and model.eds_source is not None:
             self._source(model.eds_source)
 
@@ -132,10 +221,6 @@ class _Check:
             self._wanted[source.path] = None
         else:
             self._bootstrap.check(source)
-
-
-def void(_: object) -> None:
-    """Drop a value: only whether it could be made counts."""
 
 
 def _name(body: AnyMessage) -> str:

@@ -48,10 +48,11 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """One request, its body read. ``path`` is decoded and has no query."""
+    """One request, its body read. ``path`` is decoded and has no query; ``target`` is both as sent."""
 
     method: str
     path: str
+    target: str = ""
     query: Query = Query()
     accept: str = ""
     accept_encoding: str = ""

@@ -313,7 +313,8 @@ def _page_request(head: h11.Request, body: bytes) -> PageRequest:
     target = head.target.decode("latin-1")
     if "://" in target.partition("?")[0]:  # absolute form (RFC 9112, 3.2.2)
         target = "/" + target.partition("://")[2].partition("/")[2]
-    path, _, query = target.partition("#")[0].partition("?")
+    target = target.partition("#")[0]
+    path, _, query = target.partition("?")
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
     parameters = Query.parse(query)
     if head.method == b"POST" and fields.get("content-type", "").startswith("application/x-www-form-urlencoded"):
@@ -322,6 +323,7 @@ def _page_request(head: h11.Request, body: bytes) -> PageRequest:
     return PageRequest(
         method=head.method.decode("latin-1"),
         path=path,
+        target=target,
         query=parameters,
         accept=fields.get("accept", ""),
         accept_encoding=fields.get("accept-encoding", ""),

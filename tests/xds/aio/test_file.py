@@ -240,19 +240,33 @@ def test_content_that_is_not_what_the_name_promises(name: str, data: bytes) -> N
         parse_file(name, data)
 
 
-def test_unknown_fields_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("colour: red", "resources[0].colour: no such field"),
+        ("wait_for_warm_on_init: false", "resources[0].wait_for_warm_on_init: this proxy does not support"),
+        ("waitForWarmOnInit: false", "resources[0].waitForWarmOnInit: this proxy does not support"),
+    ],
+)
+def test_a_file_with_a_field_that_is_not_obeyed_is_refused(
+    field: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "cds.yaml"
-    path.write_text(clusters("a").replace("name: a", "name: a, colour: red"))
-    reported: list[tuple[str, tuple[str, ...]]] = []
+    path.write_text(clusters("a").replace("name: a", f"name: a, {field}"))
+    counted: list[int] = []
 
     async def main() -> None:
         receive = Receiver()
-        async with FileSource(on_unknown_fields=lambda *report: reported.append(report)) as files:
-            files.at(str(path)).subscribe(CDS, None, receive)
-            await receive.names()
+        async with FileSource(on_unknown_fields=counted.append) as files:
+            subscription = files.at(str(path)).subscribe(CDS, None, receive)
+            async with asyncio.timeout(10):
+                while not subscription.stats.update_failure:
+                    await asyncio.sleep(0.01)
+            assert subscription.stats.update_success == 0
 
     run(main)
-    assert reported == [(str(path), ("resources[0].colour",))]
+    assert counted == [1]
+    assert words in caplog.text
 
 
 def test_the_reference_configuration_is_delivered() -> None:

@@ -33,3 +33,9 @@ def test_no_import_reaches_the_package_outside_proto() -> None:
         for line in path.read_text().splitlines():
             if line.startswith("from ") and " import " in line:
                 assert line.startswith(("from google.protobuf", "from xds.proto.")), (path, line)
+
+
+@pytest.mark.skipif(not generate.RIVALS.is_dir(), reason="`make setup` installs xds-protos there")
+def test_the_table_of_missing_fields_is_that_of_envoys_descriptors() -> None:
+    committed = (generate.ROOT / generate.MISSING_FIELDS).read_text()
+    assert committed == generate.missing_fields(), "run `make proto`"

@@ -224,7 +224,8 @@ def test_unknown_fields_are_reported_by_path() -> None:
           extra: 1
     """
     parsed = xds_json.parse_text(text, Listener)
-    assert parsed.unknown_fields == ("colour", "filter_chains[0].filters[0].typed_config.extra")
+    found = [field.path for field in parsed.unknown_fields]
+    assert found == ["colour", "filter_chains[0].filters[0].typed_config.extra"]
     proxy = registry.unpack(parsed.message.filter_chains[0].filters[0].typed_config)
     assert proxy == TcpProxy(stat_prefix="s")
 

@@ -188,7 +188,7 @@ def test_validate_lists_every_fault_of_every_file(tmp_path: Path, capsys: pytest
         "cds.yaml: resources[0] (one): cluster: LB policy ROUND_ROBIN is not valid",
         "cds.yaml: resources[1].typo: no such field",
         "gone.yaml: cannot read",
-        "sds.yaml: resources[0] (s): certificate_chain: no certificate in PEM",
+        "sds.yaml: resources[0] (s): tls_certificate.certificate_chain: no certificate",
     ):
         assert words in out
 

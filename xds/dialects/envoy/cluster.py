@@ -47,6 +47,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
+    nothing_unknown(message)
     only(
         message,
         "name",
@@ -198,7 +199,6 @@ def _subsets(message: proto.Cluster) -> model.Subsets | None:
         return None
     with at("lb_subset_config"):
         config = message.lb_subset_config
-        nothing_unknown(config)
         return model.Subsets(
             selectors=tuple(frozenset(selector.keys) for selector in config.subset_selectors),
             fallback=proto.Cluster.LbSubsetConfig.LbSubsetFallbackPolicy.Name(config.fallback_policy),

@@ -2,7 +2,16 @@
 
 from collections.abc import Mapping
 
-from xds.dialects.envoy.reading import at, constraint, endpoint_address, metadata, only, required, wrapped
+from xds.dialects.envoy.reading import (
+    at,
+    constraint,
+    endpoint_address,
+    metadata,
+    nothing_unknown,
+    only,
+    required,
+    wrapped,
+)
 from xds.errors import ConfigError, Unsupported
 from xds.model import cluster as model
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
@@ -35,6 +44,7 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
     Raises:
         ConfigError: a weight of 0, a malformed address, priorities with a gap.
     """
+    nothing_unknown(message)
     only(message, "cluster_name", "endpoints", "policy", "named_endpoints")
     required(message, "cluster_name")
     groups = []

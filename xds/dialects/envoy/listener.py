@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.filters import compile_filter
 from xds.dialects.envoy.listener_filters import compile_entry
@@ -17,6 +15,7 @@ from xds.dialects.envoy.reading import (
     constraint,
     digest,
     network,
+    nothing_unknown,
     only,
     required,
     seconds,
@@ -63,6 +62,7 @@ def compile_listener(
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
+    nothing_unknown(message)
     only(
         message,
         "name",
@@ -156,9 +156,7 @@ def _frame_digest(message: proto.Listener) -> str:
             getattr(frame, field.name).CopyFrom(value)
         else:
             setattr(frame, field.name, value)
-    fields = UnknownFieldSet(message)
-    unknown = [fields[index] for index in range(len(fields))]
-    return digest(frame) + "".join(f"+{each.field_number}:{each.data!r}" for each in unknown)
+    return digest(frame)
 
 
 def _addresses(message: proto.Listener) -> tuple[SocketAddress, ...]:

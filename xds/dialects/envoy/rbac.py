@@ -10,7 +10,6 @@ from xds.dialects.envoy.reading import (
     at,
     constraint,
     network,
-    nothing_unknown,
     only,
     required,
     string_match,
@@ -29,7 +28,6 @@ def compile_rbac(message: network_rbac.RBAC) -> Rbac:
     ``CONTINUOUS`` enforcement judges on every read in Envoy; nothing judged here changes between two reads of
     a connection, and a change of policy is applied to live connections anyway, so both types behave alike.
     """
-    nothing_unknown(message)
     only(
         message,
         "rules",
@@ -60,7 +58,6 @@ def compile_rules(message: config.RBAC) -> p.PolicyList:
 
     Policies are judged in key order, so that the name in a denial does not depend on the order of a map.
     """
-    nothing_unknown(message)
     only(message, "action", "policies")
     verdicts = {
         config.RBAC.ALLOW: (p.Verdict.ALLOW, p.Verdict.DENY),
@@ -78,7 +75,6 @@ def compile_rules(message: config.RBAC) -> p.PolicyList:
 
 
 def _policy(message: config.Policy) -> p.Condition:
-    nothing_unknown(message)
     if message.HasField("condition") or message.HasField("checked_condition"):
         raise Unsupported("CEL conditions are not supported", "condition")
     if not message.permissions:
@@ -99,7 +95,6 @@ def _permissions(messages: Iterable[config.Permission]) -> Iterable[p.Condition]
 
 
 def _permission(message: config.Permission) -> p.Condition:
-    nothing_unknown(message)
     kind = message.WhichOneof("rule")
     match kind:
         case "any":
@@ -144,7 +139,6 @@ def _principals(messages: Iterable[config.Principal]) -> Iterable[p.Condition]:
 
 
 def _principal(message: config.Principal) -> p.Condition:
-    nothing_unknown(message)
     kind = message.WhichOneof("identifier")
     match kind:
         case "any":
@@ -161,7 +155,6 @@ def _principal(message: config.Principal) -> p.Condition:
                 return p.Not(_principal(message.not_id))
         case "authenticated":
             with at("authenticated"):
-                nothing_unknown(message.authenticated)
                 if not message.authenticated.HasField("principal_name"):
                     return p.Authenticated()
                 with at("principal_name"):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from xds.errors import ConfigError, Unsupported
 from xds.model.address import (
@@ -31,6 +30,7 @@ from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as envoy_matcher
 from xds.proto.pool import POOL
 from xds.proto.udpa.type.v1 import type_pb2 as udpa_type
+from xds.proto.unknown import unknown_fields
 from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import Duration, Struct
 from xds.proto.xds.core.v3 import core_pb2 as xds_core
@@ -94,10 +94,17 @@ def only(message: Message, *names: str) -> None:
 
 
 def nothing_unknown(message: Message) -> None:
-    """Refuse fields that our protobuf does not even name; for messages where ignorance would loosen security."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        raise Unsupported(f"unknown field number {unknown[0].field_number} in a security setting")
+    """Refuse fields that our version of a message lacks, at any depth.
+
+    Every compiler of a resource begins with it.
+
+    Raises:
+        Unsupported: names the first of them.
+    """
+    unknown = unknown_fields(message)
+    if unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise Unsupported(unknown[0].reason + more, unknown[0].path)
 
 
 def constraint(message: Message, field: str, rule: str) -> ConfigError:
@@ -117,7 +124,7 @@ def unpack(packed: AnyMessage, name: str) -> Message:
     """The message inside a typed config; a ``TypedStruct`` becomes the message it stands for.
 
     Raises:
-        ConfigError: unknown type (in Envoy's words) or malformed bytes.
+        ConfigError: unknown type (in Envoy's words), malformed bytes, or a field that our version of it lacks.
     """
     try:
         message = registry.unpack(packed)
@@ -127,6 +134,7 @@ def unpack(packed: AnyMessage, name: str) -> Message:
         raise ConfigError(str(error)) from None
     if isinstance(message, _TYPED_STRUCTS):
         return _from_struct(message.type_url, message.value, name)
+    nothing_unknown(message)
     return message
 
 

@@ -7,6 +7,7 @@ from xds.dialects.envoy.reading import (
     at,
     constraint,
     data,
+    nothing_unknown,
     only,
     regex_match,
     required,
@@ -28,6 +29,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
     Raises:
         ConfigError: with the path of the first route that cannot be obeyed.
     """
+    nothing_unknown(message)
     only(message, "name", "virtual_hosts", "validate_clusters", "max_direct_response_body_size_bytes")
     hosts: list[model.VirtualHost] = []
     seen: set[str] = set()

@@ -1,5 +1,6 @@
 """TLS contexts and secrets."""
 
+import base64
 import re
 from dataclasses import replace
 
@@ -36,7 +37,6 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
     A client certificate is demanded when the context says so, and, as in Envoy, when it says how the client's
     name or key must look. Session tickets are never issued, so how to key them is accepted and unused.
     """
-    nothing_unknown(message)
     only(
         message,
         "common_tls_context",
@@ -53,7 +53,6 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
 
 def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
     """A client's context; renegotiation and session resumption do not exist here."""
-    nothing_unknown(message)
     only(message, "common_tls_context", "sni", "max_session_keys", "enforce_rsa_key_usage")
     context = _common(message.common_tls_context, surroundings, server=False)
     return replace(context, sni=message.sni)
@@ -61,7 +60,6 @@ def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundin
 
 def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, server: bool) -> TlsContext:
     with at("common_tls_context"):
-        nothing_unknown(message)
         only(
             message,
             "tls_params",
@@ -141,7 +139,6 @@ def _validation_source(
     if kind == "combined_validation_context":
         combined = message.combined_validation_context
         with at(kind):
-            nothing_unknown(combined)
             with at("default_validation_context"):
                 default = _validation(combined.default_validation_context, surroundings)
             with at("validation_context_sds_secret_config"):
@@ -163,6 +160,7 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
     Raises:
         ConfigError: another kind of secret, or unusable contents.
     """
+    nothing_unknown(message)
     kind = message.WhichOneof("type")
     if kind == "tls_certificate":
         with at(kind):
@@ -186,11 +184,16 @@ def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> C
     if message.HasField("password"):
         with at("password"):
             password = data(message.password, surroundings)
-    return Certificate(chain_pem=chain, key_pem=key, password=password)
+    return Certificate(
+        chain_pem=chain,
+        key_pem=key,
+        password=password,
+        chain_file=message.certificate_chain.filename,
+        key_file=message.private_key.filename,
+    )
 
 
 def _validation(message: proto.CertificateValidationContext, surroundings: Surroundings) -> Validation:
-    nothing_unknown(message)
     only(
         message,
         "trusted_ca",
@@ -218,7 +221,6 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
             names.append(SanMatch("any", string_match(untyped)))
     for index, typed in enumerate(message.match_typed_subject_alt_names):
         with at("match_typed_subject_alt_names", index):
-            nothing_unknown(typed)
             only(typed, "san_type", "matcher")
             if typed.san_type not in _SAN_TYPES:
                 raise constraint(typed, "san_type", "value must not be in list [0]")
@@ -229,8 +231,10 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
         crl_pem=crl,
         san_matches=tuple(names),
         certificate_hashes=tuple(_hash(text, i) for i, text in enumerate(message.verify_certificate_hash)),
-        spki_hashes=tuple(message.verify_certificate_spki),
+        spki_hashes=tuple(_spki(text, i) for i, text in enumerate(message.verify_certificate_spki)),
         allow_expired=message.allow_expired_certificate,
+        trusted_ca_file=message.trusted_ca.filename,
+        crl_file=message.crl.filename,
     )
 
 
@@ -239,3 +243,12 @@ def _hash(text: str, index: int) -> str:
     if not re.fullmatch("[0-9a-f]{64}", plain):
         raise ConfigError(f"Invalid hex-encoded SHA-256 {text}", f"verify_certificate_hash[{index}]")
     return plain
+
+
+def _spki(text: str, index: int) -> str:
+    try:
+        if len(base64.b64decode(text, validate=True)) == 32:
+            return text
+    except ValueError:
+        pass
+    raise ConfigError(f"Invalid base64-encoded SHA-256 {text}", f"verify_certificate_spki[{index}]")

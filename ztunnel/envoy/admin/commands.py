@@ -22,6 +22,9 @@ _NO_CONTENTION = "Mutex contention tracing is not enabled. To enable, run Envoy 
 
 def answer(proxy: InspectedProxy, drain: Drain, request: PageRequest) -> Page:
     """Answer one request to the admin server."""
+    allowed = proxy.bootstrap.admin_allow_paths
+    if allowed and not any(match.matches(request.target) for match in allowed):
+        return text(f"request to path {printable(request.target)} not allowed", 403)  # in Envoy's words
     path = request.path.rstrip("/") or "/"
     command = _BY_PATH.get(path)
     if command is None:

@@ -152,6 +152,10 @@ class LiveSsl:
         self.not_ready = scope.counter("server_ssl_socket_factory.downstream_context_secrets_not_ready")
         self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
 
+    def updated_by_sds(self) -> None:
+        """Count a context that was built again because a secret changed."""
+        self.sds_updates.value += 1
+
     def negotiated(self, version: str, cipher: str, group: str | None) -> None:
         """Count what a handshake agreed on."""
         self.handshake.value += 1
@@ -161,7 +165,11 @@ class LiveSsl:
 
 
 class LiveChain:
-    """One filter chain."""
+    """One filter chain.
+
+    Raises:
+        ConfigError: its TLS context cannot be built; see :class:`~ztunnel.envoy.secrets.contexts.LiveContext`.
+    """
 
     def __init__(
         self,
@@ -171,6 +179,7 @@ class LiveChain:
         logs: AccessLogs,
         secrets: SecretStore,
         ssl: LiveSsl,
+        owner: str,
     ) -> None:
         self.model = model
         self.name = model.name
@@ -188,7 +197,7 @@ class LiveChain:
             self.manager = LiveConnectionManager(model.terminal, stats, logs)
         self.tls: LiveContext | None = None
         if model.tls is not None:
-            self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.sds_updates)
+            self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.updated_by_sds, owner=owner)
 
     @property
     def sinks(self) -> tuple[LogSink, ...]:
@@ -241,7 +250,7 @@ class LiveChain:
             await self.tls.settled()
 
     def close(self) -> None:
-        """Let go of secrets."""
+        """Release the secrets. Idempotent."""
         if self.tls is not None:
             self.tls.close()
 

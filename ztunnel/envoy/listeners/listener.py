@@ -7,10 +7,12 @@ one drains as a whole.
 
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from hbone.aio.poller import Poller
 from tproxy.aio import sockets
+from xds.dialects.envoy.reading import at
+from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.listener import (
@@ -67,6 +69,14 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
     return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
 
 
+def chain_places(model: Listener) -> Iterator[tuple[str, FilterChain]]:
+    """Yield each chain of a listener with its place."""
+    for index, chain in enumerate(model.chains):
+        yield f"filter_chains[{index}]", chain
+    if model.default_chain is not None:
+        yield "default_filter_chain", model.default_chain
+
+
 class LiveListener:
     """One version of one listener.
 
@@ -76,6 +86,9 @@ class LiveListener:
         draining: it was replaced or removed; its connections run out.
         filters: listener filters in their order; ``None`` where ECDS has not brought one.
         reads_bytes: one of them waits for bytes of the client.
+
+    Raises:
+        ConfigError: the TLS context of a chain cannot be built; with its place.
     """
 
     def __init__(
@@ -111,13 +124,24 @@ class LiveListener:
         self.ssl = LiveSsl(scope)
         kept = {chain.model.content: chain for chain in keep}
 
-        def live(chain: FilterChain) -> LiveChain:
+        def live(chain: FilterChain, place: str) -> LiveChain:
             found = kept.get(chain.content)
             if found is not None:
                 return found
-            return LiveChain(chain, stats=stats, logs=logs, secrets=secrets, ssl=self.ssl)
+            owner = f"listener {model.name}: {place}.transport_socket.typed_config"
+            with at(place, "transport_socket", "typed_config"):
+                return LiveChain(chain, stats=stats, logs=logs, secrets=secrets, ssl=self.ssl, owner=owner)
 
-        self.chains = {id(chain): live(chain) for chain in model.all_chains}
+        self.chains: dict[int, LiveChain] = {}
+        try:
+            for place, chain in chain_places(model):
+                self.chains[id(chain)] = live(chain, place)
+        except ConfigError:
+            shared = set(map(id, kept.values()))
+            for made in self.live_chains:
+                if id(made) not in shared:
+                    made.close()
+            raise
 
     @property
     def live_chains(self) -> list[LiveChain]:

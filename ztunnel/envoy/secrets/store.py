@@ -4,15 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from typing import Protocol
 
 from xds.dialects.envoy import Surroundings, compile_secret
+from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, Secret
 from xds.model.tls import SecretRef
@@ -20,7 +15,7 @@ from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Subscription, Update, UpdateRejected
-from ztunnel.envoy.secrets.verify import check_secret
+from ztunnel.envoy.secrets.verify import check_secret, unlocked
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.telemetry.stats import Scope, Stats
 from ztunnel.runtime.clock import Clock
@@ -30,8 +25,19 @@ log = logging.getLogger(__name__)
 TYPE_URL = registry.type_url(tls_pb2.Secret)
 
 
+class SecretUser(Protocol):
+    """What uses a secret."""
+
+    def prepare(self, handle: "SecretHandle", secret: Secret) -> Callable[[], None]:
+        """Make ready for a new version, without using it yet; return what takes it into use.
+
+        Raises:
+            ConfigError: this user cannot use it. No user then does, and the version is refused.
+        """
+
+
 class SecretHandle:
-    """One secret, its versions over time and who wants to know about them.
+    """One secret, its versions over time and its users.
 
     Attributes:
         secret: the accepted value, ``None`` until the first.
@@ -48,14 +54,17 @@ class SecretHandle:
         self.last_updated = clock.wall()
         self.settled = asyncio.Event()
         self.error: tuple[str, float] | None = None
-        self.users = 0
-        self.watchers: list[Callable[[], None]] = []
+        self.users: list[SecretUser] = []
         self.subscription: Subscription | None = None
         self.scope: Scope | None = None
 
+    def answers(self, ref: SecretRef) -> bool:
+        """Return whether a reference leads to this secret; of a static one the name alone counts."""
+        return ref.name == self.ref.name and self.ref.source in (None, ref.source)
+
 
 class SecretStore:
-    """Every secret in use. A secret is subscribed to while somebody uses it."""
+    """Every secret in use. A secret is subscribed to while something uses it."""
 
     def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
         self._sources = sources
@@ -97,8 +106,13 @@ class SecretStore:
             if ref.name not in self._static:
                 self._sources.check(ref.source)
 
-    def acquire(self, ref: SecretRef, changed: Callable[[], None]) -> SecretHandle:
-        """Use a secret; ``changed`` is called after each new version.
+    def find(self, ref: SecretRef) -> Secret | None:
+        """Return the accepted value that a reference leads to; ``None``: there is none, or nothing uses it yet."""
+        handle = self._static.get(ref.name) or self._handles.get((ref.name, ref.source))
+        return handle.secret if handle is not None else None
+
+    def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
+        """Use a secret; ``user`` is asked about each later version before it is accepted.
 
         Raises:
             ConfigError: there is no such source; :meth:`check` first.
@@ -120,16 +134,14 @@ class SecretStore:
                 self._sources.count(handle.scope, handle.subscription)
                 # Last: the next user must not find a handle that was never subscribed to.
                 self._handles[key] = handle
-        handle.users += 1
-        handle.watchers.append(changed)
+        handle.users.append(user)
         return handle
 
-    def release(self, handle: SecretHandle, changed: Callable[[], None]) -> None:
-        """Stop using a secret; ``changed`` is what :meth:`acquire` was given."""
-        handle.watchers.remove(changed)
-        handle.users -= 1
+    def release(self, handle: SecretHandle, user: SecretUser) -> None:
+        """Stop using a secret; ``user`` is what :meth:`acquire` was given."""
+        handle.users.remove(user)
         key = (handle.ref.name, handle.ref.source)
-        if handle.users == 0 and self._handles.get(key) is handle:
+        if not handle.users and self._handles.get(key) is handle:
             del self._handles[key]
             if handle.scope is not None:
                 handle.scope.close()
@@ -159,26 +171,23 @@ class SecretStore:
         except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
             handle.error = (str(error), self._clock.wall())
             raise UpdateRejected(f"{handle.ref.name}: {error}") from error
-        for changed in list(handle.watchers):
-            changed()
 
     def _accept(self, handle: SecretHandle, message: tls_pb2.Secret, body: AnyMessage, version: str) -> None:
         secret = compile_secret(message, self._surroundings)
-        check_secret(secret)
-        handle.secret = _without_password(secret)
+        with at(str(message.WhichOneof("type"))):
+            check_secret(secret)
+        if isinstance(secret, Certificate):
+            secret = unlocked(secret)
+        # All users or none: what one of them cannot use is refused as a whole, and the good version stays.
+        taken_into_use = [user.prepare(handle, secret) for user in handle.users]
+        handle.secret = secret
         handle.body = body
         handle.version = version
         handle.error = None
         handle.last_updated = self._clock.wall()
         handle.settled.set()
-
-
-def _without_password(secret: Secret) -> Secret:
-    if not isinstance(secret, Certificate) or secret.password is None:
-        return secret
-    key = load_pem_private_key(secret.key_pem, secret.password)
-    plain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return Certificate(chain_pem=secret.chain_pem, key_pem=plain)
+        for take_into_use in taken_into_use:
+            take_into_use()
 
 
 async def settled(handles: Iterable[SecretHandle]) -> None:

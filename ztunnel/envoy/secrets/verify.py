@@ -2,13 +2,17 @@
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
+    NoEncryption,
+    PrivateFormat,
     PublicFormat,
     load_pem_private_key,
 )
@@ -17,6 +21,7 @@ from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import StringMatch
 
+_CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
 Names = tuple[tuple[str, str], ...]
 
 
@@ -48,7 +53,7 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
 
 
 def peer_verifier(validation: Validation) -> Callable[[Sequence[x509.Certificate]], str | None] | None:
-    """A hook for the handshake: the reason to refuse a chain (leaf first) that OpenSSL found trusted, or ``None``.
+    """A hook for the handshake: the reason to refuse a chain (leaf first), or ``None``.
 
     Returns ``None`` when ``validation`` says nothing beyond trusted roots.
     """
@@ -96,37 +101,64 @@ def check_secret(secret: Secret) -> None:
     """Refuse key material that no handshake could use.
 
     Raises:
-        ConfigError: unreadable PEM, a key that is not the certificate's, no certificate at all.
+        ConfigError: unreadable PEM, a key that is not the certificate's, no certificate at all; with the field,
+            and the file where there is one.
     """
     if isinstance(secret, Certificate):
         _check_certificate(secret)
         return
     if secret.trusted_ca_pem is not None:
-        _certificates(secret.trusted_ca_pem, "trusted_ca")
+        _certificates(secret.trusted_ca_pem, "trusted_ca", secret.trusted_ca_file)
     if secret.crl_pem is not None:
+        _check_crl(secret.crl_pem, secret.crl_file)
+
+
+def _check_crl(pem: bytes, file: str) -> None:
+    blocks = _CRL.findall(pem)
+    if not blocks:
+        raise _unusable("no certificate revocation list in PEM", "crl", file)
+    for block in blocks:
         try:
-            x509.load_pem_x509_crl(secret.crl_pem)
+            x509.load_pem_x509_crl(block)
         except ValueError as error:
-            raise ConfigError(f"not a certificate revocation list in PEM: {error}", "crl") from None
+            raise _unusable(f"not a certificate revocation list in PEM: {error}", "crl", file) from None
 
 
 def _check_certificate(secret: Certificate) -> None:
-    leaf = _certificates(secret.chain_pem, "certificate_chain")[0]
+    leaf = _certificates(secret.chain_pem, "certificate_chain", secret.chain_file)[0]
     try:
         key = load_pem_private_key(secret.key_pem, secret.password)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         # Never the library's words: they may quote the input.
-        raise ConfigError("not a private key in PEM, or the wrong password", "private_key") from None
+        reason = "not a private key in PEM, or the wrong password"
+        raise _unusable(reason, "private_key", secret.key_file) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
-        raise ConfigError("the private key is not that of the certificate", "private_key")
+    try:
+        of_leaf = leaf.public_key().public_bytes(*form)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise _unusable(f"unusable public key: {error}", "certificate_chain", secret.chain_file) from None
+    if key.public_key().public_bytes(*form) != of_leaf:
+        raise _unusable("the private key is not that of the certificate", "private_key", secret.key_file)
 
 
-def _certificates(pem: bytes, field: str) -> list[x509.Certificate]:
+def _certificates(pem: bytes, field: str, file: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise ConfigError(f"no certificate in PEM: {error}", field) from None
+        raise _unusable(f"no certificate in PEM: {error}", field, file) from None
+
+
+def _unusable(reason: str, field: str, file: str) -> ConfigError:
+    return ConfigError(f"{file}: {reason}" if file else reason, field)
+
+
+def unlocked(certificate: Certificate) -> Certificate:
+    """Return a certificate whose key needs no password; the same one if it needs none already."""
+    if certificate.password is None:
+        return certificate
+    key = load_pem_private_key(certificate.key_pem, certificate.password)
+    plain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return replace(certificate, key_pem=plain, password=None)
 
 
 def leaf_of(secret: Certificate) -> x509.Certificate:

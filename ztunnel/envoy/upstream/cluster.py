@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hbone.settings import Role
 from xds.dialects.envoy import compile_assignment
+from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
 from xds.model.address import NamedAddress, SocketAddress
 from xds.model.cluster import (
@@ -86,6 +87,9 @@ class ClusterStats:
 
     def __init__(self, stats: Stats, model: Cluster) -> None:
         self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
+
+    def declare(self) -> None:
+        """Show them, in place of those of an earlier version."""
         self.scope.declare(_COUNTED, self)
 
 
@@ -109,6 +113,9 @@ class LiveCluster:
 
     Attributes:
         warm: set when it may serve: secrets and endpoints are here, or their time is up.
+
+    Raises:
+        ConfigError: a TLS context cannot be built; with its place.
     """
 
     __slots__ = (
@@ -150,6 +157,10 @@ class LiveCluster:
         self.added_via_api = added_via_api
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
+        self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
+        # Before the statistics are shown: those of the version that serves stay where this one is refused.
+        self._build_contexts(surround)
+        self.stats.declare()
         self.breaker = Breaker(model)
         self.hosts = HostSet()
         self.warm = Latch()
@@ -162,24 +173,32 @@ class LiveCluster:
         self._assigned: AnyMessage | None = None
         self._dropping: tuple[tuple[str, float], ...] = ()
         self._subscription: Subscription | None = None
-        self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
         self.outlier: OutlierDetector | None = None
         if model.outlier is not None:
             self.outlier = OutlierDetector(
                 model.outlier, self._health_changed, lambda: surround.rng.random() * 100
             )
-        for socket in model.sockets:
-            context = socket.inner if isinstance(socket, InternalUpstream) else socket
-            if isinstance(context, ContextModel):
-                chosen = hardened(context) if surround.strict_tls else context
-                self._contexts[id(context)] = LiveContext(
-                    Role.CLIENT,
-                    chosen,
-                    surround.secrets,
-                    self.stats.sds_updates,
-                    warn_unverified=f"cluster {model.name}",
-                )
         self.stats.scope.declare(_STATE, self)
+
+    def _build_contexts(self, surround: Surround) -> None:
+        try:
+            for place, context in tls_contexts(self.model):
+                chosen = hardened(context) if surround.strict_tls else context
+                with at(place):
+                    self._contexts[id(context)] = LiveContext(
+                        Role.CLIENT,
+                        chosen,
+                        surround.secrets,
+                        self._updated_by_sds,
+                        owner=f"cluster {self.model.name}: {place}",
+                    )
+        except ConfigError:
+            for made in self._contexts.values():
+                made.close()
+            raise
+
+    def _updated_by_sds(self) -> None:
+        self.stats.sds_updates.value += 1
 
     # Life
 
@@ -448,6 +467,19 @@ _STATE = (
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
     Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
 )
+
+
+def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
+    """Yield each TLS context of a cluster with its place."""
+    sockets: list[tuple[str, TransportSocket]] = [("transport_socket", model.transport_socket)]
+    for index, match in enumerate(model.socket_matches):
+        sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
+    for place, socket in sockets:
+        inner = socket
+        if isinstance(socket, InternalUpstream):
+            place, inner = f"{place}.typed_config.transport_socket", socket.inner
+        if isinstance(inner, ContextModel):
+            yield f"{place}.typed_config", inner
 
 
 def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:

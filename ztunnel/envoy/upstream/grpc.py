@@ -89,7 +89,12 @@ class GrpcClusters:
                 return None
             scope = cluster_scope(self._stats, name)
             updates = scope.counter("client_ssl_socket_factory.ssl_context_update_by_sds")
-            live = self._contexts[name] = LiveContext(Role.CLIENT, model, self._secrets(), updates)
+
+            def updated() -> None:
+                updates.value += 1
+
+            live = LiveContext(Role.CLIENT, model, self._secrets(), updated, owner=f"cluster {name}")
+            self._contexts[name] = live
         return live
 
     def close(self) -> None:

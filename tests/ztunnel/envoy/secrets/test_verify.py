@@ -143,7 +143,7 @@ def test_usable_material_is_accepted() -> None:
         (Certificate(chain_pem=CHAIN, key_pem=pem(KEY, b"pw"), password=b"no"), "wrong password"),
         (Certificate(chain_pem=CHAIN, key_pem=pem(KEY, b"pw")), "wrong password"),
         (Validation(trusted_ca_pem=b"x"), "trusted_ca: no certificate in PEM"),
-        (Validation(crl_pem=b"x"), "crl: not a certificate revocation list in PEM"),
+        (Validation(crl_pem=b"x"), "crl: no certificate revocation list in PEM"),
     ],
 )
 def test_unusable_material_is_named_and_never_quoted(secret: Certificate | Validation, words: str) -> None:
