@@ -200,7 +200,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # A task that is cancelled before its first step runs no `finally`. The callback closes the channel even then.
+        # The callback closes the channel whatever becomes of the task.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:
