@@ -45,7 +45,7 @@ class Proxy:
         with packet:
             request = read_request(packet.data, packet.descriptors)
             if isinstance(request, AddPod):
-                packet.take_namespace("").close()
+                packet.pop_namespace("").close()
         return request
 
     async def answer(self, error: str = "") -> None:

@@ -114,7 +114,7 @@ def test_a_namespace_travels_and_is_closed_on_exec(run: Run) -> None:
         assert packet is not None
         with packet:
             assert packet.descriptors == 1
-            with packet.take_namespace("pod") as netns:
+            with packet.pop_namespace("pod") as netns:
                 assert netns.inode == os.fstat(mine).st_ino
                 assert not os.get_inheritable(netns.fileno())
         os.close(mine)
@@ -157,7 +157,7 @@ def test_what_is_no_namespace_is_refused_and_closed() -> None:
             packet = await channel.receive()
             assert packet is not None
             with packet, pytest.raises(Unreadable, match="not a network namespace"):
-                packet.take_namespace("pod")
+                packet.pop_namespace("pod")
 
     over_a_pair(asyncio.run, body)
 
