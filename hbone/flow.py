@@ -26,13 +26,24 @@ class Budget:
 
     def spend(self, now_s: float, tokens: float = 1.0) -> bool:
         """Take ``tokens`` at ``now_s`` (monotonic seconds); return False when the budget is overdrawn."""
+        self._refill(now_s)
+        self._left -= tokens
+        return self._left >= 0
+
+    def affords(self, now_s: float, tokens: float = 1.0) -> bool:
+        """Take ``tokens`` if they are there; return False, and take none, if not."""
+        self._refill(now_s)
+        if self._left < tokens:
+            return False
+        self._left -= tokens
+        return True
+
+    def _refill(self, now_s: float) -> None:
         if self._seen_s is None:
             self._seen_s = now_s
         elif now_s > self._seen_s:
             self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._rate)
             self._seen_s = now_s
-        self._left -= tokens
-        return self._left >= 0
 
     def earn(self, tokens: float) -> None:
         """Put ``tokens`` back, up to the burst."""

@@ -57,6 +57,7 @@ from hbone.tls_context import TlsContext
 
 logger = logging.getLogger(__name__)
 
+_IN_HANDSHAKE: Final = "during the TLS handshake"
 _NOTHING: Final = memoryview(b"")
 _LONGEST_PAUSE_S: Final = 1.0  # keepalive must see the PONGs
 
@@ -189,7 +190,7 @@ class Connection(TunnelCarrier):
                     # one segment with the first frames. A client's last flight must leave at once: the server
                     # waits.
                     if not finished or self.role is Role.CLIENT:
-                        self.link.send_tls()
+                        self._send_handshake()
                 if not finished:
                     return
                 self.facts = tls.facts()
@@ -215,6 +216,12 @@ class Connection(TunnelCarrier):
             self._receive(self.link.left_over)
             if self.engine.unparsed and not self._has_ended():
                 self.poller.requeue(self)
+
+    def _send_handshake(self) -> None:
+        try:
+            self.link.send_tls()
+        except OSError as error:  # the peer has sent RST meanwhile
+            raise _broken(error, _IN_HANDSHAKE) from error
 
     # Events of the poller
 
@@ -279,7 +286,7 @@ class Connection(TunnelCarrier):
         try:
             size = link.receive_raw(buffer)
         except (OSError, LinkClosed) as error:
-            self._end(_broken(error, "during the TLS handshake"))
+            self._end(_broken(error, _IN_HANDSHAKE))
             return
         if size and link.tls is not None:
             link.tls.receive(buffer[:size])

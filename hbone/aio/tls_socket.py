@@ -93,6 +93,10 @@ class TlsSocket(End):
                 return
             self.facts = tls.facts()
             self._early = bytes(self.link.left_over())
+        except OSError as error:  # the peer has sent RST meanwhile
+            self._established.set_exception(ConnectionBroken(f"during the TLS handshake: {error}"))
+            self._established.exception()
+            return
         except Exception as error:  # noqa: BLE001  the verify hook may raise what it wants
             self._established.set_exception(error)
             self._established.exception()

@@ -50,6 +50,7 @@ from ztunnel.istio.outcome import (
 from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.record import Direction, Record
 from ztunnel.istio.workload_labels import WorkloadLabels
+from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Inbound:
         self._authorizer = Authorizer(pod.node)
         self._policies: WorkloadPolicies | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._denials = LineLimit(pod.node.clock, self._denials_left_out)
         pod.local.watch(self._mesh_changed)
 
     # Accepting
@@ -166,7 +168,10 @@ class Inbound:
         except PeerSilent as error:
             self._denied(source, local, f"tls handshake error: {error}")
         except HboneError as error:
-            log.debug("a tunnel connection from %s ended: %s", source, error)
+            if here.connection is None:
+                self._denied(source, local, f"tls handshake error: {error}")
+            else:
+                log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
             connections.arriving.remove(sock)
             node.count_sockets("destination", -1)
@@ -174,7 +179,12 @@ class Inbound:
                 owned.close()
 
     def _denied(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
-        Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
+        # A limit of the pod's own: any address can cause these lines, and as many as it likes.
+        if self._denials.admits():
+            Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
+
+    def _denials_left_out(self, count: int) -> None:
+        log.warning("connections denied before their handshake, lines left out=%d", count)
 
     async def _request(self, peer: _Peer, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""

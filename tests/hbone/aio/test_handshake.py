@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
 from hbone.aio.server import Request, serve_connection
+from hbone.aio.tls_socket import TlsSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
     ConnectionBroken,
@@ -21,7 +23,7 @@ from hbone.errors import (
 from hbone.settings import Http2Settings, Role
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
-from tests.hbone.aio.harness import CONNECT, contexts, identity, polling, run, tcp_pair, until
+from tests.hbone.aio.harness import CONNECT, LOOPS, contexts, identity, polling, run, tcp_pair, until
 
 
 def test_settings_come_with_the_end_of_the_handshake() -> None:
@@ -209,3 +211,39 @@ def test_settings_that_could_not_come_early_come_late() -> None:
                 client.close()
 
     run(main)
+
+
+class ResetMeanwhile(socket.socket):
+    """Gives what has come, and finds the connection reset when it sends."""
+
+    def send(self, *_: object) -> int:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("early_data", [False, True])
+@pytest.mark.parametrize("kind", ["tunnel", "tls"])
+def test_a_reset_during_the_handshake_is_one_declared_error(kind: str, loop: str, *, early_data: bool) -> None:
+    """It comes between the ClientHello and our answer, as that of a port scanner or a killed client does."""
+
+    async def main() -> None:
+        near, far = tcp_pair()
+        far = ResetMeanwhile(fileno=far.detach())
+        settings = ConnectionSettings(http2=Http2Settings(early_data=early_data))
+
+        async def never(request: Request) -> None:
+            raise AssertionError
+
+        tls, sealed = TlsSession(contexts()[0]), bytearray(65536)
+        tls.handshake()
+        with polling() as poller, near:
+            near.send(sealed[: tls.seal(b"", memoryview(sealed))])
+            if kind == "tunnel":
+                with pytest.raises(ConnectionBroken, match="during the TLS handshake"):
+                    await serve_connection(far, contexts()[1], settings, poller, never)
+            else:
+                end = TlsSocket(far, contexts()[1], poller)
+                with pytest.raises(ConnectionBroken, match="during the TLS handshake"):
+                    await end.establish()
+
+    run(main, loop)

@@ -428,7 +428,7 @@ def test_a_client_that_says_nothing(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_client_that_hangs_up_in_the_handshake_is_no_event(tmp_path: Path) -> None:
+def test_a_client_that_hangs_up_in_the_handshake_is_a_line(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
@@ -436,7 +436,23 @@ def test_a_client_that_hangs_up_in_the_handshake_is_no_event(tmp_path: Path) -> 
         await cluster.until(lambda: not cluster.is_idle)
         client.reset()
         await cluster.until(lambda: cluster.is_idle)
-        assert cluster.lines() == []
+        line = await cluster.line()
+        assert line["src.addr"].startswith(CLIENT)
+        assert line["error"].startswith("tls handshake error: ")
+        assert "during the TLS handshake" in line["error"]
+
+    play(tmp_path, body)
+
+
+def test_strangers_cause_a_bounded_number_of_lines(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        for _ in range(200):
+            client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
+            await client.send(b"no TLS at all")
+            await client.read_all()
+        await cluster.until(lambda: cluster.is_idle and len(cluster.lines()) >= 50)
+        assert len(cluster.lines()) < 150
 
     play(tmp_path, body)
 
