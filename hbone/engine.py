@@ -118,6 +118,8 @@ class Engine:
         """The peer sent GOAWAY."""
         self.draining = False
         """We announced or sent GOAWAY: no new streams."""
+        self.drain_seen = False
+        """The peer has answered the PING of :meth:`drain`: its HTTP/2 knows, its callers perhaps not yet."""
         self.peer_max_frame_bytes = _DEFAULT_FRAME
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS; None while it has not limited us."""
@@ -297,8 +299,8 @@ class Engine:
     def drain(self) -> None:
         """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
 
-        Requests may cross that GOAWAY and are still taken. The PONG shows that the peer has seen it; the final
-        GOAWAY follows by itself then.
+        Requests may cross that GOAWAY and are still taken. The PONG shows that the peer has seen it
+        (:attr:`drain_seen`); the caller sends the final GOAWAY some time later, see :meth:`goaway`.
         """
         if not self.draining and not self.failed:
             self.draining = True
@@ -791,8 +793,8 @@ class Engine:
         if not flags & frames.ACK:
             self.output.append(frames.frame(frames.PING, frames.ACK, 0, payload))
             return
-        if payload == _DRAIN_PING and self.draining and self._goaway_limit is None:
-            self.goaway()
+        if payload == _DRAIN_PING and self.draining:
+            self.drain_seen = True
         self._events.append(PingAcknowledged(payload))
 
     def _goaway_frame(self, payload: bytes) -> None:

@@ -67,12 +67,14 @@ class ConnectionSettings:
     """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
 
     ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
+    ``drain_grace_s``: a server takes requests for this time after its peer has acknowledged the end.
     ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
     handshake_timeout_s: float = 10.0
     first_request_timeout_s: float | None = 10.0
+    drain_grace_s: float = 1.0
     ping_interval_s: float | None = 10.0
     ping_timeout_s: float = 20.0
 
@@ -102,6 +104,7 @@ class Connection(TunnelCarrier):
         "_established",
         "_first",
         "_flushing",
+        "_grace",
         "_keepalive",
         "_on_change",
         "_on_established",
@@ -158,6 +161,7 @@ class Connection(TunnelCarrier):
         self._keepalive: Keepalive | None = None
         self._first: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
+        self._grace: asyncio.TimerHandle | None = None
         self._share: PeerShare | None = None
         poller.register(sock.fileno(), self)
 
@@ -355,8 +359,8 @@ class Connection(TunnelCarrier):
                     self.poller.schedule_flush(self)
             case PingAcknowledged():
                 ours = self._keepalive is not None and self._keepalive.answered(event.payload)
-                if self._closing and not ours:
-                    self._changed()  # perhaps the PONG that made the engine send its final GOAWAY
+                if self.engine.drain_seen and not ours and self._grace is None:
+                    self._grace = self.poller.loop.call_later(self.settings.drain_grace_s, self._end_grace)
             case GoawayReceived():
                 self._changed()
             case SettingsReceived():
@@ -551,13 +555,22 @@ class Connection(TunnelCarrier):
         """Take no new streams, and close with the last open one; idempotent.
 
         A server announces it in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING, and
-        when the PONG has come the final GOAWAY, so that no request which crossed the first one is lost.
+        some time after the PONG the final GOAWAY, so that no request which crossed the first one is lost. The time
+        is for clients with several threads: one of them answers the PING, while another has taken this connection
+        for a request that leaves only then (the Rust ztunnel's pool looks for GOAWAY when a connection is taken
+        from it, and fails the request when the final GOAWAY does not cover it).
         """
         if self.error is None and not self._closing:
             self._closing = True
             if self.role is Role.SERVER and self._established.done():  # else right behind its SETTINGS
                 self.engine.drain()
                 self.poller.schedule_flush(self)
+            self._changed()
+
+    def _end_grace(self) -> None:
+        if self.error is None:
+            self.engine.goaway()
+            self.flush()
             self._changed()
 
     def close(self) -> None:
@@ -599,10 +612,12 @@ class Connection(TunnelCarrier):
             self._first.cancel()
         if self._pause is not None:
             self._pause.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
         if self._share is not None:
             self.engine.leave_share()
             self.poller.peers.leave(self._share)
-        self._keepalive = self._first = self._pause = self._share = None
+        self._keepalive = self._first = self._pause = self._grace = self._share = None
         self.link.close()
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")

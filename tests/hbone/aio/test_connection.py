@@ -7,6 +7,7 @@ import contextlib
 import gc
 import random
 import socket
+from collections.abc import AsyncIterator
 
 import h2.config
 import h2.connection
@@ -16,6 +17,7 @@ import pytest
 from hbone import frames
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
 from hbone.aio.fiber import Fiber
+from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
@@ -35,6 +37,7 @@ from tests.hbone.aio.harness import (
     CONNECT,
     LOOPS,
     App,
+    RawPeer,
     connected,
     contexts,
     polling,
@@ -274,6 +277,63 @@ def test_drain_lets_streams_finish_then_closes(tls: bool) -> None:
                 await pair.client.wait_closed()
 
     run(main)
+
+
+@contextlib.asynccontextmanager
+async def draining(poller: Poller, grace_s: float) -> AsyncIterator[tuple[RawPeer, list[int]]]:
+    """A peer that has answered the PING of a server that drains, and the streams that the server has accepted."""
+    near, far = tcp_pair()
+    accepted: list[int] = []
+
+    async def accept(request: Request) -> None:
+        with request.accept() as tunnel:
+            accepted.append(tunnel.stream_id)
+
+    settings = ConnectionSettings(drain_grace_s=grace_s)
+    async with asyncio.TaskGroup() as tasks:
+        serving = serve_connection(far, None, settings, poller, accept, on_established=Connection.drain)
+        tasks.create_task(serving)
+        with near:
+            peer = RawPeer(near)
+            await peer.send(frames.PREFACE + frames.frame(frames.SETTINGS, 0, 0))
+            while frames.PING not in [kind for kind, *_ in peer.received]:
+                assert await peer.read()
+            ping = next(payload for kind, _, _, payload in peer.received if kind == frames.PING)
+            await peer.settle(frames.frame(frames.PING, frames.ACK, 0, ping))
+            yield peer, accepted
+
+
+def goaways(peer: RawPeer) -> list[int]:
+    return [frames.TWO_U32.unpack(payload)[0] for kind, _, _, payload in peer.received if kind == frames.GOAWAY]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_request_that_was_under_way_after_the_pong_is_served(loop: str) -> None:
+    """One thread of the client answers the PING, another has taken the connection for its request by then."""
+
+    async def main() -> None:
+        with polling() as poller:
+            async with draining(poller, 60.0) as (peer, accepted):
+                assert await peer.settle(request_frame(1))
+                assert await peer.settle(request_frame(3))
+                assert accepted == [1, 3]
+                assert goaways(peer) == [2**31 - 1]
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_final_goaway_covers_what_came_in_the_grace(loop: str) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            async with draining(poller, 0.05) as (peer, accepted):
+                await peer.settle(request_frame(1))
+                while await peer.read():
+                    pass
+                assert goaways(peer)[:2] == [2**31 - 1, 1]
+                assert accepted == [1]
+
+    run(main, loop)
 
 
 def test_goaway_that_crosses_a_request_says_unprocessed() -> None:
