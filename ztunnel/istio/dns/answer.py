@@ -1,11 +1,11 @@
-"""What the mesh says of a name, and when that is for somebody else to say. Pure.
+"""Answers DNS questions about services of the mesh, and leaves all other names to the name servers. Pure.
 
-A client types short names and leaves the rest to its search list, so one question may stand for several names:
-the name itself, what Kubernetes would make of it, and, where it ends in a search domain, both of what is in front
-of that. The first that is a service of the mesh is meant. A service without addresses of its own counts if its
-name is in the cluster's domain (it is headless); other names without addresses are not ours to answer.
+Clients write short names and complete them from their search list. So one question may stand for several names:
+the name itself, its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that
+domain with its expansions. The first that is a service of the mesh is answered. A service without addresses of its
+own counts if its name is in the cluster's domain (it is headless). Other names without addresses are forwarded.
 
-Names are compared in lower case, whatever case they are asked in (RFC 4343; resolvers vary it on purpose).
+Names are compared in lower case (RFC 4343); resolvers vary the case on purpose, as protection against forgeries.
 """
 
 import ipaddress
@@ -24,14 +24,14 @@ _SVC: Final = "svc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DnsSettings:
-    """How names are read.
+    """The settings of name resolution.
 
     Attributes:
-        cluster_domain: where Kubernetes' services are.
-        search: the clients' search list; ``None``: Kubernetes' for the client's namespace.
-        ipv6: whether AAAA is ever answered.
-        preferred_namespace: whose service is meant if several share a name and neither is the client's.
-        ttl_s: of our own records; short, since the mesh changes.
+        cluster_domain: the domain of Kubernetes' services.
+        search: the clients' search list; None takes Kubernetes' list for the client's namespace.
+        ipv6: whether questions for AAAA get addresses.
+        preferred_namespace: its service wins if several share a name and none is in the client's namespace.
+        ttl_s: time to live of our own records; short, because the mesh changes.
     """
 
     cluster_domain: str = "cluster.local"
@@ -41,7 +41,7 @@ class DnsSettings:
     ttl_s: int = 30
 
     def search_for(self, namespace: str) -> tuple[str, ...]:
-        """The search list of a client."""
+        """Return the search list of clients in a namespace."""
         if self.search is not None:
             return self.search
         domain = self.cluster_domain
@@ -50,10 +50,10 @@ class DnsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name that may be meant.
+    """A name that a question may stand for.
 
     Attributes:
-        stripped: set if a search domain was taken off: what was left.
+        stripped: the question's name without its search domain; None if it had none.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """The mesh's answer: addresses under ``name``, perhaps none.
+    """The mesh's answer: the addresses of a service, possibly none.
 
     Attributes:
-        canonical: the question's name is another name for this one.
+        canonical: the name that the question's name is an alias of, for a CNAME record; None if it is no alias.
     """
 
     service: Service
@@ -74,19 +74,19 @@ class Local:
 
 
 def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: DnsSettings) -> Local | None:
-    """What the mesh says.
+    """Answer a question for addresses from the mesh.
 
     Args:
-        name: asked for, without the final dot.
-        ipv6: AAAA, else A.
-        client: who asks.
+        name: the question's name, without the final dot.
+        ipv6: the question is for AAAA, not A.
+        client: the workload that sent the query.
         mesh: the mesh.
         settings: see there.
 
     Returns:
-        ``None``: nothing; ask the name servers. Addresses are in the mesh's order.
+        The answer, with addresses in the mesh's order; None if the name is no service, and must be forwarded.
     """
-    found = _find(name.lower(), client, mesh, settings) if name else None  # the root is nobody's service
+    found = _find(name.lower(), client, mesh, settings) if name else None  # the root is no service
     if found is None:
         return None
     alias, service = found
@@ -109,7 +109,7 @@ def _find(name: str, client: Workload, mesh: Mesh, settings: DnsSettings) -> tup
 
 
 def aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias]:
-    """Every name that may be meant, in order, none twice."""
+    """Iterate over the names that a question may stand for, best first, each once."""
     seen: set[str] = set()
     for alias in _aliases(name, namespace, settings):
         if alias.name not in seen:
@@ -131,7 +131,10 @@ def _aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias
 
 
 def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
-    """What Kubernetes' search list would make of a name, told by its number of labels."""
+    """Iterate over a name's expansions by Kubernetes' search list that can name a service.
+
+    The number of labels decides which ones can: a service's full name is ``name.namespace.svc.domain``.
+    """
     labels = name.split(".")
     ends_in_svc = labels[-1] == _SVC
     match len(labels):
@@ -149,7 +152,7 @@ def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
 
 
 def wildcards(name: str) -> Iterator[str]:
-    """``*.b.c`` and ``*.c`` of ``a.b.c``."""
+    """Iterate over the wildcards that match a name, narrowest first: ``*.b.c`` and ``*.c`` for ``a.b.c``."""
     labels = name.split(".")
     for index in range(1, len(labels)):
         yield ".".join(("*", *labels[index:]))

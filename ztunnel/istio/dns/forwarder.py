@@ -1,11 +1,11 @@
-"""Questions that are not ours, asked of the name servers of ``resolv.conf``.
+"""Forwards queries that the mesh does not answer to the name servers of ``resolv.conf``, and caches their answers.
 
-Two servers are asked at a time, and the first useful answer is taken: a name, or that there is none. A server that
-fails or refuses is heard out only if no other says more. Each attempt has a socket of its own, so that port and id
-are drawn anew; an answer counts if it comes from the server, under the id, about the question. What was cut is
-asked for once more by TCP, and what clients ask by TCP is asked so, too, if UDP does not suffice.
+Two servers are queried at a time, and the first NOERROR or NXDOMAIN wins. The answer of a server that fails or
+refuses is used only if no other answers. Each attempt has its own socket, so that port and id are random each time
+(RFC 5452). An answer is accepted only if it comes from the server, with this id and question. A truncated answer
+is requested again by TCP.
 
-Sockets come from the caller, who makes them where the pod is.
+The caller makes the sockets, in the pod's namespace.
 """
 
 import asyncio
@@ -41,25 +41,25 @@ _PORT: Final = 53
 _MOST_SERVERS: Final = 8
 _CACHED: Final = 4096
 _CACHED_BYTES: Final = 1 << 20
-_ENTRY_BYTES: Final = 600  # what an entry takes besides the message, about
+_ENTRY_BYTES: Final = 600  # memory of an entry besides its message, about
 _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
 
 class ForwardFailed(Exception):
-    """No server answered; the text says what each attempt came to."""
+    """No server answered; the text lists the failure of each attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class NameServer:
-    """One server."""
+    """The address of a name server."""
 
     host: str
     port: int = _PORT
 
     @property
     def family(self) -> socket.AddressFamily:
-        """Of its address."""
+        """The address family of the server."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class NameServer:
 
 
 def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
-    """The servers of a ``resolv.conf``, in order; addresses with a zone (``fe80::1%eth0``) are left out."""
+    """Return the servers of a ``resolv.conf``, in order, without addresses with a zone (``fe80::1%eth0``)."""
     found = []
     for line in resolv_conf.splitlines():
         words = line.split("#")[0].split(";")[0].split()
@@ -83,7 +83,7 @@ def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
 
 
 def search_domains(resolv_conf: str) -> tuple[str, ...]:
-    """The search list of a ``resolv.conf``: the last line of ``search`` and ``domain`` counts."""
+    """Return the search list of a ``resolv.conf``; as in glibc, the last ``search`` or ``domain`` line counts."""
     found: tuple[str, ...] = ()
     for line in resolv_conf.splitlines():
         words = line.split()
@@ -93,11 +93,11 @@ def search_domains(resolv_conf: str) -> tuple[str, ...]:
 
 
 class Cache:
-    """Answers until their time is up; the longest unused goes first.
+    """Answers of name servers, kept until they expire; the least recently used one is evicted first.
 
     Args:
-        capacity: how many.
-        budget_bytes: how many bytes of them, since every pod of a node has such a cache.
+        capacity: the largest number of entries.
+        budget_bytes: the largest memory of all entries; every pod of a node has its own cache.
     """
 
     def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
@@ -110,7 +110,7 @@ class Cache:
         return len(self._kept)
 
     def get(self, query: Query, now_s: float) -> bytes | None:
-        """The answer to a query, as it would be given now."""
+        """Return a cached answer with its times to live aged, or None."""
         key = query.cache_key
         found = self._kept.get(key) if key is not None else None
         if key is None or found is None:
@@ -123,7 +123,7 @@ class Cache:
         return kept.aged(query, now_s - since_s)
 
     def put(self, query: Query, response: bytes, now_s: float) -> None:
-        """Remember what may be remembered."""
+        """Cache a response, unless it must not be cached; replaces an older one."""
         kept = keep(query, response)
         if kept is None or query.cache_key is None:
             return
@@ -140,15 +140,15 @@ class Cache:
 
 
 class Forwarder:
-    """See the module.
+    """Forwards the queries of one pod; see the module.
 
     Args:
         open_socket: see :data:`OpenSocket`.
-        resolv_conf: read again whenever it changed.
-        ipv6: whether servers may have such addresses.
-        timeout_s: of one attempt.
-        attempts: how often servers are asked.
-        port: of the servers.
+        resolv_conf: the file that names the servers; read again whenever it changes.
+        ipv6: whether servers with IPv6 addresses are used.
+        timeout_s: time limit of one attempt.
+        attempts: the number of attempts, each with two servers.
+        port: the servers' port.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class Forwarder:
         self._cache = Cache()
 
     async def forward(self, query: Query) -> bytes:
-        """The servers' answer, ready for the client but for its size.
+        """Return the servers' answer for the client, which the caller still cuts to the client's size.
 
         Raises:
-            ForwardFailed: there is none.
+            ForwardFailed: no server answered.
         """
         loop = asyncio.get_running_loop()
         remembered = self._cache.get(query, loop.time())
@@ -221,10 +221,10 @@ class Forwarder:
     async def _ask_all(
         self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
     ) -> bytes | None:
-        """Ask side by side; the first that says something ends it, else one that refused."""
+        """Query servers concurrently; return the first useful answer, else one that refuses, else None."""
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
-        # No TaskGroup: the first to answer ends the others, which is no failure.
+        # No TaskGroup: the first answer cancels the other attempts, and a group would report that as an error.
         loop = asyncio.get_running_loop()
         try:
             for server in servers:
@@ -265,7 +265,8 @@ class Forwarder:
         number = secrets.randbelow(0x10000)
         with self._open_socket(server.family, socket.SOCK_DGRAM) as sock:
             sock.setblocking(False)
-            sock.connect((server.host, server.port))  # the kernel draws the port, and drops what others send
+            # The kernel draws a random port, and a connected socket drops datagrams from other addresses.
+            sock.connect((server.host, server.port))
             sock.send(with_id(query.wire, number))
             while True:
                 response = await loop.sock_recv(sock, MOST_BYTES)

@@ -1,7 +1,7 @@
 """The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
 
-They listen on loopback, because a datagram socket on every address would answer from the pod's, which conntrack
-does not know as the answer to a redirected query.
+The sockets are bound to loopback addresses. One bound to all addresses would answer from the pod's address, and
+conntrack would not recognise that as the reply to a query that it redirected to loopback.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class PodDns:
     """Serves one pod's queries from construction until :meth:`close`.
 
     Args:
-        node: what pods share.
-        name: which pod.
-        netns: where its sockets are made; ``None``: here.
+        node: the state that pods share.
+        name: the pod.
+        netns: the namespace to make sockets in; None for this process's own.
 
     Raises:
         TproxyError: a port is taken.
@@ -82,7 +82,7 @@ class PodDns:
                 except KernelRefused:
                     if host == hosts[0]:
                         raise
-                    # A pod whose loopback has no IPv6.
+                    # Loopback without IPv6 is ordinary in a pod; without IPv4 there is no DNS, an error.
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()

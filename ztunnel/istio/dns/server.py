@@ -1,7 +1,7 @@
-"""The name server of one pod: UDP and TCP on sockets that were made in its namespace.
+"""The name server of one pod: answers queries by UDP and TCP on sockets made in its namespace.
 
-Every query ends in one :class:`QueryReport`, from which the application counts and logs. Queries under way and TCP
-connections are bounded: what exceeds them is dropped, as a network would; clients ask again.
+Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of queries under
+way and of TCP connections are bounded. Queries beyond them are dropped, as a network may do; clients retry.
 """
 
 import asyncio
@@ -37,27 +37,27 @@ log = logging.getLogger(__name__)
 _QUERIES: Final = 1000
 _CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
-_MOST_ADDRESSES: Final = 1000  # of one answer: what fits 64 KiB twice over
+_MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
 _DATAGRAMS: Final = 64  # per turn of the loop
-_DATAGRAM_BYTES: Final = 65_000  # what one can hold, headers apart
+_DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB less headers
 _FD_PAUSE_S: Final = 1.0
 _NXDOMAIN: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryReport:
-    """What became of a query.
+    """The outcome of a query.
 
     Attributes:
-        client: who asked, if known.
+        client: the workload that sent it, if known.
         query_type: ``A``, ``AAAA``, ``TXT``, ...
         protocol: ``udp`` or ``tcp``.
         name: with its final dot.
         result: for the log: ``success``, ``no records``, ``forwarded``, ``forwarding failed (...)``.
-        endpoints: addresses given, or records of a forwarded answer.
-        forwarded: whether name servers were asked, or their answer remembered.
-        failed: of what was forwarded: no answer, or that there is no such name.
-        duration_s: until the answer went out.
+        endpoints: number of addresses in our own answer, or of records in a forwarded one.
+        forwarded: whether the answer comes from name servers or from the cache of their answers.
+        failed: whether a forwarded query got no answer, or NXDOMAIN.
+        duration_s: time until the answer was made.
     """
 
     client: Workload | None
@@ -72,17 +72,18 @@ class QueryReport:
 
 
 class DnsServer:
-    """See the module; :meth:`start` it on sockets, then :meth:`close` it.
+    """Serves one pod between :meth:`start` and :meth:`close`; see the module.
 
     Args:
-        mesh: what is answered from.
-        client: the pod's workload, or ``None`` if it is not known in time.
-        settings: how names are read.
-        forwarder: for the rest.
-        on_query: told of each query.
-        idle_s: how long a TCP connection may say nothing.
-        connections: TCP connections at a time; queries: under way at a time.
-        rng: orders addresses, and chooses among more than an answer holds.
+        mesh: the mesh, whose services are answered here.
+        client: returns the pod's workload, or None if it is not known in time.
+        settings: see there.
+        forwarder: answers all other queries.
+        on_query: called once per query, when it is answered.
+        idle_s: time limit for each query and each answer on a TCP connection.
+        connections: the largest number of open TCP connections.
+        queries: the largest number of UDP queries under way.
+        rng: shuffles addresses, and samples those beyond the size of an answer.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class DnsServer:
         self._queries = 0
 
     def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
-        """Serve bound datagram sockets and listening stream sockets; they are closed with this."""
+        """Serve bound datagram sockets and listening stream sockets; :meth:`close` closes them."""
         loop = asyncio.get_running_loop()
         for sock in (*udp, *tcp):
             sock.setblocking(False)
@@ -124,7 +125,7 @@ class DnsServer:
             self._tasks.start(self._accept(sock), "accept")
 
     async def close(self) -> None:
-        """Stop at once."""
+        """Stop at once and close the sockets; idempotent."""
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             if sock.type == socket.SOCK_DGRAM:
@@ -135,7 +136,7 @@ class DnsServer:
         self._sockets.clear()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """One address of a name, as the pod would get it; ``None``: it has none. Not reported."""
+        """Return the first address of a name, as the pod would get it, or None. Makes no report."""
         try:
             query = read_query(address_query(name, ipv6=ipv6, number=0))
         except (ValueError, Malformed):
@@ -151,7 +152,7 @@ class DnsServer:
                 wire, address = sock.recvfrom(MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError as error:  # an ICMP error of an earlier answer; the socket goes on
+            except OSError as error:  # an ICMP error for an earlier answer; the socket stays usable
                 log.debug("dns datagram error=%s", error)
                 continue
             if self._queries >= self._most_queries:
@@ -178,7 +179,9 @@ class DnsServer:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno != errno.ECONNABORTED:  # out of descriptors, mostly
+                # EMFILE and ENFILE last until other connections end. The pending connection stays in the queue and
+                # keeps the listener readable, so without a pause this would loop at full speed.
+                if error.errno != errno.ECONNABORTED:
                     log.warning("dns accept paused error=%s", error)
                     await asyncio.sleep(_FD_PAUSE_S)
                 continue
@@ -187,9 +190,9 @@ class DnsServer:
                 sock.close()
                 continue
             self._connections += 1
-            self._tasks.start(self._converse(sock), "connection")
+            self._tasks.start(self._serve_connection(sock), "connection")
 
-    async def _converse(self, sock: socket.socket) -> None:
+    async def _serve_connection(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             with sock:
