@@ -1,8 +1,9 @@
-"""The node proxy of an Istio mesh as a whole: builds and owns every object, starts and ends them in order.
+"""The node proxy of an Istio mesh: builds and owns every object, and starts and ends them in order.
 
-The order is upstream's. Admin, readiness and metrics answer from the start. Nothing is captured before the
-control plane has described the mesh; then the node agent is asked for its pods. At the end everything that listens
-stops at once, so that a successor with the same ports takes new connections, and what runs has until the deadline.
+The order is Rust ztunnel's. Admin, readiness and metrics pages are served from the start. No pod is captured
+before the control plane has described the mesh; then the proxy connects to the node agent. At the end all
+listeners close at once, so that a successor on the same ports takes new connections. Open connections have until
+the deadline.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
-#: Series of vanished workloads are looked for this often.
+#: The interval at which series of removed workloads expire.
 _SWEEP_S = 60.0
 
 
 class Readiness:
-    """Tasks that must be done before the node's traffic can be carried."""
+    """The set of tasks that must be complete before the proxy reports itself ready."""
 
     def __init__(self, pending: set[str]) -> None:
         self.pending = pending
         self._since_s = asyncio.get_running_loop().time()
 
     def done(self, task: str) -> None:
-        """A task is complete."""
+        """Mark a task as complete; idempotent."""
         if task in self.pending:
             self.pending.discard(task)
             took_s = asyncio.get_running_loop().time() - self._since_s
@@ -75,7 +76,7 @@ class Readiness:
                 log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
 
     def set(self, task: str, ready: bool) -> None:
-        """A task that may become undone again."""
+        """Mark a task as complete or as pending, for those that may become pending again; idempotent."""
         if ready:
             self.done(task)
         else:
@@ -83,13 +84,13 @@ class Readiness:
 
 
 class IstioProxy:
-    """One proxy process.
+    """One proxy process; :meth:`run` serves until :meth:`shut_down`.
 
-    Everything public is for the admin server and for tests.
+    Its public attributes serve the admin pages and tests.
 
     Args:
         config: see there.
-        clock: for tests.
+        clock: the clock; tests give their own.
     """
 
     def __init__(self, config: IstioConfig, *, clock: Clock | None = None) -> None:
@@ -129,12 +130,12 @@ class IstioProxy:
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
         tasks = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
-            tasks.add(POD_MANAGER)  # which stands for the proxies of all pods
+            tasks.add(POD_MANAGER)  # covers the proxies of all pods
         else:
             tasks |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
         self.workers: Workers | None = None
         if config.worker_threads > 1:
-            from ztunnel.istio.workers.main import Workers  # which most nodes have no use for
+            from ztunnel.istio.workers.main import Workers  # most nodes have one process and save the memory
 
             self.workers = Workers(
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
@@ -207,7 +208,7 @@ class IstioProxy:
     # Pods
 
     async def start_pod(self, uid: PodUid, info: PodInfo, netns: Netns) -> PodProxy | WorkerPod:
-        """See :class:`ztunnel.istio.zds.pods.StartPod`."""
+        """Start the proxy of a pod; see :class:`ztunnel.istio.zds.pods.StartPod`."""
         name = PodName(name=info.name, namespace=info.namespace, service_account=info.service_account)
         return await self._start(name, netns)
 
@@ -229,7 +230,7 @@ class IstioProxy:
     def _pods_ready(self, ready: bool) -> None:
         self.readiness.set(POD_MANAGER, ready)
 
-    # Change
+    # Changes
 
     def _mesh_changed(self, changes: Changes) -> None:
         self.node.forget(changes.workloads)
@@ -249,7 +250,7 @@ class IstioProxy:
                 pod.end_revoked(self.revocations.current)
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
-        """See :meth:`ztunnel.istio.logs.LogStream.change`; workers follow."""
+        """Change the log filter here and in workers; see :meth:`ztunnel.istio.logs.LogStream.change`."""
         self.logs.change(text, reset=reset)
         if self.workers is not None:
             self.workers.log_filter_changed()
@@ -257,11 +258,11 @@ class IstioProxy:
     # Running
 
     def shut_down(self) -> None:
-        """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
+        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
         self._stop.set()
 
     def _interrupted(self) -> None:
-        """SIGINT: the first drains, the second means now."""
+        """Handle SIGINT: the first one drains, the second one exits at once."""
         if not self._stop.is_set():
             self.shut_down()
             return
@@ -271,7 +272,7 @@ class IstioProxy:
         os._exit(0)
 
     async def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until :meth:`shut_down`.
 
         Raises:
             TproxyError: a port of the process is taken, or a capability is missing.
@@ -322,7 +323,7 @@ class IstioProxy:
             log.warning("%s", warning)
 
     async def _start_serving(self, stack: AsyncExitStack) -> None:
-        """Everything that waits for the control plane's first word."""
+        """Start capturing pods, once the control plane has described the mesh."""
         config = self.config
         if config.proxy_mode is ProxyMode.SHARED:
             check_privileges()
@@ -350,7 +351,7 @@ class IstioProxy:
             self.metrics.expire(self.clock.monotonic())
 
     async def _drain(self, servers: Servers) -> None:
-        """Everything that listens stops; what runs has until the deadline."""
+        """Close all listeners, and wait until open connections end or the deadline passes."""
         deadline_s = self.config.drain_s
         log.info("draining, at most %gs", deadline_s)
         async with asyncio.TaskGroup() as group:

@@ -1,10 +1,10 @@
-"""Which endpoint of a service a connection gets: candidates, their ranks, and a draw by weight.
+"""Chooses the endpoint of a service for a connection: candidates, their ranks, and a draw by weight.
 
-Deciding anew for each connection would check every endpoint. Instead :class:`Candidates` holds, per service,
-port and kind of client, the endpoints in question by rank, each rank with its weights in a binary indexed tree, so
-that a draw takes the logarithm of their number and a change of one endpoint costs one endpoint. They are made when
-first asked for, so only services that this node's pods dial cost anything, and follow the mesh by the changes it
-tells.
+Deciding anew for each connection would check every endpoint. Instead :class:`Candidates` holds the usable
+endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
+indexed tree, so that a draw takes time logarithmic in their number. Candidates are made on first use, so that only
+services that this node's pods dial cost anything. They follow the mesh by its change notifications, and a change
+of one endpoint costs one endpoint.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,28 +16,28 @@ from xds.model.mesh import Changes, Endpoint, Mesh
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import ServiceKey, Workload, WorkloadUid
 
-#: A number from 0 to below the argument, each as likely: ``random.randrange`` in production.
+#: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
 
-#: Draws before those to avoid are taken out one by one: one call in 256, when half of the weight is to avoid.
+#: Draws before endpoints to avoid are removed one by one: one call in 256, with half of the weight to avoid.
 _DRAWS = 8
 
-#: Sets of candidates kept. Ports are the services' own and clients are this node's kinds; the limit is for a mesh
-#: whose pods dial everything.
+#: The largest number of sets of candidates; reached only in a mesh whose pods dial everything.
 _KEPT = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What decides which endpoints are candidates, and how they rank.
+    """The facts that decide which endpoints are candidates, and how they rank.
 
     Attributes:
-        port: of the service.
-        network: of the client.
-        waypoint: endpoints that take tunnels' contents themselves need no such port (waypoint resolution).
+        service: the service.
+        port: the service's port.
+        network: the client's network.
+        waypoint: the service is a waypoint; endpoints that accept tunnels need not have the port.
         preferences: scopes in which an endpoint should equal the client, widest first.
         client: the client's values of these scopes.
-        strict: all of them must.
+        strict: an endpoint must equal the client in all of them.
     """
 
     service: ServiceKey
@@ -50,7 +50,7 @@ class Question:
 
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
-    """Make the question for an endpoint of a service, reached by its name or one of its addresses."""
+    """Return the question for an endpoint of a service that is reached by its name or by one of its addresses."""
     balancing = service.load_balancing or LoadBalancing()
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
@@ -68,7 +68,7 @@ def question_of(service: Service, port: int, client: Workload, *, waypoint: bool
 
 
 def scope_of(workload: Workload, scope: Scope) -> str:
-    """Return a workload's value of a scope; unknown ones are the empty string, and equal."""
+    """Return a workload's value of a scope; an unknown one is the empty string, which equals another."""
     match scope:
         case Scope.REGION:
             return workload.locality.region
@@ -85,11 +85,11 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 
 
 def rank_of(question: Question, workload: Workload) -> int | None:
-    """Return how well an endpoint fits its client, higher is better; None: not at all.
+    """Return the rank of an endpoint for its client, higher is better; None if it may not be used.
 
-    Scopes count while they agree, except that a network that leads the list and differs does not end the count:
-    with network, region, zone the order is all 5, network and region 4, network 3, region and zone of another
-    network 2, region 1, nothing 0.
+    The rank is the number of leading scopes that agree. A network that leads the list is an exception: if it
+    differs, counting continues. With network, region, zone the ranks are: all 5, network and region 4, network 3,
+    region and zone in another network 2, region 1, nothing 0.
     """
     preferences = question.preferences
     rank = extra = 0
@@ -108,7 +108,7 @@ def rank_of(question: Question, workload: Workload) -> int | None:
 
 
 def fits(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> bool:
-    """Return whether an endpoint is a candidate at all."""
+    """Return whether an endpoint can serve the port for this client."""
     if question.port not in service.ports:
         if not question.waypoint or workload.application_tunnel is None:
             return False
@@ -120,7 +120,7 @@ def fits(question: Question, service: Service, endpoint: Endpoint, workload: Wor
 
 
 class Weighted:
-    """Names with weights: a binary indexed tree, so that putting, removing and drawing take logarithmic time."""
+    """Names with weights, in a binary indexed tree: adding, removing and drawing take logarithmic time."""
 
     def __init__(self) -> None:
         self._names: list[WorkloadUid] = []
@@ -145,7 +145,7 @@ class Weighted:
         self._names.append(name)
         self._weights.append(0)
         number = len(self._names)
-        # The new node sums up those before it that it covers.
+        # A new node of the tree starts with the sum of the earlier ones that it covers.
         covered, start = 0, number - (number & -number)
         below = number - 1
         while below > start:
@@ -156,7 +156,7 @@ class Weighted:
 
     @classmethod
     def of(cls, weights: Mapping[WorkloadUid, int]) -> Self:
-        """Make the tree of all weights at once, in linear time."""
+        """Return the tree of all weights, made in linear time."""
         made = cls()
         made._names = list(weights)
         made._weights = list(weights.values())
@@ -170,7 +170,7 @@ class Weighted:
         return made
 
     def remove(self, name: WorkloadUid) -> None:
-        """Remove a name that is in the tree; the last one takes its place."""
+        """Remove a name, which must be in the tree; the last one takes its place."""
         place = self._places.pop(name)
         last = len(self._names) - 1
         weight = self._weights[last]
@@ -192,7 +192,7 @@ class Weighted:
             number += number & -number
 
     def draw(self, choose: Choose) -> WorkloadUid:
-        """Draw one name by weight; the total must be positive."""
+        """Return a random name, likely in proportion to its weight; the total must be positive."""
         left = choose(self.total)
         place = 0
         step = 1 << (len(self._names).bit_length() - 1)
@@ -206,24 +206,27 @@ class Weighted:
 
 
 class Candidates:
-    """The endpoints in question, by rank."""
+    """The candidates of one question, by rank."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._ranks: dict[int, Weighted] = {}
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
-        """Endpoints to check again; None: all."""
+        """Endpoints to check again before the next draw; None means all."""
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
-        """Note which endpoints have changed; None: any may have."""
+        """Mark endpoints as changed; None marks all."""
         if uids is None:
             self._changed = None
         elif self._changed is not None:
             self._changed.update(uids)
 
     def pick(self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid]) -> WorkloadUid | None:
-        """Draw one of the best rank by weight; those to avoid only if there is no other. None: there is none."""
+        """Return an endpoint of the best rank, drawn by weight, or None if there is none.
+
+        Endpoints in ``avoid`` are drawn only if every rank has no other.
+        """
         if self._changed is None or self._changed:
             self._follow(mesh)
         best = sorted(self._ranks, reverse=True) if len(self._ranks) > 1 else list(self._ranks)
@@ -265,7 +268,7 @@ class Candidates:
     def _ranked(
         self, mesh: Mesh, service: Service | None, endpoint: Endpoint | None
     ) -> tuple[Workload | None, int | None]:
-        """Return an endpoint's workload and rank; no rank: it is no candidate."""
+        """Return an endpoint's workload and rank; the rank is None if it is no candidate."""
         workload = mesh.workload(endpoint.uid) if endpoint is not None else None
         if service is None or endpoint is None or workload is None or not workload.capacity:
             return workload, None
@@ -311,7 +314,7 @@ class _Balancer:
             for candidates in self._by_service.get(key, ()):
                 candidates.touch(uids)
         for key in changes.services:
-            # Its ports and preferences are in the questions: old ones will not be asked again.
+            # Questions contain the service's ports and preferences, so those of its old version do not recur.
             for candidates in self._by_service.pop(key, ()):
                 self._kept.pop(candidates.question, None)
 
@@ -322,12 +325,12 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 def pick(
     mesh: Mesh, question: Question, choose: Choose, avoid: Collection[WorkloadUid] = ()
 ) -> WorkloadUid | None:
-    """Draw the endpoint that a connection gets; None if there is none.
+    """Return the endpoint for a connection, or None if the service has none.
 
     Args:
         mesh: the current mesh.
-        question: which service, and for whom.
-        choose: see there.
+        question: the service and the facts about the client.
+        choose: see :data:`Choose`.
         avoid: see :meth:`Candidates.pick`.
     """
     balancer = _BALANCERS.get(mesh)

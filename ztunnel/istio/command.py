@@ -1,4 +1,4 @@
-"""``ztunnel proxy`` in an Istio mesh, from its environment to its exit status."""
+"""Runs ``ztunnel proxy`` in an Istio mesh: reads its environment, serves, and returns the exit status."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from ztunnel.runtime.tasks import errors_of
 
 
 def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
-    """The configuration an environment describes.
+    """Return the configuration that an environment describes.
 
     Raises:
         SettingsError: all unusable values together.
@@ -21,18 +21,18 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
 
 
 def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPUs that this process may use: its affinity, and the limit of its control group (version 2)."""
+    """Return the number of CPUs that this process may use: its affinity, limited by its control group (v2)."""
     cpus = len(os.sched_getaffinity(0))
     try:
         quota, period = cgroup.read_text().split()
         return min(cpus, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):  # no limit: "max", or no such file
         return cpus
 
 
 def run(config: IstioConfig) -> int:
-    """Serve until told to stop; the process's exit status."""
-    # gRPC writes to standard error past every filter and format, when a control plane says goodbye for example.
+    """Serve until a signal or ``/quitquitquit``, and return the process's exit status."""
+    # gRPC's core writes to standard error, past our log's filter and format, for example on a GOAWAY.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     import uvloop
 

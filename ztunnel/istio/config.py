@@ -1,4 +1,4 @@
-"""The configuration of a node proxy in an Istio mesh, as values; :mod:`ztunnel.istio.environment` reads them."""
+"""The configuration of a node proxy in an Istio mesh, as values that :mod:`ztunnel.istio.environment` reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from ztunnel.runtime.settings import SPIN_US
 
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
 
-#: Default places, below the working directory as Istio's chart mounts them.
+#: The default path, below the working directory, where Istio's chart mounts it.
 ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
 
 
 class ProxyMode(StrEnum):
-    """One proxy for the pods of a node, or for the one workload it runs beside."""
+    """Whether a proxy serves the pods of a node, or one workload that it runs beside."""
 
     SHARED = "Shared"
     DEDICATED = "Dedicated"
 
 
 class OriginalSource(StrEnum):
-    """Whether connections keep their client's address; ``AUTO``: where the kernel lets us."""
+    """Whether connections keep their client's address; ``AUTO``: if the kernel permits it."""
 
     REQUIRED = "true"
     OFF = "false"
@@ -31,7 +31,7 @@ class OriginalSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodName:
-    """A pod as variables name it."""
+    """The name of a pod, as environment variables and ZDS give it."""
 
     name: str
     namespace: str
@@ -40,7 +40,7 @@ class PodName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketConfig:
-    """TCP keepalive of connections, in seconds; ``None``: off."""
+    """The TCP keepalive of connections; a time of None switches it off."""
 
     keepalive_time_s: float | None = 180.0
     keepalive_interval_s: float = 180.0
@@ -50,20 +50,20 @@ class SocketConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IstioConfig:
-    """Everything a node proxy is told by its environment.
+    """The settings of a node proxy, from its environment.
 
     Attributes:
-        workload: of dedicated mode.
-        own_pod: this proxy's pod; with it tunnels to the proxy itself are served.
+        workload: the workload of dedicated mode.
+        own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
-        auth_token: path or literal; ``None``: the default file when it is there.
-        packet_mark: ``None``: none is set.
-        dns_host: an address the DNS proxy serves on; empty: loopback, in both families.
-        connect_retries: further endpoints tried before the application is told.
+        auth_token: path or literal; ``None``: the default file, if it exists.
+        packet_mark: the mark of the proxy's sockets; ``None``: none.
+        dns_host: the address that the DNS proxy serves; empty: loopback, in both families.
+        connect_retries: further endpoints that are tried before a connection fails.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
-        metric_series: most label sets per metric; what comes later is counted under ``unknown``.
-        worker_threads: processes that carry connections; one: this process does, and starts no others.
-        warnings: for the log, once it is there.
+        metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
+        worker_threads: processes that carry connections; with one, this process does and starts no other.
+        warnings: messages for the log, which opens later.
     """
 
     proxy: bool = True
@@ -136,16 +136,16 @@ class IstioConfig:
 
     @property
     def illegal_ports(self) -> frozenset[int]:
-        """Ports no connection may lead to: this proxy's own."""
+        """Ports of this proxy, to which it never connects."""
         socks = {SOCKS_PORT} if self.socks5 else set()
         return frozenset({OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT} | socks)
 
     @property
     def tls_policy(self) -> TlsPolicy:
-        """What tunnels negotiate."""
+        """The TLS parameters of tunnels."""
         return TlsPolicy.for_compliance("pqc" if self.post_quantum_only else "", tls_1_2=self.tls12)
 
     @property
     def version_tag(self) -> str:
-        """Istio's version, as the chart says it."""
+        """Istio's version, as its chart passes it."""
         return self.proxy_metadata.get("ISTIO_VERSION", "unknown")

@@ -1,4 +1,4 @@
-"""Reads the environment of the Rust ztunnel into one :class:`IstioConfig`; all bad values are reported together.
+"""Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
 
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
@@ -29,9 +29,9 @@ from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
-#: Largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` that Linux takes.
+#: Largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` that Linux accepts (``MAX_TCP_KEEPIDLE`` in include/net/tcp.h).
 _KEEPALIVE_LONGEST_S = 32767.0
-#: Most worker processes, and most without being configured.
+#: The largest number of worker processes, and the largest default.
 MOST_WORKERS = 64
 _MOST_BY_DEFAULT = 8
 
@@ -48,7 +48,7 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
 
 
 def _quantity(text: str) -> int:
-    """CPUs of a Kubernetes quantity, rounded up."""
+    """Return the CPUs of a Kubernetes quantity, rounded up."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text, re.ASCII)
     if match is None:
         raise ValueError("must be a CPU quantity such as 2, 1.5 or 500m")
@@ -56,7 +56,7 @@ def _quantity(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    """An address of the control plane, complete; empty: none."""
+    """Return an address of the control plane with its scheme; empty stays empty and means none."""
     if not text:
         return text
     endpoint = Endpoint.parse(text)
@@ -64,16 +64,16 @@ def _address(text: str) -> str:
 
 
 class _Environment:
-    """Reads variables, remembers which ones and what was wrong with them."""
+    """Reads variables, and collects their names, faults and warnings."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
         self.faults: list[str] = []
         self.warnings: list[str] = []
-        self.asked: set[str] = set()
+        self.names: set[str] = set()
 
     def get(self, name: str, read: Callable[[str], ValueT], default: ValueT) -> ValueT:
-        self.asked.add(name)
+        self.names.add(name)
         text = self._env.get(name)
         if text is None:
             return default
@@ -87,13 +87,13 @@ class _Environment:
         return self.get(name, str, default)
 
     def prefixed(self, prefix: str) -> list[tuple[str, str]]:
-        """``(rest of the name, value)`` of every variable that starts so."""
+        """Return every variable whose name begins with ``prefix``, as (rest of the name, value)."""
         return [
             (name[len(prefix) :], value) for name, value in sorted(self._env.items()) if name.startswith(prefix)
         ]
 
 
-#: Read elsewhere, or set by Istio's chart and without meaning here.
+#: Variables that other code reads, or that Istio's chart sets and this proxy does not use.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",
@@ -115,13 +115,13 @@ def config_from(
     arguments: str = "",
     read_file: Callable[[str], str | None] = lambda path: Path(path).read_text() if Path(path).exists() else None,
 ) -> IstioConfig:
-    """Read the environment.
+    """Return the configuration that an environment describes.
 
     Args:
-        env: of the process.
-        cpus: this process may use.
-        arguments: command line, for the dump.
-        read_file: text of a file, ``None`` when there is none.
+        env: the environment of the process.
+        cpus: the number of CPUs that this process may use.
+        arguments: the command line, for the dump.
+        read_file: returns the text of a file, or None if there is none.
 
     Raises:
         SettingsError: all unusable values together.
@@ -142,7 +142,7 @@ def config_from(
     _validate(seen, values)
     if seen.faults:
         raise SettingsError(seen.faults)
-    return IstioConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.asked)))
+    return IstioConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.names)))
 
 
 def _log_filter(text: str) -> str:
@@ -163,7 +163,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) -> dict[str, Any]:
-    """``defaultConfig`` of the mesh file, ``PROXY_CONFIG`` merged over it."""
+    """Return ``defaultConfig`` of the mesh file, with ``PROXY_CONFIG`` merged over it."""
     merged: dict[str, Any] = {}
     given = False
     for place, text, key in (
@@ -172,7 +172,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
     ):
         if text is None:
             continue
-        import yaml  # 1 MiB that most do not need
+        import yaml  # 1 MiB, which proxies without these settings save
 
         try:
             loaded = yaml.safe_load(text)
@@ -198,7 +198,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
 def _string_map(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
-    # YAML reads an unquoted true as a boolean; the metadata means the word.
+    # YAML reads an unquoted true as a boolean; in metadata it is the word.
     return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
 
 
@@ -249,7 +249,7 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
         try:
             parsed[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
-            # As upstream: the control plane is told less, which is no reason not to start.
+            # As in Rust ztunnel, the value is left out of the node's metadata and the proxy starts.
             seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
     values["metadata_json"] = parsed
     return metadata
@@ -277,7 +277,7 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
         headers = []
         for key, value in seen.prefixed(prefix):
             lower = key.lower()
-            # Values may be credentials and stay out of messages.
+            # Values may be credentials, so messages do not contain them.
             if not re.fullmatch(r"[0-9a-z_.-]+", lower) or lower.endswith("-bin") or lower.startswith("grpc-"):
                 seen.faults.append(f"invalid env var {prefix}{key} (not the name of a gRPC header)")
             elif not re.fullmatch(r"[\x20-\x7e]*", value):
@@ -313,10 +313,10 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
 
 
 def _keepalive_s(seen: _Environment, name: str) -> float:
-    """Seconds the kernel takes for a keepalive timer, the nearest ones to what the variable says.
+    """Return the seconds of a keepalive timer, limited to the values that Linux accepts.
 
-    Linux refuses other values (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``). The Rust
-    ztunnel ignores that refusal, and its connections keep the system's two hours.
+    It refuses others with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``). Rust
+    ztunnel ignores that error, and its connections keep the system's default of two hours.
     """
     wanted = seen.get(name, duration_s, 180.0)
     taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
@@ -337,7 +337,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
     values["pool_max_streams"] = seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(1, 65535), 100)
     values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
-    # RFC 9113, 6.5.2 and 6.9: what SETTINGS and WINDOW_UPDATE can say.
+    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9).
     values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(65_535, 2**31 - 1), 4 * 1024 * 1024)
     values["connection_window"] = seen.get(
         "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
@@ -380,7 +380,7 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:
     limit = seen.get("ZTUNNEL_RESOURCE_CPU_LIMIT", _quantity, 0)
-    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked, and no reason for more processes
+    seen.get("ZTUNNEL_RESOURCE_CPU_REQUEST", _quantity, 0)  # checked only; a request is no reason for processes
     old_limit = seen.get("ZTUNNEL_CPU_LIMIT", _quantity, 0)
     available = limit or old_limit or cpus
 
@@ -390,7 +390,8 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int,
         count = _number(0, 4096)(text)
         return count or available
 
-    # Each has the mesh in its memory, unlike upstream's threads: as few as serve, and one for one workload.
+    # Unlike Rust ztunnel's threads each process holds the mesh in its own memory, so the default is low: one per
+    # four CPUs, and one for a dedicated workload.
     default = 1 if available <= 2 or dedicated else min(math.ceil(available / 4), _MOST_BY_DEFAULT)
     concurrency = proxy_config.get("concurrency")
     if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
@@ -416,7 +417,7 @@ def _dns(seen: _Environment, values: dict[str, Any], metadata: Mapping[str, str]
 
 
 def _dns_address(text: str) -> tuple[str, int]:
-    """Host and port, the host empty for ``localhost``."""
+    """Return host and port; the host is empty for ``localhost``."""
     host, _, port = text.rpartition(":")
     number = _number(1, 65535)(port)
     if host == "localhost":
@@ -437,11 +438,11 @@ def _validate(seen: _Environment, values: dict[str, Any]) -> None:
         seen.faults.append("only one of LOCAL_XDS_PATH and LOCAL_XDS may be set")
 
 
-def _unknown(env: Mapping[str, str], asked: set[str]) -> list[str]:
-    """Variables that were probably meant for us: all unknown ``ZTUNNEL_*``, and near misses of the others."""
-    import difflib  # workers get what was read
+def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
+    """Return warnings about variables probably meant for us: unknown ``ZTUNNEL_*``, and near misses of others."""
+    import difflib  # imported here: workers receive the configuration and never read the environment
 
-    known = asked | _OTHER_VARIABLES
+    known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):
         if name.startswith(_PREFIXES) or _SERVICE_LINK.match(name):

@@ -1,8 +1,7 @@
-"""Logs as today's Rust ztunnel prints them: one stream on standard output, plain or JSON, filtered by target.
+"""Logs in the format of Rust ztunnel: one stream on standard output, plain or JSON, filtered by target.
 
-Operational lines come through :mod:`logging`; access lines are made by :mod:`ztunnel.istio.record`, which asks
-here first whether anybody wants them. Both are written off the data path by the writer of
-:mod:`ztunnel.envoy.telemetry.access_log`.
+Operational lines come through :mod:`logging`. :mod:`ztunnel.istio.record` makes access lines, after checking here
+that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes both, off the data path.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from functools import lru_cache
 from ztunnel.runtime.clock import utc
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
-#: In the Rust ztunnel every filter begins so.
+#: The first clause of every filter of Rust ztunnel.
 ALWAYS = "hickory_server::server=off"
 TRACE = 5
 _LEVELS = {
@@ -25,10 +24,10 @@ _LEVELS = {
     "debug": logging.DEBUG,
     "trace": TRACE,
 }
-#: How long a line may wait for others to be written with.
+#: The time that a line waits for others, so that one write takes all of them.
 _FLUSH_S = 0.05
 
-#: Our loggers by the targets people filter by; the longest prefix wins.
+#: Our loggers and the targets that operators filter by; the first prefix that matches wins.
 _TARGETS = (
     ("ztunnel.istio.outbound", "ztunnel::proxy::outbound"),
     ("ztunnel.istio.inbound", "ztunnel::proxy::inbound"),
@@ -47,10 +46,10 @@ _TARGETS = (
 
 
 class InvalidLevel(ValueError):
-    """A clause of a filter that is none.
+    """A clause of a filter is neither a level nor ``target=level``.
 
     Attributes:
-        clause: as given.
+        clause: the clause as given.
     """
 
     def __init__(self, clause: str) -> None:
@@ -62,16 +61,16 @@ class InvalidLevel(ValueError):
 
 
 class LogFilter:
-    """``info``, ``error,ztunnel::proxy=warn``: a default level and levels of targets, longest prefix first."""
+    """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``; the longest prefix wins."""
 
     def __init__(self, text: str = "info") -> None:
-        self.default = "error"  # what the Rust filter does when no default is given
+        self.default = "error"  # as Rust's filter without a default
         self.targets: dict[str, str] = {}
         self.add(ALWAYS)
         self.add(text)
 
     def add(self, text: str) -> None:
-        """Take further clauses over what is there.
+        """Add clauses, which replace earlier ones for the same target.
 
         Raises:
             InvalidLevel: a clause is neither a level nor ``target=level``; nothing is changed then.
@@ -90,7 +89,7 @@ class LogFilter:
         self.default, self.targets = default, targets
 
     def level(self, target: str) -> int:
-        """The least level that is printed for a target."""
+        """Return the lowest level that is printed for a target."""
         found, length = self.default, -1
         for prefix, level in self.targets.items():
             if len(prefix) > length and (target == prefix or target.startswith(prefix + "::")):
@@ -99,7 +98,7 @@ class LogFilter:
 
     @property
     def least(self) -> int:
-        """The least level anything is printed at."""
+        """The lowest level of all targets."""
         return min(_LEVELS[level] for level in (self.default, *self.targets.values()))
 
     def __str__(self) -> str:
@@ -108,7 +107,7 @@ class LogFilter:
 
 
 def target_of(logger: str) -> str:
-    """The target of one of our loggers."""
+    """Return the target of a logger, by the name of its module."""
     for prefix, target in _TARGETS:
         if logger == prefix or logger.startswith(prefix.rstrip(".") + "."):
             rest = logger[len(prefix) :].lstrip(".")
@@ -121,13 +120,13 @@ Field = tuple[str, str | int]
 
 
 class Bare(str):
-    """A field's value that is printed without quotes in plain lines: addresses."""
+    """The value of a field that plain lines print without quotes; used for addresses."""
 
     __slots__ = ()
 
 
 class Recurring:
-    """Fields that many lines have in common: rendered once."""
+    """Fields that many lines have in common; they are rendered once."""
 
     __slots__ = ("fields", "plain")
 
@@ -144,7 +143,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
-    """``TIME LEVEL TARGET MESSAGE k=v k=v``, by tabs; texts are quoted."""
+    """Return a line ``TIME LEVEL TARGET MESSAGE k=v k=v``, separated by tabs, with texts quoted."""
     shown = " ".join([part.plain if isinstance(part, Recurring) else _plain_field(*part) for part in fields])
     return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
 
@@ -154,7 +153,7 @@ def _plain_field(name: str, value: str | int) -> str:
 
 
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
-    """The same as one JSON object; numbers stay numbers."""
+    """Return a line as a JSON object; numbers stay numbers."""
     entry: dict[str, str | int] = {"level": level, "time": time, "scope": target, "message": message}
     for part in fields:
         if isinstance(part, Recurring):
@@ -165,7 +164,7 @@ def json_line(time: str, level: str, target: str, message: str, fields: Fields) 
 
 
 def timestamp(seconds: float) -> str:
-    """RFC 3339, UTC, microseconds."""
+    """Return a time as RFC 3339 has it, in UTC with microseconds."""
     second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
     return f"{_second(second)}.{micros:06d}Z"
 
@@ -186,10 +185,12 @@ def _level_name(number: int) -> str:
 
 
 class LogStream(logging.Handler):
-    """Everything this process logs.
+    """Formats and filters all log lines of this process, and passes them to the writer.
 
     Args:
-        writer: whose thread writes; ``file`` is one of its files.
+        writer: writes in its own thread.
+        file: one of the writer's files.
+        filter_text: the filter to start with, see :class:`LogFilter`.
         json_lines: JSON instead of plain lines.
     """
 
@@ -206,10 +207,10 @@ class LogStream(logging.Handler):
         self.dns_level = self.levels.level("dns")
 
     def change(self, text: str, *, reset: bool = False) -> None:
-        """Change the filter; ``reset`` starts from what the process was started with.
+        """Add clauses to the filter; with ``reset`` to the one that the process was started with.
 
         Raises:
-            InvalidLevel: nothing is changed.
+            InvalidLevel: a clause is invalid; nothing is changed.
         """
         wanted = LogFilter(self._start_filter if reset else str(self.levels))
         wanted.add(text)
@@ -219,19 +220,19 @@ class LogStream(logging.Handler):
         logging.getLogger().setLevel(wanted.least)
 
     def install(self) -> None:
-        """Take the place of every other handler of this process."""
+        """Replace all handlers of the root logger by this one."""
         root = logging.getLogger()
         for handler in list(root.handlers):
             root.removeHandler(handler)
         root.addHandler(self)
         root.setLevel(self.levels.least)
         logging.addLevelName(TRACE, "TRACE")
-        # They log every header field and every channel event, which no level of ours means to ask for.
+        # These libraries log every header field and every event at levels that operators enable for our lines.
         for library in ("hpack", "asyncio"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :class:`logging.Handler`."""
+        """Format and pass on a record of :mod:`logging`; see :class:`logging.Handler`."""
         known = self._targets.get(record.name)
         if known is None:
             target = target_of(record.name)
@@ -249,13 +250,13 @@ class LogStream(logging.Handler):
         self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), ())
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
-        """Keep one line, whatever the filter says."""
+        """Format and pass on one line; the caller has checked the level."""
         self.pass_on(
             self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
         )
 
     def pass_on(self, lines: bytes) -> None:
-        """Keep whole lines that are made already."""
+        """Queue complete lines for the writer; safe in every thread."""
         self.acquire()  # other threads log too
         try:
             if self._file.append(lines):
@@ -269,7 +270,7 @@ class LogStream(logging.Handler):
             self.release()
 
     def flush(self) -> None:
-        """Hand over what waits for others to be written with."""
+        """Hand queued lines to the writer now; idempotent."""
         self.acquire()
         try:
             self._timer = None

@@ -1,11 +1,11 @@
-"""What today's Rust ztunnel publishes on port 15020, under the same names and labels.
+"""The counters behind Rust ztunnel's metrics on port 15020, with the same names and labels.
 
-A connection finds its :class:`TrafficSeries` once, when it is opened; from then on counting is adding integers,
-and bytes are not counted at all before somebody asks: a page adds what running relays have moved so far.
+A connection looks up its :class:`TrafficSeries` once, when it opens. From then on counting is adding integers.
+Bytes of open connections are not counted until a page is requested: it adds up the byte counts of running relays.
 
-Two things are bounded that upstream's are not. Series of workloads that no longer exist go away when nothing has
-used them for :data:`EXPIRY_S`; and beyond a budget of series new ones are counted with unknown workloads, so that
-a scan of the mesh cannot take the node's memory.
+Two things are bounded, unlike in Rust ztunnel. Series of workloads that no longer exist expire once unused for
+:data:`EXPIRY_S`. And beyond a budget of series, further connections are counted with unknown workloads, so that a
+scan of the mesh cannot use up the node's memory.
 """
 
 import logging
@@ -56,7 +56,7 @@ TRAFFIC_LABELS = (
 
 
 class PeerLabels(NamedTuple):
-    """One side of a connection, as labels print it; empty is unknown."""
+    """The labels that describe one side of a connection; empty values are printed as unknown."""
 
     workload: str = ""
     canonical_service: str = ""
@@ -72,7 +72,7 @@ class PeerLabels(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, principal: str = "") -> "PeerLabels":
-        """From the control plane's description."""
+        """Return the labels of a workload as the control plane describes it."""
         place = workload.locality
         return cls(
             workload.workload_name,
@@ -90,7 +90,7 @@ class PeerLabels(NamedTuple):
 
     @classmethod
     def of_baggage(cls, baggage: Baggage, principal: str = "") -> "PeerLabels":
-        """From what the peer says of itself."""
+        """Return the labels of a peer as it describes itself in its baggage."""
         return cls(
             baggage.workload_name,
             baggage.service_name,
@@ -109,12 +109,12 @@ class PeerLabels(NamedTuple):
 def traffic_labels(
     reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
 ) -> tuple[str, ...]:
-    """Values of :data:`TRAFFIC_LABELS`; the last four are left out while nobody is known."""
+    """Return the values of :data:`TRAFFIC_LABELS`; the last four are left out if neither side is known."""
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
     return _labels(reporter, source, destination, named, secured)
 
 
-@lru_cache(maxsize=4096)  # twice per connection, about few pairs
+@lru_cache(maxsize=4096)  # called twice per connection, for few pairs
 def _labels(
     reporter: str, source: PeerLabels, destination: PeerLabels, named: tuple[str, ...], secured: bool
 ) -> tuple[str, ...]:
@@ -139,10 +139,12 @@ class TrafficSeries:
     """Counters of one label set.
 
     Attributes:
-        closed: connections by response flags.
-        running: byte counts of relays under way; ``received`` and ``sent`` are those of finished ones, client to
-            server and back, whoever reports.
-        workloads: uids that used it.
+        opened: number of opened connections.
+        closed: numbers of closed connections, by response flags.
+        received: bytes from client to server of finished relays, for either reporter.
+        sent: bytes from server to client of finished relays.
+        running: byte counts of running relays.
+        workloads: uids of workloads whose connections are counted here.
     """
 
     __slots__ = ("closed", "labels", "opened", "received", "running", "sent", "used_s", "workloads")
@@ -159,11 +161,11 @@ class TrafficSeries:
 
     @property
     def idle(self) -> bool:
-        """Nothing counts here now."""
+        """Whether no connection of this series is open."""
         return self.opened == sum(self.closed.values())
 
     def finished(self, flags: str, counts: ByteCounts | None) -> None:
-        """A connection ended."""
+        """Count the end of a connection, and add its relay's bytes."""
         self.closed[flags] = self.closed.get(flags, 0) + 1
         if counts is not None:
             self.running.discard(counts)
@@ -172,7 +174,7 @@ class TrafficSeries:
 
 
 class TrafficCounts(NamedTuple):
-    """What a :class:`TrafficSeries` has counted, as a value."""
+    """The counts of a :class:`TrafficSeries`, as a value."""
 
     labels: tuple[str, ...]
     opened: int
@@ -184,10 +186,10 @@ class TrafficCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A part of what another process has counted; parts add up.
+    """A part of the counts of another process; the parts add up.
 
     Attributes:
-        sockets_open: now, by reporter.
+        sockets_open: sockets that are open now, by reporter.
     """
 
     traffic: tuple[TrafficCounts, ...] = ()
@@ -212,16 +214,16 @@ _OF_MAIN = (
     "gauges",
     "processes",
 )
-#: Series of one part: two milliseconds for who reads it.
+#: Series per part; decoding one takes its reader two milliseconds.
 _SERIES_PER_PART = 50
 
 
 class Metrics:
-    """All of them.
+    """All counters of one process.
 
     Args:
-        version: of Istio, for ``istio_build``.
-        series_budget: most traffic series.
+        version: Istio's version, for ``istio_build``.
+        series_budget: the largest number of traffic series.
     """
 
     def __init__(self, version: str, series_budget: int) -> None:
@@ -235,7 +237,7 @@ class Metrics:
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: dict[tuple[str, ...], int] = {}
-        #: By reason, asked for when a page is.
+        #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
         self.xds_bytes: dict[str, int] = {}
@@ -246,7 +248,7 @@ class Metrics:
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         self.connect_retries = 0
         self.gauges: dict[str, Gauge] = {}
-        #: Ids of further processes that ``process_*`` is about.
+        #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
 
     # Traffic
@@ -260,12 +262,15 @@ class Metrics:
         *,
         foreign: bool = False,
     ) -> TrafficSeries:
-        """Count a connection; its relay moves ``counts``.
+        """Count an opened connection, and return its series, on which the caller counts its end.
 
         Args:
+            labels: see :func:`traffic_labels`.
             workloads: uids of the mesh's workloads at its ends.
-            foreign: some labels are a peer's own words. No workload's end would ever end such a series, so it
-                expires by disuse alone.
+            counts: the byte counts of its relay.
+            now_s: the time.
+            foreign: some labels come from a peer's baggage. Removing a workload does not expire such a series, so
+                it expires by disuse alone.
         """
         series = self._traffic.get(labels)
         if series is None:
@@ -304,7 +309,7 @@ class Metrics:
         return series
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
-        """Workloads came or went; ``exists``: those of ``changes`` that are still there."""
+        """Note which workloads of ``changes`` were removed: all but those in ``exists``."""
         for uid in changes.workloads.difference(exists):
             for series in self._by_workload.pop(uid, ()):
                 series.workloads.discard(uid)
@@ -312,7 +317,7 @@ class Metrics:
                     self._gone.add(series)
 
     def expire(self, now_s: float) -> int:
-        """Drop series that are unused for :data:`EXPIRY_S` and outlived their workloads; return how many."""
+        """Drop series whose workloads are gone and that were unused for :data:`EXPIRY_S`; return their number."""
         old = [series for series in self._gone if series.idle and now_s - series.used_s > EXPIRY_S]
         for series in old:
             self._gone.discard(series)
@@ -333,7 +338,7 @@ class Metrics:
     # Several processes
 
     def counts(self) -> Iterator[Counts]:
-        """Everything counted here, for another process, in parts."""
+        """Iterate over everything counted here, in parts, for another process."""
         yield Counts(
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
@@ -360,11 +365,13 @@ class Metrics:
             )
 
     def add(self, part: Counts, *, lost: bool = False, now_s: float = 0.0) -> None:
-        """Count what another process has counted.
+        """Add the counts of another process.
 
         Args:
-            lost: that process is no more, and its connections with it: whatever was open there is closed, with
-                nobody left to say how.
+            part: its counts.
+            lost: the process has ended, and its connections with it. Those that were open count as closed, with
+                flags ``-``, because nothing can report how they ended.
+            now_s: the time.
         """
         for labels, opened, closed, received, sent, workloads in part.traffic:
             series = self._traffic.get(labels)
@@ -394,7 +401,7 @@ class Metrics:
         self.over_budget += part.over_budget
 
     def page_with(self) -> "Metrics":
-        """The same numbers apart, to add those of other processes to for one page."""
+        """Return a copy, to which the counts of other processes are added for one page."""
         page = Metrics(self.version, self._budget)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))
@@ -404,7 +411,7 @@ class Metrics:
 
 
 class Gauge(NamedTuple):
-    """A number read when somebody asks; ``kind`` is ``gauge`` or ``counter``."""
+    """A number that is read when a page is requested; ``kind`` is ``gauge`` or ``counter``."""
 
     kind: str
     help: str
@@ -412,7 +419,7 @@ class Gauge(NamedTuple):
 
 
 class DnsDurations:
-    """A histogram of :data:`DNS_BUCKETS`."""
+    """A histogram with the buckets :data:`DNS_BUCKETS`."""
 
     __slots__ = ("_counts", "count", "total_s")
 
@@ -422,7 +429,7 @@ class DnsDurations:
         self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one answer."""
+        """Count one answer that took ``seconds``."""
         self.count += 1
         self.total_s += seconds
         for index, bound in enumerate(DNS_BUCKETS):
@@ -431,7 +438,7 @@ class DnsDurations:
                 break
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """(upper bound, answers up to it)."""
+        """Iterate over (upper bound, number of answers up to it)."""
         seen = 0
         for bound, count in zip(DNS_BUCKETS, self._counts, strict=True):
             seen += count

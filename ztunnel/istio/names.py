@@ -1,4 +1,4 @@
-"""Host names of workloads without addresses: resolved when first dialled, cached for their time to live."""
+"""Resolves host names of workloads without addresses on first use, and caches them for their time to live."""
 
 from collections import OrderedDict
 
@@ -6,12 +6,12 @@ from ztunnel.dataplane.resolver import Answer, Resolver
 from ztunnel.runtime.clock import Clock
 
 _MOST = 4096
-#: A name server that says 0 must not be asked for every connection.
+#: Shortest time in the cache, so that a time to live of 0 does not cost a query per connection.
 _LEAST_S = 1.0
 
 
 class Names:
-    """A bounded cache over the resolver."""
+    """A bounded cache in front of the resolver; the least recently used name is evicted first."""
 
     def __init__(self, resolver: Resolver, clock: Clock) -> None:
         self._resolver = resolver
@@ -19,14 +19,14 @@ class Names:
         self._known: OrderedDict[tuple[str, str], tuple[float, Answer]] = OrderedDict()
 
     async def resolve(self, hostname: str, families: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the addresses of a name, from the cache while they hold.
+        """Return the addresses of a name, from the cache if they have not expired.
 
         Args:
             hostname: a DNS name.
-            families: 4 and/or 6: what may be used.
+            families: the IP versions that may be used, 4 or 6 or both.
 
         Raises:
-            ResolveFailed: none can be had, and none is remembered that still holds.
+            ResolveFailed: the name has no addresses, or no server answered.
         """
         family = "ALL" if len(families) == 2 else "V4_ONLY" if families == (4,) else "V6_ONLY"
         key, now_s = (hostname, family), self._clock.monotonic()

@@ -1,4 +1,4 @@
-"""What the pods of one node share: the mesh, certificates, metrics, endpoints that failed, and each other."""
+"""The state that the pods of one node share: the mesh, certificates, metrics, failed endpoints, and each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ztunnel.istio.names import Names
 from ztunnel.istio.workload_labels import WorkloadLabels, labels_of
 from ztunnel.runtime.clock import Clock
 
-#: A pod by namespace, name and service account: how ZDS names it and the mesh knows it.
+#: Namespace, name and service account of a pod: by these ZDS and the mesh name the same pod.
 PodKey = tuple[str, str, str]
 
 
@@ -33,17 +33,17 @@ def pod_key(name: PodName) -> PodKey:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
-    """See the module.
+    """The state that pods share; made once per process.
 
     Attributes:
         names: resolves the host names of workloads without addresses.
-        revocations: where lists come from; ``None``: no certificate is revoked.
+        revocations: the source of revocation lists; ``None``: no certificate is revoked.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
-        ask: on demand: has the control plane describe a key; ``None`` when the mesh holds everything.
+        ask: requests a key from the control plane (on demand); ``None`` when the mesh holds everything.
         pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
-        asked: keys that were asked for and answered, whatever the answer.
+        asked: keys that were requested and answered, whatever the answer.
     """
 
     config: IstioConfig
@@ -96,21 +96,21 @@ class Node:
         )
 
     def labels_of(self, workload: Workload) -> WorkloadLabels:
-        """Return the labels of a workload; kept while it is this version."""
+        """Return the labels of a workload, cached until the workload changes."""
         known = self._labels.get(workload.uid)
         if known is None or known.workload is not workload:
             known = self._labels[workload.uid] = labels_of(workload)
         return known
 
     def count_sockets(self, reporter: str, change: int) -> None:
-        """Count ``change`` more open sockets of users, or fewer."""
+        """Add ``change``, which may be negative, to the number of open sockets of applications."""
         number = self.metrics.sockets_open
         number[reporter] += change
         if self.tell_open is not None:
             self.tell_open(number["source"] + number["destination"])
 
     def forget(self, uids: Iterable[WorkloadUid]) -> None:
-        """Drop what is kept of workloads, because they have changed or are gone."""
+        """Drop cached labels and failures of workloads that have changed or are gone; idempotent."""
         for uid in uids:
             self._labels.pop(uid, None)
             self.failed_endpoints.clear(uid)
@@ -122,18 +122,18 @@ class Node:
         self.pods[pod_key(name)] = pod
 
     def unregister(self, name: PodName, pod: JoinTarget) -> None:
-        """Take a pod out again; idempotent, and nothing when a successor has its name."""
+        """Remove a pod from :attr:`pods`; idempotent, and without effect if a successor has its name."""
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]
 
     # On demand
 
     async def ask_about(self, key: str) -> bool:
-        """Ask the control plane for a key unless that was done before; return whether it was asked.
+        """Request a key from the control plane unless it was answered before; return whether it was requested.
 
         Raises:
-            TimeoutError: there was no answer. The key does not count as asked for: what is unknown for lack of
-                an answer must not be taken for something outside the mesh.
+            TimeoutError: there was no answer, and the next call requests the key again. An address without an
+                answer must not be taken for one outside the mesh.
         """
         if self.ask is None or key in self.asked:
             return False

@@ -1,4 +1,4 @@
-"""How a connection ends, in the Rust ztunnel's words: errors become a text and response flags, in one place."""
+"""Turns errors that end a connection into the texts and response flags of Rust ztunnel, in one place."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ POLICY_CHANGE = "connection closed due to policy change"
 REVOKED = "connection closed: peer certificate revoked by CRL"
 DRAINED = "connection closed due to connection drain"
 RECURSIVE_CALL = "attempted recursive call to ourselves"
-#: Of RFC 9110, those a peer may answer with.
+#: Reason phrases (RFC 9110) of the statuses that peers answer with.
 _STATUS = {
     400: "Bad Request",
     401: "Unauthorized",
@@ -39,7 +39,7 @@ _STATUS = {
 
 
 class Flags(StrEnum):
-    """Response flags of metrics."""
+    """The values of the metrics' label ``response_flags``."""
 
     NONE = "-"
     DENY = "DENY"
@@ -51,14 +51,14 @@ class Flags(StrEnum):
 
 
 class EarlyDeny(Exception):
-    """The connection ends before it counts as opened: one warning, no metrics."""
+    """The connection ends before it counts as opened; it gets one warning and no metrics."""
 
 
 class Failed(Exception):
-    """An opened connection ends with an error.
+    """An opened connection ends with an error; the text goes to the access log.
 
     Attributes:
-        flags: for metrics.
+        flags: the response flags for metrics.
     """
 
     def __init__(self, text: str, flags: Flags = Flags.CONNECT) -> None:
@@ -74,14 +74,14 @@ def io_text(error: OSError | None) -> str:
 
 
 def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
-    """Return an error of dialling in the words of access logs.
+    """Return the failure for an error of dialling, with the text for the access log.
 
     Args:
-        error: as raised.
-        tunnel: what was dialled is port 15008 of a peer.
+        error: the error as raised.
+        tunnel: the connection was to port 15008 of a peer.
 
     Raises:
-        BaseException: ``error`` itself, when it is none that dialling documents: a bug of ours.
+        BaseException: ``error`` itself, if dialling does not document it: a bug of ours.
     """
     match error:
         case Failed():
@@ -120,11 +120,12 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
 
 
 def worth_another_endpoint(error: BaseException) -> bool:
-    """Return whether another endpoint may do better: nothing was answered, and no peer had a wrong identity.
+    """Return whether another endpoint may be tried after this error.
 
-    A 401 is the peer's verdict on us, as is its alert, and a wrong identity must not be shopped around for. After
-    an answer that did not come in time (``TimeoutError``) the application may have got first bytes that went along
-    with the CONNECT, as after a tunnel that broke (``perhaps_delivered``): they must not be sent twice.
+    A 401 or a TLS alert is the peer's verdict on our identity, which another endpoint would repeat. A peer with a
+    wrong identity may be an attacker's, and trying others would hide that. First bytes of the application may have
+    been sent along with the CONNECT and delivered, when no answer came in time (``TimeoutError``) or the tunnel
+    broke (``perhaps_delivered``); they must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -141,16 +142,16 @@ def worth_another_endpoint(error: BaseException) -> bool:
             return False
 
 
-#: What ends one direction of an application's connection in order, as far as logs go (as upstream).
+#: Errors that count as an ordinary end of an application's connection, as in Rust ztunnel.
 _ORDINARY = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
 
 
 def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
-    """Return what ended a relay; ``None``: nothing worth an error.
+    """Return the failure that ended a relay, or None if the end counts as ordinary.
 
     Args:
         error: as the relay reports it.
-        from_client: the side that asked for the connection stopped first.
+        from_client: the connection's client was the first side to stop.
     """
     if isinstance(error, TunnelClosed):
         return of_reason(str(error))
@@ -166,11 +167,11 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
 
 
 def of_reason(reason: str) -> Failed:
-    """Return the failure of a connection that this side ended, by its reason."""
+    """Return the failure for a connection that this side ended for a reason; empty means the drain."""
     flags = {POLICY_CHANGE: Flags.DENY, REVOKED: Flags.CERT_REVOKED}
     return Failed(reason or DRAINED, flags.get(reason, Flags.NONE))
 
 
 def answered(status: int) -> str:
-    """Return an answer as the Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
+    """Return the text for a refused CONNECT, as Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()

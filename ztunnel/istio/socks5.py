@@ -1,4 +1,4 @@
-"""The part of SOCKS5 (RFC 1928) that applications use to dial: CONNECT without authentication."""
+"""The server side of SOCKS5 (RFC 1928), as far as applications use it to dial: CONNECT without authentication."""
 
 import asyncio
 import contextlib
@@ -12,18 +12,18 @@ _VERSION, _NO_AUTHENTICATION, _NONE_ACCEPTABLE = 5, 0, 0xFF
 _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
-#: A greeting and a request are at most 257 and 262 bytes; what takes longer than this is no SOCKS client.
+#: Bytes to discard before a close; a greeting and a request are at most 257 and 262 bytes (RFC 1928, 3 and 4).
 _MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
-#: How long resolving its name may take; resolvers give up on a name that does not exist later than that.
+#: The time limit for resolving a name; resolvers take longer to give up on one that does not exist.
 _LOOKUP_S = 5.0
 
 
 class Resolve(Protocol):
-    """Resolves a name as the pod would."""
+    """Resolves a name as a query of the pod would."""
 
     async def __call__(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address; ``None`` when there is none or names are not resolved here."""
+        """Return the first address, or None if there is none or this proxy serves no DNS."""
 
 
 class _Refused(Exception):
@@ -38,10 +38,12 @@ def reply(status: int) -> bytes:
 
 
 async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
-    """Shake hands; success is answered before anything is dialled, as upstream does.
+    """Do the handshake and return the requested destination.
+
+    Success is answered before the destination is dialled, as Rust ztunnel does.
 
     Returns:
-        Where the client wants to go; ``None`` when it was refused, which has been answered.
+        None if the client was refused and that was answered, or if it sent no request in time.
 
     Raises:
         OSError: the client is gone.
@@ -52,7 +54,7 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
                 wanted = await _request(client)
         except TimeoutError as error:
             if error.errno:
-                raise  # of the socket
+                raise  # ETIMEDOUT of the socket
             return None
         if wanted is None:
             return None
@@ -66,13 +68,13 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
 
 def _refuse(client: PlainSocket, answer: bytes) -> None:
     client.send_first(answer)
-    # A socket that is closed with bytes unread is reset, and a reset overtakes the answer.
+    # Closing a socket with unread bytes sends RST (RFC 2525, 2.17), and the client may see it before the answer.
     with contextlib.suppress(OSError):
         client.sock.recv(_MOST_BYTES)
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """Return the name (bytes) or address that is asked for, and the port; ``None``: refused and answered."""
+    """Return the requested name (bytes) or address and the port; None if refused and answered."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
         raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read

@@ -1,6 +1,6 @@
-"""``/config_dump`` as ``istioctl ztunnel-config`` reads it: keys sorted at every level, upstream's names, shapes.
+"""Makes ``/config_dump`` in Rust ztunnel's format, which ``istioctl ztunnel-config`` reads; all keys are sorted.
 
-The page is made entry by entry: a mesh of 200,000 workloads must not hold the data path.
+The page is made entry by entry, so that a mesh of 200,000 workloads does not block the data path.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ztunnel.istio.zds.pods import RunningPod
 
 
 def pieces(proxy: InspectedProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
-    """The page.
+    """Iterate over the pieces of the page.
 
     Args:
-        connections: of pods that workers carry.
+        proxy: the proxy to show.
+        connections: live connections of pods that workers carry.
     """
     mesh = proxy.mesh
     yield "{\n"
@@ -108,7 +109,7 @@ def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Ma
 
 
 def version_entry(istio_version: str) -> Mapping[str, str]:
-    """What ``version`` prints too."""
+    """Return the version and build of this program, which ``ztunnel version`` prints, too."""
     return {
         "version": __version__,
         "gitRevision": "unknown",
@@ -121,13 +122,13 @@ def version_entry(istio_version: str) -> Mapping[str, str]:
 
 
 def build_info(istio_version: str) -> str:
-    """The line of ``ztunnel version``."""
+    """Return the line that ``ztunnel version`` prints."""
     shown = (f'{key[0].upper()}{key[1:]}:"{value}"' for key, value in version_entry(istio_version).items())
     return f"version.BuildInfo{{{', '.join(shown)}}}"
 
 
 def logged_config(config: IstioConfig) -> Mapping[str, Any]:
-    """The settings in force, for the log: of headers the names only, since values may be credentials."""
+    """Return the current settings for the log; of headers only the names, because values may be credentials."""
     headers = {
         key: [name for name, _ in values]
         for key, values in (("xdsHeaders", config.xds_headers), ("caHeaders", config.ca_headers))
@@ -152,7 +153,7 @@ def _roots(value: str) -> object:
 
 
 def config_entry(config: IstioConfig) -> Mapping[str, Any]:
-    """The settings in force; tokens and the local file are not shown."""
+    """Return the current settings, without tokens and the local file."""
     wildcard = "[::]" if config.ipv6 else "0.0.0.0"
     sockets = config.socket
 

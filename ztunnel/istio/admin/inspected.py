@@ -1,4 +1,4 @@
-"""What admin pages read of the proxy, and change: an interface, so that pages need not import the application."""
+"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Connections = dict[str, list[dict[str, str | None]]]
 
 
 class PendingTasks(Protocol):
-    """What readiness waits for; empty: ready."""
+    """The tasks that readiness waits for; empty once the proxy is ready."""
 
     pending: set[str]
 
 
 class InspectedWorkers(Protocol):
-    """See :class:`ztunnel.istio.workers.main.Workers`."""
+    """The worker processes; see :class:`ztunnel.istio.workers.main.Workers`."""
 
     async def metrics(self) -> Metrics:
-        """Return what all processes have counted."""
+        """Return the sum of all processes' counters."""
 
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return live connections by pod."""
@@ -48,7 +48,7 @@ class InspectedProxy(Protocol):
 
     @property
     def readiness(self) -> PendingTasks:
-        """What the start still waits for."""
+        """The tasks that readiness waits for."""
 
     @property
     def workers(self) -> InspectedWorkers | None:

@@ -1,7 +1,7 @@
-"""The mesh as ``/config_dump`` shows it: workloads, services, policies, staged endpoints, the local file.
+"""Makes the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
 
-Shapes and names are those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a big
-mesh is written as it is made; keys are sorted by whoever writes it.
+Format and names are those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a big
+mesh is written while it is made. The caller sorts the keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,30 +19,30 @@ _NOWHERE = Locality()
 
 
 def workloads(mesh: Mesh) -> Iterator[Json]:
-    """Every workload, by uid."""
+    """Iterate over all workloads, by uid."""
     for workload in sorted(mesh.workloads(), key=lambda workload: workload.uid):
         yield shown_workload(workload, services=sorted(workload.services))
 
 
 def services(mesh: Mesh) -> Iterator[Json]:
-    """Every service, by host name, with the endpoints that serve."""
+    """Iterate over all services, by host name, with their usable endpoints."""
     for service in sorted(mesh.services(), key=lambda service: (service.hostname, service.namespace)):
         yield shown_service(service, mesh.endpoints(service.key))
 
 
 def policies(mesh: Mesh) -> Iterator[Json]:
-    """Every policy, by key."""
+    """Iterate over all policies, by key."""
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         yield shown_policy(policy)
 
 
 def staged_services(mesh: Mesh) -> Json:
-    """Endpoints of services that have not come."""
+    """Return endpoints whose service has not been received."""
     return {key: _endpoints(endpoints) for key, endpoints in mesh.staged().items()}
 
 
 def static_config(local: LocalMesh) -> Json:
-    """The local file, as the mesh it describes."""
+    """Return the local file as the mesh that it describes."""
     endpoints: dict[str, dict[WorkloadUid, Endpoint]] = {}
     for workload in local.workloads:
         for key, ports in workload.services.items():
@@ -59,11 +59,11 @@ def static_config(local: LocalMesh) -> Json:
 
 
 def shown_workload(workload: Workload, services: Json) -> Json:
-    """One workload; what says nothing is left out.
+    """Return one workload, without empty entries.
 
     Args:
         workload: the workload.
-        services: its services, in the form that is wanted here.
+        services: its services, in the format of the caller's page.
     """
     tunnel, locality = workload.application_tunnel, workload.locality
     sometimes = {
@@ -100,7 +100,7 @@ def shown_workload(workload: Workload, services: Json) -> Json:
 
 
 def shown_service(service: Service, endpoints: Mapping[WorkloadUid, Endpoint]) -> Json:
-    """One service and its endpoints."""
+    """Return one service and its endpoints."""
     balancing = service.load_balancing
     sometimes = {
         "cidrVips": [{"network": cidr.network, "cidr": str(cidr.block)} for cidr in service.cidr_vips],
@@ -131,7 +131,7 @@ def shown_service(service: Service, endpoints: Mapping[WorkloadUid, Endpoint]) -
 
 
 def shown_policy(policy: AuthorizationPolicy) -> Json:
-    """One policy; ``faults`` tells what of it was not understood, and only then is there."""
+    """Return one policy; the entry ``faults`` lists its unreadable parts, if there are any."""
     shown = {
         "name": policy.name,
         "namespace": policy.namespace,

@@ -1,6 +1,6 @@
-"""The families of the metrics page: :class:`~ztunnel.istio.metrics.Metrics` under the Rust ztunnel's names.
+"""Makes the families of the metrics page: :class:`~ztunnel.istio.metrics.Metrics` under Rust ztunnel's names.
 
-Import with the first scrape, see :mod:`ztunnel.http.exposition`.
+Import this module with the first scrape, see :mod:`ztunnel.http.exposition`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ def families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
-    # The page is made while connections come and go: each family reads the series that were there at its start.
+    # Connections open and close while the page is made. Each family reads the series that exist when it begins.
     every = list(metrics.series)
     connections = "The total number of TCP connections "
     yield _family(
@@ -71,7 +71,7 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
-    """Ended connections by their final flags, which only an ended connection has."""
+    """Iterate over the closed connections' samples, whose flags replace the ``-`` of open connections."""
     for series in every:
         for flags, count in list(series.closed.items()):
             yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count
@@ -209,7 +209,7 @@ def _nonzero(values: dict[str, int]) -> list[LabelledValue]:
 def _family(
     name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
 ) -> Family:
-    """A family of values by labels; the names of counters come without ``_total``."""
+    """Return a family of values by labels; names of counters are given without ``_total``."""
     sample_name = f"{name}_total" if kind == "counter" else name
     return Family(
         Metric(name, text + ".", kind, unit),

@@ -1,4 +1,4 @@
-"""The servers of the process: admin on loopback, metrics and readiness for everybody on the node's network."""
+"""The HTTP servers of the process: admin on loopback, metrics and readiness on all addresses."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _PAGES = {
 
 
 class Servers:
-    """From ``async with`` on.
+    """Serves the pages while entered.
 
     Attributes:
-        addresses: where each is really bound, by name.
+        addresses: the bound addresses of each server, by its name.
 
     Raises:
         TproxyError: from ``async with``: a port is taken.
@@ -66,7 +66,7 @@ class Servers:
         return self
 
     def _hosts(self) -> tuple[list[str], list[str]]:
-        """Loopback and wildcard addresses, as far as there are IPv6 ones."""
+        """Return the loopback and wildcard addresses to bind, with IPv6 ones if the host has IPv6."""
         config = self._proxy.config
         ipv6 = config.ipv6 and Path("/proc/sys/net/ipv6").exists()
         wildcard = ["::" if ipv6 else "0.0.0.0"]
@@ -76,7 +76,7 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            # As in the pods, so that a new generation starts beside the old one.
+            # As in the pods, so that a new proxy can start beside the old one.
             server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
@@ -89,7 +89,7 @@ class Servers:
         await self._stack.aclose()
 
     async def stop_listening(self) -> None:
-        """Give the ports to a successor; answers under way are finished."""
+        """Close the servers so that a successor gets the ports; answers under way are finished. Idempotent."""
         await self._stack.aclose()
 
     # Pages
@@ -165,7 +165,7 @@ def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
 
 
 def _profile(request: PageRequest) -> Page:
-    """What upstream says to values it does not take; then that there is no profiler here."""
+    """Return Rust ztunnel's errors for invalid values, else an error that there is no profiler."""
     for name, largest in (("seconds", 300), ("frequency", 1000)):
         value = request.query.get(name)
         if value is not None and not (value.isascii() and value.isdigit() and 1 <= int(value) <= largest):

@@ -1,4 +1,4 @@
-"""Certificates from istiod, over gRPC; which ones and when is the business of ``certificates.py``."""
+"""Requests certificates from istiod over gRPC; ``manager.py`` decides which ones and when."""
 
 import logging
 from typing import Final
@@ -22,19 +22,22 @@ IMPERSONATED: Final = "ImpersonatedIdentity"
 
 
 class IstioCertificateAuthority:
-    """A :class:`~ztunnel.istio.certificates.manager.CertificateAuthority`; :meth:`close` it.
+    """A :class:`~ztunnel.istio.certificates.manager.CertificateAuthority` over gRPC; the owner closes it.
 
     Args:
-        endpoint: where it is.
-        credentials: what is shown to it.
-        roots: how it is known; read for each certificate, and a change makes a new connection. If they cannot be
-            read any more the old connection stays in use.
-        impersonate: ask for identities of other workloads (a node proxy), instead of the token's own.
-        lifetime_s: asked for; the authority may give less.
+        endpoint: the authority's address.
+        credentials: sent with every request.
+        roots: verify the authority. They are read for each certificate; a change makes a new connection. If they
+            become unreadable, the old connection stays in use.
+        impersonate: request identities of other workloads (as a node proxy), not that of the token.
+        lifetime_s: the requested lifetime; the authority may give less.
         alternative_name: also accepted as the server's name.
-        tls_1_2: whether the server may be that old.
-        groups: key exchange, in order; None: OpenSSL's choice.
-        timeout_s: of one attempt, connecting included.
+        tls_1_2: whether TLS 1.2 is accepted.
+        groups: the groups for key exchange, in order; None takes OpenSSL's.
+        timeout_s: time limit of one attempt, connecting included.
+
+    Raises:
+        ValueError: an endpoint with TLS, and no roots.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class IstioCertificateAuthority:
         self._tasks = Tasks("certificate authority")
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """See :class:`~ztunnel.istio.certificates.manager.CertificateAuthority`."""
+        """Request a certificate; see :class:`~ztunnel.istio.certificates.manager.CertificateAuthority`."""
         key = ec.generate_private_key(ec.SECP256R1())
         request = IstioCertificateRequest(
             csr=signing_request(identity, key).decode(), validity_duration=int(self._lifetime_s)
@@ -82,7 +85,7 @@ class IstioCertificateAuthority:
         return issued_certificate(identity, key, response.cert_chain, exact=self._impersonate)
 
     async def close(self) -> None:
-        """End the connection; what is under way fails."""
+        """Close the connection; requests under way fail. Idempotent."""
         channel, self._channel = self._channel, None
         await self._tasks.close()
         if channel is not None:
@@ -101,7 +104,11 @@ class IstioCertificateAuthority:
             raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
 
     def _current(self) -> Channel:
-        """The channel; another one after the roots have changed, if they can be used."""
+        """Return the channel, which is replaced when the roots have changed and are usable.
+
+        Raises:
+            CredentialsError: there is no channel yet, and the roots are unusable.
+        """
         if not self._endpoint.tls:
             if self._channel is None:
                 self._channel = Channel(self._endpoint.target)

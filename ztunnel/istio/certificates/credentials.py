@@ -1,7 +1,7 @@
-"""What this node shows to the control plane, and how it knows the control plane: addresses, tokens, roots.
+"""The addresses of the control plane, the tokens that it gets and the roots that verify it.
 
-Everything that is a file is read again for each use: tokens and roots are rotated under a running process. A file
-that is missing is an error at that moment, with its path, and the next use tries again.
+Files are read anew for each use, because tokens and roots are rotated under a running process. A missing file is
+an error of that use, with its path; the next use reads it again.
 """
 
 import ipaddress
@@ -21,11 +21,11 @@ _SYSTEM_BUNDLES: Final = (
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/cert.pem",
 )
-_MANY_BYTES: Final = 1 << 20  # of a token or a bundle of roots; more is the wrong file
+_MANY_BYTES: Final = 1 << 20  # a larger file is no token and no bundle of roots
 
 
 class CredentialsError(XdsError):
-    """A token or root cannot be had; the text says which and why, and never quotes a secret."""
+    """A token or root is unusable; the text says which and why, and never contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Endpoint:
     """An address of the control plane.
 
     Attributes:
-        target: for gRPC: ``host:port`` or ``unix:/path``.
-        tls: False on Unix sockets and loopback addresses only.
+        target: gRPC's target, ``host:port`` or ``unix:/path``.
+        tls: whether TLS is used; False only for Unix sockets and loopback addresses.
     """
 
     target: str
@@ -42,15 +42,15 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """Whose certificate is asked for: a name or an address; empty for Unix sockets."""
+        """The name or address that the server's certificate must contain; empty for Unix sockets."""
         return "" if self.target.startswith("unix:") else self.target.rpartition(":")[0].strip("[]")
 
     @classmethod
     def parse(cls, address: str) -> "Endpoint":
-        """Read ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
+        """Parse ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
 
         Raises:
-            ValueError: anything else; plain text to another host would show the token to the network.
+            ValueError: anything else. Plain text to another host would reveal the token to the network.
         """
         if address.startswith("unix:"):
             if len(address) == len("unix:"):
@@ -77,9 +77,9 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that need not be there.
+    """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that may be missing.
 
-    What begins like a path is one, also while nothing is there: a mount that comes late must not make its path
+    A value that begins like a path is one even if no file exists: with a late mount, the path must not be sent as
     the token.
     """
 
@@ -94,10 +94,10 @@ class Token:
         return value.startswith(("/", "./", "../")) or (len(value) < 4096 and Path(value).exists())
 
     def read(self) -> str | None:
-        """The token now, without the end of its line; None: there is none to show.
+        """Return the current token without its newline, or None if only the default file is missing.
 
         Raises:
-            CredentialsError: a file that is missing, unreadable or empty, or no token.
+            CredentialsError: the file is missing, unreadable or empty, or contains no token.
         """
         if self.value is None:
             if not self.default.exists():
@@ -130,12 +130,12 @@ def _content(path: Path, what: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What goes with every request.
+    """The metadata of every request to the control plane.
 
     Attributes:
-        token: whom this node acts for; without one, no ``clusterid`` is sent either, as Rust ztunnel does.
-        cluster_id: istiod looks for the node of an impersonated pod in this cluster only.
-        headers: more, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
+        token: identifies this node. Without one no ``clusterid`` is sent either, as in Rust ztunnel.
+        cluster_id: the cluster in which istiod searches for the node of an impersonated pod.
+        headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
 
     token: Token
@@ -143,10 +143,10 @@ class Credentials:
     headers: Metadata = ()
 
     def metadata(self) -> Metadata:
-        """The metadata of one call.
+        """Return the metadata of one call.
 
         Raises:
-            CredentialsError: the token cannot be had now.
+            CredentialsError: the token is unusable now.
         """
         token = self.token.read()
         if token is None:
@@ -156,7 +156,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the control plane's certificate must lead to (``XDS_ROOT_CA``, ``CA_ROOT_CA``).
+    """The roots that verify the control plane's certificate (``XDS_ROOT_CA``, ``CA_ROOT_CA``).
 
     Attributes:
         value: a path, ``SYSTEM`` for the host's store, or the certificates themselves in PEM.
@@ -172,10 +172,11 @@ class Roots:
         return "Static" if "-----BEGIN" in self.value else "File"
 
     def read(self) -> bytes:
-        """The roots now, in PEM.
+        """Return the current roots, in PEM.
 
         Raises:
-            CredentialsError: none: an empty store would refuse every server without saying why.
+            CredentialsError: unreadable, or without a certificate; an empty store would refuse every server with
+                a misleading error.
         """
         match self.kind:
             case "Static":
@@ -190,7 +191,7 @@ class Roots:
 
     @property
     def place(self) -> str:
-        """Where the roots are, in words."""
+        """The source of the roots, for error messages."""
         match self.kind:
             case "Static":
                 return "inline root certificates"

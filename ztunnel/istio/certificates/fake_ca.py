@@ -1,4 +1,4 @@
-"""``FAKE_CA``: certificates from a root made for the moment, for tests without a control plane."""
+"""``FAKE_CA``: issues certificates from a root in memory, for tests without a control plane."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FakeCertificateAuthority:
-    """A :class:`~ztunnel.istio.certificates.manager.CertificateAuthority` that no other process trusts."""
+    """A :class:`~ztunnel.istio.certificates.manager.CertificateAuthority` whose root no other process trusts."""
 
     def __init__(self, *, now: Callable[[], datetime], lifetime_s: float = 86400.0) -> None:
         self._now = now
@@ -24,7 +24,7 @@ class FakeCertificateAuthority:
         log.warning("FAKE_CA: CERTIFICATES ARE WORTHLESS, their root was made in memory by this very process")
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """See :class:`~ztunnel.istio.certificates.manager.CertificateAuthority`."""
+        """Issue a certificate; see :class:`~ztunnel.istio.certificates.manager.CertificateAuthority`."""
         key = ec.generate_private_key(ec.SECP256R1())
         leaf = self._root.certify(key.public_key(), identity, self._now(), self._lifetime)
         answer = [leaf.public_bytes(Encoding.PEM).decode(), self._root.root_pem.decode()]

@@ -1,6 +1,6 @@
-"""Certificates of workloads: fetched when first needed, renewed at half life, forgotten with the last workload.
+"""Fetches certificates of workloads on first need, renews them at half life, drops them with the last workload.
 
-:class:`CertificateManager` owns one task per fetch; what is due and what wins is decided by ``schedule.py``.
+:class:`CertificateManager` owns one task per fetch; ``schedule.py`` decides which fetches are due, in which order.
 """
 
 import asyncio
@@ -36,47 +36,48 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Client contexts a certificate keeps, one per set of expected identities. Building one costs 0.4 ms, keeping one
-#: 26 KiB; a pod talks to fewer services than this.
+#: Client contexts cached per certificate, one per set of expected identities. Making one takes 0.4 ms, and it
+#: occupies 26 KiB; a pod talks to fewer services than this.
 _CLIENT_CONTEXTS: Final = 256
 
-#: The wall clock may be set while a timer sleeps; what is due is looked at this often at least.
+#: Timers follow the monotonic clock, validity the wall clock, which may be set meanwhile. So due fetches are
+#: checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
 
 _FORGOTTEN: Final = "the identity is no longer needed"
 
 
 class CertificateAuthority(Protocol):
-    """Signs: istiod over gRPC (``ca_client``), or a root made for the moment (``fake_ca``)."""
+    """Issues certificates: istiod over gRPC (``ca_client``), or a root in memory (``fake_ca``)."""
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """A new key and a certificate for it.
+        """Make a key, and return it with a certificate for it.
 
         Raises:
-            IdentityError: refused, unreachable, or an answer that does not fit.
+            IdentityError: the authority refused, was unreachable, or sent an unusable answer.
         """
 
 
 class Certificates(Protocol):
-    """Where the data path has them from: :class:`CertificateManager`, or what another process sends."""
+    """The data path's source of certificates: :class:`CertificateManager`, or its replica in a worker."""
 
     def current(self, identity: SpiffeId) -> "WorkloadCertificate | None":
-        """What :meth:`fetch` would return at once; the data path asks here first."""
+        """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
 
     async def fetch(self, identity: SpiffeId) -> "WorkloadCertificate":
-        """The current certificate, waiting for the first one.
+        """Return the current certificate; waits for the first one.
 
         Raises:
-            IdentityError: none can be had now.
+            IdentityError: there is none, and the last attempt to fetch one failed.
         """
 
 
 class Revocations(Protocol):
-    """Where revocation lists come from: :class:`~ztunnel.identity.crl.RevocationFile`."""
+    """The source of revocation lists: :class:`~ztunnel.identity.crl.RevocationFile`."""
 
     @property
     def current(self) -> RevocationLists:
-        """The current ones."""
+        """The current lists."""
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after each change."""
@@ -84,14 +85,14 @@ class Revocations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsPolicy:
-    """What tunnels negotiate.
+    """The TLS parameters of tunnels.
 
-    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed, where Rust
-    ztunnel prefers AES-256; either end accepts both.
+    The suites are those of :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. Rust
+    ztunnel prefers AES-256; both ends accept both.
 
     Attributes:
-        tls_1_2: whether peers may be that old.
-        groups: key exchange, in the order Rust ztunnel offers it.
+        tls_1_2: whether TLS 1.2 is accepted.
+        groups: the groups for key exchange, in Rust ztunnel's order.
     """
 
     tls_1_2: bool = False
@@ -99,10 +100,10 @@ class TlsPolicy:
 
     @classmethod
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
-        """Of ``COMPLIANCE_POLICY``: empty, or ``pqc`` for post-quantum key exchange and nothing else.
+        """Return the parameters for ``COMPLIANCE_POLICY``: empty, or ``pqc`` for post-quantum key exchange only.
 
         Raises:
-            ValueError: another policy: obeying none of it would be less than what was asked for.
+            ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
         """
         match policy:
             case "":
@@ -118,11 +119,12 @@ class TlsPolicy:
 
 
 class WorkloadCertificate:
-    """A certificate in use, with the TLS contexts built from it (lazily, kept while it is current).
+    """A certificate in use, with the TLS contexts made from it, each on first use.
 
     Attributes:
-        issued: what the CA gave.
-        generation: goes up with each renewal and each change of the revocation list; part of pool keys.
+        issued: the certificate, its key and its roots.
+        generation: increases with each renewal and each change of the revocation lists. It is part of pool keys,
+            so that new tunnels use connections with the current certificate and lists.
     """
 
     __slots__ = ("_clients", "_credentials", "_policy", "_revoked", "_server", "generation", "issued")
@@ -140,7 +142,7 @@ class WorkloadCertificate:
 
     @property
     def credentials(self) -> Credentials:
-        """What it shows and verifies peers by, for tunnels that are joined without a handshake; made once."""
+        """The certificate as an end of a join, which is checked without a handshake; made once."""
         if self._credentials is None:
             revoked = self._revoked
             self._credentials = Credentials(
@@ -151,13 +153,13 @@ class WorkloadCertificate:
         return self._credentials
 
     def is_revoked_by(self, lists: RevocationLists) -> bool:
-        """Whether a peer that has ``lists`` would find this certificate revoked."""
+        """Return whether a peer with ``lists`` would find this certificate revoked."""
         return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
 
     def server_context(self) -> TlsContext:
-        """For tunnels that come in: any peer of the certificate's own trust domain.
+        """Return the context for incoming tunnels, which accepts peers of the certificate's own trust domain.
 
-        Clients without ALPN are let in, those that offer only other protocols are not.
+        Clients without ALPN are accepted; those that offer only other protocols are refused.
         """
         if self._server is None:
             verify = of_trust_domain(self.issued.identity.trust_domain)
@@ -165,7 +167,10 @@ class WorkloadCertificate:
         return self._server
 
     def client_context(self, identities: tuple[str, ...]) -> TlsContext:
-        """For tunnels that go out: the peer must show one of ``identities``; none of them: nobody is right."""
+        """Return the context for outgoing tunnels to peers with one of ``identities``; if empty, none is accepted.
+
+        Contexts are cached; the least recently used one is dropped.
+        """
         context = self._clients.get(identities)
         if context is not None:
             self._clients.move_to_end(identities)
@@ -191,15 +196,15 @@ class WorkloadCertificate:
 
 
 class CertificateManager:
-    """See the module.
+    """Fetches and renews the certificates of this node's workloads; see the module.
 
     Args:
-        authority: where certificates come from.
-        now: wall clock, UTC.
-        jitter: in [0, 1), per call; spreads renewals.
-        concurrency: fetches at a time.
-        policy: what tunnels negotiate.
-        revocations: who is not to be trusted any more.
+        authority: issues certificates.
+        now: the wall clock, UTC.
+        jitter: returns a number in [0, 1) per call; spreads renewals.
+        concurrency: the largest number of fetches at a time.
+        policy: the TLS parameters of tunnels.
+        revocations: the source of revocation lists; None checks none.
     """
 
     def __init__(
@@ -230,17 +235,18 @@ class CertificateManager:
             revocations.watch(self._revocations_changed)
 
     def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
-        """What :meth:`fetch` would return at once; the data path asks here first."""
+        """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
         certificate = self._certificates.get(identity)
         if certificate is None or certificate.issued.not_after <= self._now():
             return None
         return certificate
 
     async def fetch(self, identity: SpiffeId) -> WorkloadCertificate:
-        """The current certificate, waiting for the first one.
+        """Return the current certificate; waits for the first one.
 
         Raises:
-            IdentityError: the last attempt failed and nothing valid is left; the next is made in the background.
+            IdentityError: the last attempt failed and no valid certificate is left; retries continue in the
+                background.
         """
         certificate = self.current(identity)
         if certificate is not None:
@@ -256,11 +262,14 @@ class CertificateManager:
         raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
 
     def prefetch(self, identities: Collection[SpiffeId]) -> None:
-        """Have these ready before somebody asks (workloads of this node)."""
+        """Fetch certificates before connections need them, for workloads of this node; idempotent."""
         self._want(identities, Priority.WARMUP)
 
     def forget(self, identities: Collection[SpiffeId]) -> None:
-        """Drop these; waiting callers get :class:`IdentityError` ``the identity is no longer needed``."""
+        """Drop identities and stop their renewal; idempotent.
+
+        Waiting callers get :class:`IdentityError` ``the identity is no longer needed``.
+        """
         for identity in identities:
             self._schedule.forget(identity)
             self._certificates.pop(identity, None)
@@ -271,14 +280,14 @@ class CertificateManager:
         self._proceed()
 
     def watch(self, changed: Callable[[SpiffeId, WorkloadCertificate], None]) -> None:
-        """Call ``changed`` with each new certificate and the identity that it was asked for.
+        """Call ``changed`` with the requested identity and its certificate, for each new certificate.
 
-        With each old one, too, after the revocation list changed.
+        After a change of the revocation lists it is called for all certificates.
         """
         self._watchers.append(changed)
 
     def states(self) -> Mapping[SpiffeId, "WorkloadCertificate | str"]:
-        """For the dump: the certificate, ``Initializing``, or ``Unavailable: <error>``."""
+        """Return each identity's certificate, ``Initializing`` or ``Unavailable: <error>``, for the dump."""
         states: dict[SpiffeId, WorkloadCertificate | str] = {}
         for identity in self._schedule:
             phase = self._schedule.phase(identity, self._now_s())
@@ -291,7 +300,7 @@ class CertificateManager:
         return states
 
     async def close(self) -> None:
-        """End every fetch."""
+        """Cancel every fetch and fail waiting callers; idempotent."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -299,7 +308,7 @@ class CertificateManager:
             self._wake(identity)
         await self._tasks.close()
 
-    # What runs
+    # Fetches
 
     def _now_s(self) -> float:
         return self._now().timestamp()
@@ -310,7 +319,7 @@ class CertificateManager:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Begin what is due, and come back when more is."""
+        """Start due fetches, and set the timer for the next ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -330,7 +339,7 @@ class CertificateManager:
             issued = await self._authority.issue(identity)
         except IdentityError as error:
             self._failed(fetch, str(error))
-        except Exception as error:  # our bug: it must not keep the identity from being tried again
+        except Exception as error:  # a bug of ours must not stop the retries
             log.exception("certificate fetch broke identity=%s", identity)
             self._failed(fetch, f"internal error: {error!r}")
         else:

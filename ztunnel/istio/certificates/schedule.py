@@ -1,16 +1,17 @@
-"""When which identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
+"""Decides when each identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
 
-Theory of operation. An identity is wanted, and from then on there is always exactly one of: a fetch under way, or
-a time at which the next one is due. A fetch that succeeds makes the next one due at half life (up to a tenth
-earlier, so that a node's identities do not come in step); one that fails makes it due after a backoff, or when
-the certificate at hand expires if that is sooner. Of what is due, what somebody waits for goes first, then what
-has been due longest; at most ``concurrency`` fetches run.
+Theory of operation. From the moment an identity is wanted it has exactly one of two: a fetch under way, or a time
+at which the next one is due. After a success the next fetch is due at half of the lifetime, up to a tenth earlier,
+so that a node's identities do not renew in step. After a failure it is due after a back-off, or when the current
+certificate expires if that is sooner. Due fetches start in the order of their priority, then of their due time. At
+most ``concurrency`` run.
 
-A certificate stays in use until it expires, whatever happens to its renewal. An identity without one answers with
-the last error at once, and heals by the retries.
+A certificate stays in use until it expires, even if its renewal fails. An identity without a valid one fails
+requests at once with the last error, until a retry succeeds.
 
-The clock may be set. Set forward, renewals come early, but never in a loop: none is due sooner than a quarter of
-the lifetime, or a minute, after the fetch before. Set back, retries are due at once instead of after the jump.
+The wall clock may be set. If it jumps forward, renewals come early but never in a loop: none is due sooner after
+the last fetch than a quarter of the lifetime or a minute, whichever is shorter. If it jumps back, retries are due
+at once rather than after the length of the jump.
 """
 
 from collections.abc import Iterator
@@ -26,11 +27,11 @@ _BACKOFF_SPREAD: Final = 0.2
 _REFRESH_SPREAD: Final = 0.1
 _SOONEST_REFRESH_S: Final = 60.0
 _LEAST_WAIT_S: Final = 1.0
-_AT_ONCE: Final = 0.0  # whatever becomes of the clock
+_AT_ONCE: Final = 0.0  # in the past of every clock
 
 
 class Priority(IntEnum):
-    """Who waits; smaller goes first."""
+    """The urgency of a fetch; smaller values start first."""
 
     REAL_TIME = 0
     WARMUP = 1
@@ -38,7 +39,7 @@ class Priority(IntEnum):
 
 
 class Phase(Enum):
-    """What a request for an identity gets."""
+    """The state of an identity, as a request for its certificate sees it."""
 
     INITIALIZING = "Initializing"
     """Nothing yet: it waits."""
@@ -49,7 +50,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One attempt; ``number`` tells it from an earlier one for the same identity that was forgotten."""
+    """One attempt; ``number`` is unique, so that a forgotten attempt's result is not taken for a new one's."""
 
     identity: SpiffeId
     number: int
@@ -66,7 +67,7 @@ class _Entry:
 
 
 class Schedule:
-    """See the module. Costs are proportional to the number of identities, which is that of a node's pods."""
+    """The state machine; see the module. Methods cost time proportional to the identities, as many as pods."""
 
     def __init__(self, *, concurrency: int = 8) -> None:
         self._concurrency = concurrency
@@ -80,7 +81,7 @@ class Schedule:
         return identity in self._entries
 
     def want(self, identity: SpiffeId, priority: Priority) -> None:
-        """Keep a certificate for an identity from now on; again with a better priority: sooner."""
+        """Keep a certificate for an identity from now on; a further call can only raise its priority."""
         entry = self._entries.get(identity)
         if entry is None:
             self._entries[identity] = _Entry(priority, _AT_ONCE)
@@ -88,11 +89,14 @@ class Schedule:
             entry.priority = min(entry.priority, priority)
 
     def forget(self, identity: SpiffeId) -> None:
-        """Let go of an identity. The outcome of its fetch, if one is under way, will be ignored."""
+        """Drop an identity; idempotent. The result of a fetch under way will be ignored."""
         self._entries.pop(identity, None)
 
     def start(self, now_s: float) -> list[Fetch]:
-        """The fetches to begin now, most urgent first; each must end in :meth:`succeeded` or :meth:`failed`."""
+        """Return the fetches to start now, most urgent first.
+
+        The caller reports each one's result by :meth:`succeeded` or :meth:`failed`.
+        """
         running = 0
         due: list[tuple[Priority, float, SpiffeId]] = []
         for identity, entry in self._entries.items():
@@ -114,12 +118,12 @@ class Schedule:
     def succeeded(
         self, fetch: Fetch, not_before_s: float, not_after_s: float, now_s: float, jitter: float
     ) -> bool:
-        """A fetch brought a certificate; False: nobody wants it any more.
+        """Record that a fetch returned a certificate; returns False if the identity is no longer wanted.
 
         Args:
             fetch: from :meth:`start`.
-            not_before_s: its validity begins.
-            not_after_s: its validity ends, after ``now_s``.
+            not_before_s: the beginning of the certificate's validity.
+            not_after_s: the end of its validity, after ``now_s``.
             now_s: the time.
             jitter: in [0, 1).
         """
@@ -128,13 +132,19 @@ class Schedule:
             return False
         half_s = max(0.0, not_after_s - not_before_s) / 2
         entry.expires_s, entry.error, entry.failures = not_after_s, None, 0
+        # Three limits keep renewals from a loop when clocks disagree. If ours is far ahead of the authority's,
+        # half life has already passed, so the renewal waits a minute, or a quarter of a short lifetime. It is
+        # never later than the expiry, and never sooner than a second from now.
         refresh_s = not_before_s + half_s * (1 - _REFRESH_SPREAD * jitter)
         sensible_s = max(refresh_s, now_s + min(_SOONEST_REFRESH_S, half_s / 2))
         entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
         return True
 
     def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
-        """A fetch brought none; False: nobody wants it any more. Arguments as in :meth:`succeeded`."""
+        """Record that a fetch failed; returns False if the identity is no longer wanted.
+
+        The arguments are those of :meth:`succeeded`.
+        """
         entry = self._ended(fetch)
         if entry is None:
             return False
@@ -142,6 +152,8 @@ class Schedule:
         spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
         backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
         entry.error, entry.failures = error, entry.failures + 1
+        # At expiry requests begin to fail. One attempt at that moment, inside a long back-off, keeps the outage
+        # short if the authority has come back.
         entry.due_s = now_s + backoff_s
         if entry.expires_s is not None and entry.expires_s > now_s:
             entry.due_s = min(entry.due_s, entry.expires_s)
@@ -156,14 +168,14 @@ class Schedule:
         return entry
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When to call :meth:`start` again unless something happens before; None: when a fetch has ended."""
+        """Return the time to call :meth:`start` next; None means after the end of a running fetch."""
         waiting = [entry.due_s for entry in self._entries.values() if entry.fetch is None]
         if not waiting or len(self._entries) - len(waiting) >= self._concurrency:
             return None
         return max(now_s, min(waiting))
 
     def phase(self, identity: SpiffeId, now_s: float) -> Phase | None:
-        """What a request gets; None: the identity is not wanted."""
+        """Return the phase of an identity, or None if it is not wanted."""
         entry = self._entries.get(identity)
         if entry is None:
             return None
@@ -172,6 +184,6 @@ class Schedule:
         return Phase.INITIALIZING if entry.error is None else Phase.UNAVAILABLE
 
     def error(self, identity: SpiffeId) -> str | None:
-        """The text of the last attempt, if it failed."""
+        """Return the error of the last attempt, or None if it succeeded."""
         entry = self._entries.get(identity)
         return entry.error if entry is not None else None

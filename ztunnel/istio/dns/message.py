@@ -57,8 +57,8 @@ class Query:
         wire: the bytes.
         name: the question's name with its final dot, as spelled; empty for opcodes other than QUERY.
         kind: the number of the record type.
-        type_name: its name, ``UNKNOWN`` for a number without one. It is a label of metrics, and clients must not be
-            able to create any number of labels.
+        type_name: its name, ``UNKNOWN`` for a number without one. It is a label of metrics, and clients must not
+            be able to create any number of labels.
         udp_bytes: the largest UDP answer that the client accepts.
         edns: whether it has an OPT record.
         edns_options: whether that record has options.

@@ -1,4 +1,4 @@
-"""What the control plane says, whichever way it comes: xDS, a local file, or both at once."""
+"""Feeds the mesh from the control plane: over xDS, from a local file, or both."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ControlPlane:
     """Feeds one mesh while entered.
 
     Args:
-        config: where from.
-        mesh: what is fed.
-        metrics: gets ``istio_xds_*``.
+        config: names the control plane and the local file.
+        mesh: receives the resources.
+        metrics: receives ``istio_xds_*``.
 
     Attributes:
-        ready: every wildcard type has been received once, or no control plane is configured.
+        ready: set once every wildcard type has been received, or at once if no control plane is configured.
     """
 
     def __init__(self, config: IstioConfig, mesh: Mesh, metrics: Metrics) -> None:
@@ -78,7 +78,7 @@ class ControlPlane:
         )
 
     def _connects(self, endpoint: Endpoint) -> Connect:
-        """How to reach the control plane; roots are read anew for each attempt."""
+        """Return a function that connects to the control plane, and reads the roots anew each time."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
@@ -100,10 +100,10 @@ class ControlPlane:
     # Life
 
     async def __aenter__(self) -> Self:
-        """Read the local file and begin to listen to the control plane.
+        """Read the local file and subscribe to the control plane.
 
         Raises:
-            ConfigError: the local file cannot be used.
+            ConfigError: the local file is unusable.
         """
         config = self._config
         async with AsyncExitStack() as stack:
@@ -137,7 +137,7 @@ class ControlPlane:
             metrics.xds_messages[type_url] = metrics.xds_messages.get(type_url, 0) + 1
             metrics.xds_bytes[type_url] = metrics.xds_bytes.get(type_url, 0) + size
             try:
-                await receive(update)  # a refusal of it is a NACK, and does not make us ready
+                await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
             finally:
                 self._answered(update)
             self._pending.discard(type_url)
@@ -150,14 +150,16 @@ class ControlPlane:
 
     @property
     def on_demand(self) -> bool:
-        """The mesh holds only what was asked for."""
+        """Whether the mesh holds only resources that were requested by name."""
         return self._config.xds_on_demand and self._client is not None
 
     async def ask(self, key: str) -> None:
-        """Ask about ``network/ip``, a uid or ``namespace/hostname``, and wait for the answer.
+        """Request ``network/ip``, a uid or ``namespace/hostname``, and wait for the answer.
+
+        Concurrent calls for one key share a request.
 
         Raises:
-            TimeoutError: there was none in time; the answer is taken when it comes.
+            TimeoutError: no answer within ``_ANSWER_S``; a later one is still applied.
         """
         assert self._client is not None
         waiting = self._answers.get(key)
@@ -176,11 +178,11 @@ class ControlPlane:
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
 
-    # What is known of it
+    # State
 
     @property
     def staleness_s(self) -> float:
-        """Seconds since the control plane was last connected; 0 while it is, or where there is none."""
+        """Seconds since the control plane was last connected; 0 while it is, or if none is configured."""
         client = self._client
         if client is None:
             return 0.0
@@ -190,15 +192,15 @@ class ControlPlane:
         return asyncio.get_running_loop().time() - (self._began_s if lost_at_s is None else lost_at_s)
 
     def terminations(self) -> dict[str, int]:
-        """Streams that ended, by reason."""
+        """Return the numbers of ended streams, by reason."""
         if self._client is None:
             return {}
         return {str(end): count for end, count in self._client.stats.ended.items() if count}
 
     def static_config(self) -> object:
-        """The local file, for the dump."""
+        """Return the local file's content for the dump."""
         return mesh_dump.static_config(self._feed.local)
 
 
-#: Upstream waits without limit; an application should hear of it some time.
+#: Rust ztunnel waits without limit; here a connection fails after this time.
 _ANSWER_S = 10.0

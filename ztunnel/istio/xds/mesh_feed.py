@@ -1,11 +1,11 @@
-"""What control planes and local files say of an Istio mesh, put into the :class:`~xds.model.mesh.Mesh`.
+"""Applies resources of control planes and local files to the :class:`~xds.model.mesh.Mesh`.
 
-A resource that cannot be read rejects itself: all others of its response are applied first, and the refusal
-names what is not. A small response is one batch. A big one, such as the whole mesh at the start, is compiled and
-put in pieces between which the loop runs other work; what it removes goes first and services come before
-workloads, so that in between there is less of the mesh than there will be, never a stale half of it.
+An unreadable resource is refused alone: all others of its response are applied first, and the NACK names it. A
+small response is one batch. A big one, such as the whole mesh at the start, is compiled and applied in pieces, and
+the loop runs other work between them. Removals are applied first, and services before workloads. So between the
+pieces the mesh is incomplete, but never mixes removed resources with new ones.
 
-A local file and a control plane may be used together. Whoever spoke last of a name is right.
+A local file and a control plane may be used together; for each name the last update wins.
 """
 
 import asyncio
@@ -28,18 +28,14 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-#: Resources between two turns of the loop: some five milliseconds to compile, two to apply.
+#: Resources per piece: some five milliseconds to compile, two to apply.
 _PIECE = 250
 #: Faults named in one log line.
 _NAMED = 10
 
 
 class MeshFeed:
-    """Receivers for both types of resources, and for a local file.
-
-    Args:
-        mesh: what they put it into.
-    """
+    """Receives both types of resources and the local file, and applies them to the mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -54,10 +50,10 @@ class MeshFeed:
         """Apply workloads and services (``istio.workload.Address``).
 
         Raises:
-            UpdateRejected: names what was not understood, after all else is applied.
+            UpdateRejected: names the unreadable resources, after all others are applied.
         """
         values, faults = await _compiled(update.resources, compile_address)
-        # Stable: otherwise in the order in which they came.
+        # The sort is stable: within services and workloads the order of the response stays.
         values.sort(key=lambda value: isinstance(value, Workload))
         removed: Sequence[str] = update.removed
         if len(values) + len(removed) <= _PIECE:
@@ -74,8 +70,8 @@ class MeshFeed:
     async def receive_authorizations(self, update: Update) -> None:
         """Apply policies (``istio.security.Authorization``).
 
-        Policies are put all at once, however many they are: a new deny and the allow that relies on it belong
-        together.
+        All policies of an update are applied at once, whatever their number: between a new allow and the deny that
+        restricts it no connection may be decided.
 
         Raises:
             UpdateRejected: as :meth:`receive_addresses`.
@@ -114,7 +110,7 @@ class MeshFeed:
 async def _compiled(
     resources: Iterable[Resource], compile_one: Callable[[bytes, str], Value]
 ) -> tuple[list[Value], dict[str, str]]:
-    """What could be compiled, and reasons by name for the rest."""
+    """Return the compiled values, and the reasons by name for resources that could not be compiled."""
     values: list[Value] = []
     faults: dict[str, str] = {}
     for number, resource in enumerate(resources, start=1):
@@ -141,14 +137,14 @@ def _pieces(values: Sequence[Value]) -> Iterable[list[Value]]:
 
 
 class LocalFile:
-    """A local file and its changes; ``async with`` owns the watch.
+    """Feeds a local file and its changes while entered.
 
-    It is read again when something is renamed into its directory, which is how editors save and how Kubernetes
-    swaps the content of a mounted volume. A file that is faulty or gone leaves the last good one current.
+    The file is read again when anything is renamed into its directory: so editors save, and so Kubernetes replaces
+    the content of a mounted volume. If it is faulty or gone, its last good content stays current.
 
     Args:
-        path: of the file.
-        feed: gets what the file holds.
+        path: the file's path.
+        feed: receives the file's content.
     """
 
     def __init__(self, path: str, feed: MeshFeed) -> None:
@@ -160,7 +156,7 @@ class LocalFile:
         """Read the file.
 
         Raises:
-            ConfigError: it cannot be read; at the start there is no good one to go on with.
+            ConfigError: it cannot be read; at the start no earlier content can stay current.
         """
         self._feed.apply_local(self._read())
         await self._watcher.__aenter__()
@@ -175,7 +171,7 @@ class LocalFile:
         await self._watcher.__aexit__(*exception)
 
     def _moved(self, name: str | None) -> None:
-        # Any name: the file may be a link through what was renamed, as in a mounted volume.
+        # The name is not compared: the file may be a link through the renamed one, as in a mounted volume.
         try:
             local = self._read()
         except ConfigError as error:

@@ -1,11 +1,11 @@
-"""What this proxy tells istiod of itself."""
+"""Describes this proxy to istiod."""
 
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from ztunnel.istio.config import IstioConfig
 
 
 def node_message(config: IstioConfig) -> Node:
-    """The node of the first request of each type; istiod refuses an ``id`` of any other shape."""
+    """Return the node of the first request of each stream; istiod refuses an ``id`` of another format."""
     namespace = config.pod_namespace
     node = Node(id=f"ztunnel~{config.instance_ip}~{config.pod_name}.{namespace}~{namespace}.svc.cluster.local")
     node.metadata.update(
