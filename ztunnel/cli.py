@@ -1,4 +1,4 @@
-"""The ``ztunnel`` command."""
+"""The command ``ztunnel``: parses its command line and runs one of its sub-commands."""
 
 import argparse
 import asyncio
@@ -59,7 +59,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
-    if argv[:1] != ["proxy"]:  # which needs nothing of the others, and lives with what it has loaded
+    if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
         from ztunnel import agent, control_plane, intercept
 
         agent.add_arguments(commands)
@@ -69,10 +69,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit status."""
-    # Without a command it is the proxy, as upstream.
+    """Run one command and return the process's exit status."""
+    # Without a command it is the proxy, as in Rust ztunnel.
     given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
-    if given[0] == "worker" and given[1:2] and given[1].isdigit():  # no command for people: the proxy starts these
+    if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
         from ztunnel.istio.workers.worker import run
 
         return run(int(given[1]))
@@ -114,7 +114,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 
 def _istio(args: argparse.Namespace) -> int:
-    """The proxy of an Istio mesh: everything comes from the environment."""
+    """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
     from ztunnel.istio.command import check, run
 
     try:
@@ -146,13 +146,13 @@ def _configure_logging(level: str) -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
         stream=sys.stderr,
     )
-    # They log every header field and every netlink attribute, which no level of ours means to ask for.
+    # These libraries log every header field and netlink attribute at levels that operators enable for our lines.
     for library in ("hpack", "pyroute2"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def run_proxy(settings: Settings, *, validate: bool) -> int:
-    """Load the bootstrap and serve, or only check it."""
+    """Load the bootstrap and serve, or only check it with ``validate``; return the exit status."""
     import uvloop
 
     from tproxy.errors import TproxyError

@@ -1,4 +1,4 @@
-"""Listening sockets in the private epoll: who gets what they accept, and what happens when descriptors run out."""
+"""Accepts connections in the poller's epoll, pauses when descriptors run out, and hands a port to a successor."""
 
 import asyncio
 import errno
@@ -15,13 +15,14 @@ log = logging.getLogger(__name__)
 #: Accepts per event and listener, so that a storm on one does not starve the bytes of the others.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: How long another process may take to accept what it is to have; a guess between what it takes when it is idle,
-#: a tenth of that, and what a client would notice.
+#: The time in which another process may accept a connection first; a guess between an idle process's tenth of it
+#: and a delay that a client would notice.
 _COURTESY_S = 0.001
-#: Between leaving new connections to a successor and closing: what handshakes of a slow network need; a guess.
+#: Between directing new connections to a successor and closing: time for handshakes under way; a guess.
 _HANDOVER_S = 0.2
-#: What accept(2) reports of the connection it would have returned: "pending network errors". The next one may be
-#: fine, and since the epoll is edge-triggered it would wait for yet another to arrive if the loop ended here.
+#: Errors of the connection that accept(2) would have returned, "already-pending network errors" in its manual. The
+#: next connection may be accepted. The epoll is edge-triggered, so if the loop ended here that one would wait
+#: until yet another arrives.
 _PENDING_ERRORS = (
     errno.ENETDOWN,
     errno.EPROTO,
@@ -36,16 +37,20 @@ _PENDING_ERRORS = (
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-#: Takes one accepted connection, non-blocking, with the peer's address.
+#: Called with each accepted connection, a non-blocking socket, and the peer's address.
 Accepted = Callable[[socket.socket, tuple[str, int]], None]
 
 
 class ListeningSocket:
-    """One listening socket and who gets what it accepts.
+    """A listening socket that passes accepted connections to a callback; owns the socket.
 
     Args:
-        is_ours: asked before each connection when other processes accept from the same socket: ``False`` lets them
-            go first.
+        sock: a bound socket, not listening yet.
+        address: its address, for logs.
+        backlog: the length of its accept queue.
+        poller: waits for connections.
+        is_ours: for a socket that other processes share, called before each connection: False leaves it to them
+            for ``_COURTESY_S``.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class ListeningSocket:
         self._waiting = self._waited = False
 
     def start(self, accepted: Accepted) -> None:
-        """Listen, and pass each connection to ``accepted``; called again, only the receiver changes."""
+        """Listen, and pass each connection to ``accepted``; a further call replaces the callback only."""
         self._accepted = accepted
         if not self._registered:
             self._registered = True
@@ -75,7 +80,9 @@ class ListeningSocket:
             self._poller.register(self.sock.fileno(), self)
 
     def on_event(self, mask: int) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
+        """Accept connections; see :class:`hbone.aio.poller.Handler`."""
+        # A shared socket wakes every process that waits for it. The one that is not next waits a moment, and then
+        # accepts what is still queued: a busy or stopped process must not delay connections for longer.
         if not (mask & READABLE or not mask):
             return
         if self._is_ours is None:
@@ -91,20 +98,20 @@ class ListeningSocket:
             self._poller.requeue(self)
 
     def leave_to_successor(self) -> bool:
-        """Let new connections go to whoever else listens on this port, as far as there is anybody.
+        """Direct new connections to the newer socket on this port, if there is one; idempotent.
 
         Returns:
-            False: nobody else can, for the port is not shared.
+            False if the port is not shared, so that no other socket can take them.
         """
         return self._registered and sockets.leave_to_newer(self.sock)
 
     def take_waiting(self) -> None:
-        """Accept everything that the kernel has connected already; closing would reset it."""
+        """Accept every connection in the socket's queue; closing the socket would reset them."""
         if self._registered:
             self._accept(self._backlog + 1)
 
     def _accept(self, most: int) -> bool:
-        """Accept so many; whether more may be waiting."""
+        """Accept at most ``most`` connections; return whether more may be queued."""
         for _ in range(most):
             try:
                 client, peer = self.sock.accept()
@@ -113,6 +120,8 @@ class ListeningSocket:
             except OSError as error:
                 if error.errno in _PENDING_ERRORS:
                     continue
+                # The connection stays in the queue, and an edge-triggered epoll does not report it again. So a
+                # timer tries again, when other connections may have ended and freed descriptors.
                 if error.errno in _OUT_OF_DESCRIPTORS:
                     log.error(
                         "accept on %s: %s; waiting %g s (raise the limit of open files)",
@@ -142,11 +151,11 @@ class ListeningSocket:
             self._poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
-        """See :class:`hbone.aio.poller.Handler`."""
+        """Log a bug in the callback; see :class:`hbone.aio.poller.Handler`."""
         log.error("accept on %s failed", self.address, exc_info=error)
 
     def close(self) -> None:
-        """Stop accepting."""
+        """Stop accepting and close the socket; idempotent."""
         if self._registered:
             self._registered = False
             self._poller.unregister(self.sock.fileno())
@@ -154,10 +163,13 @@ class ListeningSocket:
 
 
 async def hand_over(listening: Sequence[ListeningSocket]) -> None:
-    """Do what must be done before listening sockets close, so that no client notices.
+    """Prepare listening sockets for closing without losing a connection; the caller closes them afterwards.
 
-    New connections go to a successor, as far as there is one; what was connected before is accepted here.
+    New connections are directed to a successor, if there is one. Those in the queues are accepted here.
     """
+    # The kernel chooses the socket when the SYN arrives, and queues the connection there when its handshake ends.
+    # So handshakes that began before the change still come to this queue for a moment, and closing would reset
+    # them.
     shared = [each.leave_to_successor() for each in listening]
     if any(shared):
         await asyncio.sleep(_HANDOVER_S)

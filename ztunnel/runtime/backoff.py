@@ -1,15 +1,16 @@
-"""Waiting longer each time, as ztunnels wait for the node agent."""
+"""Exponential back-off, as Rust ztunnel's for the node agent."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that double up to a limit.
+    """A sequence of waits that double up to a limit.
 
     Attributes:
         first_s: the first wait.
-        spread: how far a wait may be off either way, as a fraction.
+        limit_s: the longest wait.
+        spread: the largest random deviation of a wait, as a fraction of it.
     """
 
     first_s: float
@@ -18,11 +19,11 @@ class Backoff:
     _next_s: float = 0.0
 
     def next(self, random: float = 0.5) -> float:
-        """The next wait in seconds, for a random number from [0, 1); one half is no deviation."""
+        """Return the next wait in seconds; ``random`` in [0, 1) is its deviation, one half is none."""
         wait = min(max(self._next_s, self.first_s), self.limit_s)
         self._next_s = wait * 2
         return wait * (1 + self.spread * (2 * random - 1))
 
     def reset(self) -> None:
-        """Begin again at the first."""
+        """Start again at the first wait; idempotent."""
         self._next_s = 0.0

@@ -1,11 +1,11 @@
-"""Time, as one object that tests can replace."""
+"""The time, as an object that tests can replace."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks: one for durations, one for people."""
+    """A monotonic clock for durations, and the wall clock."""
 
     def monotonic(self) -> float:
         """Seconds that only go forward."""
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The real ones."""
+    """The clocks of the system."""
 
     def monotonic(self) -> float:
         """Seconds that only go forward."""
@@ -27,10 +27,10 @@ class SystemClock:
 
 
 def utc(pattern: str, second: int) -> str:
-    """``strftime`` of a second since the epoch; names are English, as in every process that sets no locale.
+    """Format a second since the epoch by ``strftime``, in UTC; names are English, as long as no locale is set.
 
-    For what is printed every second: aware ``datetime`` objects ask their zone for its offset by a name made anew,
-    which Python keeps in its cache of methods, and with it a megabyte of what was around it (see
-    :mod:`ztunnel.runtime.heap`).
+    Code that formats every second uses this, not ``datetime``. An aware ``datetime`` looks up its zone's offset by
+    a name that is made anew. Python keeps that name in its cache of methods, and the allocator keeps the megabyte
+    around it (see :mod:`ztunnel.runtime.heap`).
     """
     return time.strftime(pattern, time.gmtime(second))

@@ -1,4 +1,4 @@
-"""Reads descriptions that people write: all faults are reported together, each with its place. Pure."""
+"""Reads descriptions that operators write, and reports all faults together, each with its place. Pure."""
 
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -12,7 +12,7 @@ INTERFACE_BYTES: Final = 15
 
 
 class Faults(Exception):
-    """A description cannot be used.
+    """The faults of a description, which is unusable.
 
     Attributes:
         faults: one line each, beginning with its place.
@@ -27,21 +27,21 @@ class Faults(Exception):
 
 
 class ConfigReader:
-    """Takes values out of a loaded document; notes what is wrong, and returns something harmless instead.
+    """Returns values of a loaded document; for a faulty one it records the fault and returns a harmless value.
 
     Attributes:
-        faults: so far.
+        faults: the faults recorded so far, each beginning with its place.
     """
 
     def __init__(self) -> None:
         self.faults: list[str] = []
 
     def fault(self, place: str, reason: str) -> None:
-        """Note what is wrong."""
+        """Record a fault."""
         self.faults.append(f"{place}: {reason}")
 
     def document(self, text: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-        """Load a JSON or YAML document, which must be a mapping of ``known`` keys; an empty one is fine."""
+        """Load a JSON or YAML document, which must be a mapping with ``known`` keys, or empty."""
         try:
             loaded = load(text)
         except ConfigError as error:
@@ -50,7 +50,7 @@ class ConfigReader:
         return self.mapping(loaded, "file", known)
 
     def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        """Return a mapping, empty when there is none; ``known``: its keys, ``None``: any."""
+        """Return a mapping, empty if there is none; ``known`` lists the keys it may have, None permits any."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -63,7 +63,7 @@ class ConfigReader:
         return value
 
     def items(self, entry: Mapping[str, Any], key: str, place: str) -> list[Any]:
-        """Return a list, empty when there is none."""
+        """Return a list, empty if there is none."""
         value = entry.get(key)
         if value is None:
             return []
@@ -73,7 +73,7 @@ class ConfigReader:
         return value
 
     def texts(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[str, ...]:
-        """Return a list of texts that are not empty."""
+        """Return a list of texts, none of them empty."""
         values = self.items(entry, key, place)
         for value in values:
             if not isinstance(value, str) or not value:
@@ -97,7 +97,7 @@ class ConfigReader:
         return value
 
     def choice(self, entry: Mapping[str, Any], key: str, place: str, options: tuple[str, ...]) -> str:
-        """Return one of ``options``, the first unless given."""
+        """Return one of ``options``; the first is the default."""
         value = entry.get(key, options[0])
         if value not in options:
             self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}, not {value!r}")
@@ -136,7 +136,7 @@ class ConfigReader:
         return name
 
     def namespace(self, value: object, place: str) -> str | None:
-        """Return a network namespace as a name, a path or a process id; ``None`` when there is none."""
+        """Return a network namespace as a name, a path or a process id, or None if there is none."""
         if value is None:
             return None
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
@@ -145,7 +145,7 @@ class ConfigReader:
         return None
 
     def plain_name(self, name: str, place: str) -> None:
-        """Check a name that may become part of others.
+        """Record a fault unless a name has only letters, digits, '-' and '.'.
 
         Names become parts of identities, which are paths, and of cluster names, which are split at underscores.
         """

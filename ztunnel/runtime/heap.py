@@ -1,5 +1,6 @@
-"""The process's heap: while a configuration comes, when it is there, and when load has gone (``bench/scale.py``,
-``bench/idle.py``).
+"""Tunes the garbage collector and returns free memory to the system (``bench/scale.py``, ``bench/idle.py``).
+
+Three moments matter: while the first configuration arrives, once it has, and after a peak of load.
 """
 
 import asyncio
@@ -12,34 +13,35 @@ from typing import Final
 
 from hbone.aio.poller import Poller
 
-#: Without changes for so long, free pages go back to the system; a guess.
+#: Time without changes after which free pages are returned; a guess.
 _CALM_S: Final = 2.0
-#: Between looks at what load has left; a guess.
+#: Between two checks whether load has dropped; a guess.
 _LOOK_S: Final = 5.0
-#: Load has gone when of so many sockets at least so large a part has; fewer hold too little to look for.
+#: Load has dropped if at least this part of a peak of at least this many sockets is closed; a smaller peak leaves
+#: too little memory.
 _MANY: Final = 32
 _GONE: Final = 0.75
-#: With so many sockets left a collection takes some 3 ms. It finds nothing (see :func:`settle`), but empties the
-#: interpreter's lists of free objects, each of which may be the last one in a megabyte.
+#: Up to this number of open sockets a full collection takes some 3 ms. It finds no garbage (see :func:`settle`),
+#: but empties the interpreter's free lists, whose objects may be the last ones in their megabytes.
 _FEW: Final = 500
-#: Of the time, what giving back may take: where a mesh has changed much a collection takes longer.
+#: The part of the time that trimming may take; collections take longer in a mesh that has changed much.
 _SHARE: Final = 0.001
 
 
 def expect_growth() -> None:
-    """Before the start of a mesh that may be big.
+    """Make the garbage collector run rarely; called before the first configuration is read.
 
-    It makes millions of objects that stay; the collector's default is to look through all of them each time a
-    quarter more has come.
+    A big mesh creates millions of objects that stay. By default the collector traverses all of them each time
+    their number has grown by a quarter.
     """
     gc.set_threshold(100_000, 50, 1000)
 
 
 def settle() -> None:
-    """What the start has made stays: let the collector pass it over, and look at young objects less often.
+    """Exclude existing objects from garbage collection, and collect young ones less often; called after the start.
 
-    Connections make no reference cycles (``tests/ztunnel/envoy/test_cycles.py``), so that the collector finds
-    nothing in its passes, which took 5 % of a connection's time.
+    Connections create no reference cycles (``tests/ztunnel/envoy/test_cycles.py``), so collections find nothing.
+    At the default thresholds they took 5 % of a connection's time.
     """
     gc.collect()
     gc.freeze()
@@ -57,22 +59,24 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> bool:
-    """Return free pages to the system, where the C library can; whether there were any.
+    """Return free pages to the system if the C library can; return whether there were any.
 
-    Responses and messages of a big mesh come and go by the ten megabytes, and what is between the small blocks
-    that stay is kept for ever. It takes 8 ms after the start of 20,000 services, which gives back 127 of 811 MiB.
+    glibc returns memory by itself only from the top of the heap. Messages of a big mesh take tens of megabytes for
+    a moment, and the gaps that they leave between small blocks would stay. malloc_trim(3) returns their pages.
+    After the start with 20,000 services it takes 8 ms and returns 127 of 811 MiB.
     """
     trim = _malloc_trim()
     return trim is not None and bool(trim(0))
 
 
 class Housekeeper:
-    """Gives memory back to the system when it is calm: after changes of the configuration, and when load has gone.
+    """Returns free memory to the system at calm moments: after changes of the configuration, and after a peak of
+    load.
 
-    Made inside the loop; :meth:`close` it before the poller.
+    Made on a running loop. The owner closes it before the poller.
 
     Args:
-        poller: whose sockets are the load.
+        poller: the number of its sockets is the load.
     """
 
     def __init__(self, poller: Poller) -> None:
@@ -85,7 +89,7 @@ class Housekeeper:
         self._next = self._loop.call_later(_LOOK_S, self._look)
 
     def changed(self) -> None:
-        """Something was put in force; more may come at once."""
+        """Trim once no further change has come for ``_CALM_S``; called after each change of the configuration."""
         if self._calm is not None:
             self._calm.cancel()
         self._calm = self._loop.call_later(_CALM_S, give_back)
@@ -109,7 +113,7 @@ class Housekeeper:
         self._not_before_s = ended_s + (ended_s - began_s) / _SHARE
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the timers; idempotent."""
         self._next.cancel()
         if self._calm is not None:
             self._calm.cancel()

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 
 class Latch:
-    """Set once, for ever.
+    """A flag that is set once and never cleared.
 
-    A mesh has two of these per cluster, which mostly nobody waits for: unlike :class:`asyncio.Event` (700 bytes,
-    most of them a queue of waiters) it holds nothing but who waits now.
+    A mesh has two of these per cluster, most of them without waiters. :class:`asyncio.Event` takes 700 bytes, most
+    of them for its queue; this stores the current waiters only.
     """
 
     __slots__ = ("_set", "_then")
@@ -18,25 +18,25 @@ class Latch:
         self._then: tuple[Callable[[], None], ...] = ()
 
     def is_set(self) -> bool:
-        """Whether it is true."""
+        """Return whether the latch is set."""
         return self._set
 
     def set(self) -> None:
-        """Make it true."""
+        """Set the latch and call the waiting callbacks; idempotent."""
         waiting, self._then = self._then, ()
         self._set = True
         for call in waiting:
             call()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call once it is true; at once if it is."""
+        """Call ``call`` when the latch is set; at once if it is."""
         if self._set:
             call()
         else:
             self._then = (*self._then, call)
 
     async def wait(self) -> None:
-        """Wait until it is true."""
+        """Wait until the latch is set."""
         if self._set:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,12 +1,12 @@
-"""Files that log lines go to, and the one thread that writes them.
+"""Writes log files in one thread of the process.
 
 Lines collect in memory per :class:`LogFile` and are handed to the thread in pieces, so that a slow disk or a
 blocked pipe never stops the event loop. Memory is bounded: beyond :data:`MAX_PENDING` unwritten bytes, lines are
 dropped and counted.
 
 A file that cannot be written (disk full, collector gone) is reported at most once per :data:`COMPLAIN_EVERY_S` and
-file. The report is a log line, and the log may be the very file that fails: without the limit each failed write
-would cause the next one, for ever.
+file. The report is a log line itself, possibly in the file that fails: without the limit each failed write would
+cause the next one.
 """
 
 import logging
@@ -28,26 +28,26 @@ _STANDARD: Final = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 class Count(Protocol):
-    """A counter that is added to."""
+    """A counter whose ``value`` callers increase."""
 
     value: int
 
 
 @dataclass(slots=True)
 class PlainCount:
-    """A counter that belongs to no page of statistics."""
+    """A counter that no page of statistics shows."""
 
     value: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCounts:
-    """What a :class:`LogWriter` counts.
+    """The counters of a :class:`LogWriter`.
 
     Attributes:
-        completed: pieces written whole.
-        failed: pieces lost to an error of the file.
-        dropped: lines dropped because the file does not keep up, or lost to an error.
+        completed: pieces that were written completely.
+        failed: pieces that were lost to an error of the file.
+        dropped: lines that were dropped because the file is too slow, or lost to an error.
     """
 
     completed: Count = field(default_factory=PlainCount)
@@ -56,7 +56,7 @@ class WriteCounts:
 
 
 class LogFile:
-    """One file, or standard stream, that any number of loggers share.
+    """A file or standard stream, which loggers may share.
 
     Raises:
         OSError: it cannot be opened.
@@ -71,20 +71,20 @@ class LogFile:
         self._lost = 0
 
     def append(self, line: bytes) -> bool:
-        """Keep one or more whole lines; return whether enough are kept to be worth a write."""
+        """Queue one or more complete lines; return whether enough are queued for a write."""
         self._lines.append(line)
         self._size += len(line)
         return self._size >= FLUSH_BYTES
 
     def take(self) -> bytes:
-        """Remove and return everything kept."""
+        """Remove and return the queued lines."""
         data = b"".join(self._lines)
         self._lines.clear()
         self._size = 0
         return data
 
     def write(self, data: bytes) -> None:
-        """Write ``data`` whole, however long that takes; called by the writer's thread.
+        """Write all of ``data``, however long that takes; called by the writer's thread.
 
         Raises:
             OSError: the rest of ``data`` is lost.
@@ -94,13 +94,13 @@ class LogFile:
             try:
                 view = view[os.write(self._fd, view) :]
             except BlockingIOError:
-                # Standard output may be a pipe that whoever started us set to non-blocking.
+                # Standard output may be a pipe that the parent process set to non-blocking.
                 waiting = select.poll()
                 waiting.register(self._fd, select.POLLOUT)
                 waiting.poll()
 
     def failed(self, error: OSError, lost: int, now_s: float) -> str | None:
-        """Note ``lost`` bytes; return what to log about it, or ``None`` while it is too soon to repeat it."""
+        """Count ``lost`` bytes; return the report to log, or None within ``COMPLAIN_EVERY_S`` of the last one."""
         self._lost += lost
         if self._complained_s is not None and now_s - self._complained_s < COMPLAIN_EVERY_S:
             return None
@@ -119,7 +119,7 @@ class LogFile:
             os.close(old)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; standard streams stay open."""
         if self.path not in _STANDARD:
             os.close(self._fd)
 
@@ -130,7 +130,7 @@ def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-#: An order for the thread: write bytes, reopen a file, report being here, or (``None``) end.
+#: An order for the thread: write bytes, reopen a file, set an event, or (``None``) end.
 _Order = tuple[LogFile, bytes] | LogFile | threading.Event | None
 
 
@@ -138,14 +138,14 @@ class LogWriter:
     """Owns the log files of the process and the thread that writes them.
 
     Args:
-        counts: receives what is written, failed and dropped.
+        counts: the counters to increase.
     """
 
     def __init__(self, counts: WriteCounts | None = None) -> None:
         self.counts = counts or WriteCounts()
         self._files: dict[str, LogFile] = {}
         self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        # One writer each, so neither needs a lock; the difference is what waits in the queue.
+        # Each counter has one writing thread, so neither needs a lock. The difference is the size of the queue.
         self._bytes_queued = 0
         self._bytes_done = 0
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
@@ -162,12 +162,12 @@ class LogWriter:
         return self._files[path]
 
     def flush(self) -> None:
-        """Queue the kept lines of every file for writing."""
+        """Hand the lines of every file to the thread."""
         for file in self._files.values():
             self.hand_over(file)
 
     def hand_over(self, file: LogFile) -> None:
-        """Queue the kept lines of ``file`` for writing, or drop and count them if too much waits already."""
+        """Hand the lines of ``file`` to the thread, or drop and count them if its queue is full."""
         data = file.take()
         if not data:
             return
@@ -178,13 +178,13 @@ class LogWriter:
         self._queue.put((file, data))
 
     def reopen(self) -> None:
-        """Follow a rotation: lines kept so far go to the old files, later ones to new ones. Returns at once."""
+        """Follow a rotation: earlier lines go to the old files, later ones to new files. Returns at once."""
         self.flush()
         for file in self._files.values():
             self._queue.put(file)
 
     def drain(self, timeout_s: float = 5.0) -> None:
-        """Write everything kept so far and wait for it, at most ``timeout_s``."""
+        """Write all lines, and wait at most ``timeout_s`` until they are written."""
         self.flush()
         written = threading.Event()
         self._queue.put(written)
@@ -192,7 +192,7 @@ class LogWriter:
             log.warning("the log writer is stuck; lines may be lost")
 
     def close(self) -> None:
-        """Write what is left, stop the thread, close the files."""
+        """Write all lines, stop the thread and close the files; call it once."""
         self.drain()
         self._queue.put(None)
         self._thread.join(5.0)

@@ -1,13 +1,13 @@
-"""Reading settings from flags and environment variables: the values both front ends know."""
+"""Parses the kinds of values that settings of both front ends have, in flags and environment variables."""
 
 import re
 from typing import Final
 
-#: Default of ``ZTUNNEL_SPIN_US``: enough for an answer from next door; longer found no more of them
-#: (``bench.compare --only "rr, 1"``).
+#: Default of ``ZTUNNEL_SPIN_US``: long enough for the answer of a nearby peer. Polling longer gained
+#: nothing (``bench.compare --only "rr, 1"``).
 SPIN_US: Final = 500
 
-#: Unit names of durations, as the Rust ztunnel's parser takes them (crate ``duration-str``), and their seconds.
+#: Unit names of durations and their seconds, as Rust ztunnel's parser accepts them (crate ``duration-str``).
 _UNITS: Final = {
     name: seconds
     for seconds, names in (
@@ -27,7 +27,7 @@ _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
 class SettingsError(Exception):
-    """Settings cannot be used.
+    """The faults of settings, which are unusable.
 
     Attributes:
         faults: one line each, naming the variable or flag.
@@ -42,7 +42,7 @@ class SettingsError(Exception):
 
 
 def boolean(text: str) -> bool:
-    """Read ``true`` or ``false``.
+    """Parse ``true`` or ``false``.
 
     Raises:
         ValueError: anything else.
@@ -53,7 +53,7 @@ def boolean(text: str) -> bool:
 
 
 def duration_s(text: str) -> float:
-    """Read seconds from ``90``, ``10s``, ``1500ms``, ``24hour``, ``1h30m`` or ``1h 30m``.
+    """Parse a duration such as ``90``, ``10s``, ``1500ms``, ``24hour``, ``1h30m`` or ``1h 30m`` as seconds.
 
     Raises:
         ValueError: anything else.

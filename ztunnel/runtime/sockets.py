@@ -1,11 +1,11 @@
-"""Waiting for sockets of packets and descriptors, which asyncio's streams do not know."""
+"""Waits for sockets that asyncio's streams do not support, such as those that carry packets and descriptors."""
 
 import asyncio
 import socket
 
 
 async def ready(sock: socket.socket, *, writing: bool) -> None:
-    """Wait until a socket can be read, or written to; one reader and one writer at a time."""
+    """Wait until a socket is readable, or writable; at most one task may wait for each."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 

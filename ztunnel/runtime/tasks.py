@@ -1,4 +1,4 @@
-"""Background tasks with an owner."""
+"""Gives background tasks and fibers an owner, which closes them."""
 
 import asyncio
 import logging
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Tasks that live as long as one object does; that object closes them.
+    """The tasks and fibers of one object, which closes them when it ends.
 
-    A task that fails is a bug of ours: it is logged with its traceback, and its siblings go on. Each reaches its
-    first await before it can be cancelled, so that it cleans up what it was given.
+    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. Each task reaches
+    its first await before it can be cancelled, so that its ``finally`` releases the resources it was given.
     """
 
     def __init__(self, owner: str) -> None:
@@ -28,7 +28,7 @@ class Tasks:
         return len(self._running)
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run ``work`` until it ends or the owner closes."""
+        """Run ``work`` as a task until it ends or the owner closes."""
         task = StartedTask(work, loop=asyncio.get_running_loop(), name=f"{self._owner}: {name}")
         if self._closed:
             task.cancel()
@@ -37,7 +37,7 @@ class Tasks:
         return task
 
     def run(self, poller: Poller, work: Coroutine[Any, Any, None], name: str) -> Fiber:
-        """As :meth:`start`, for what moves bytes: as a fiber, which goes on in the turns of ``poller``."""
+        """Run ``work`` as a fiber, which resumes in the turns of ``poller``; for work on connections."""
         fiber = Fiber(poller, work, f"{self._owner}: {name}", self._done)
         if self._closed:
             fiber.cancel()
@@ -50,20 +50,20 @@ class Tasks:
             log.error("task %s failed", task.get_name(), exc_info=error)
 
     def cancel(self) -> None:
-        """Cancel every task, without waiting."""
+        """Cancel every task without waiting, and all that start later; idempotent."""
         self._closed = True
         for task in list(self._running):
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel every task and wait until all are gone."""
+        """Cancel every task and wait until all have ended; idempotent."""
         self.cancel()
         while self._running:
             await asyncio.wait(list(self._running))
 
 
 def errors_of(error: BaseException) -> Iterator[BaseException]:
-    """What stopped the tasks of a group, out of the groups within it too."""
+    """Iterate over the errors in an exception group, and in the groups inside it."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from errors_of(inner)

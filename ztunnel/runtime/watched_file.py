@@ -1,14 +1,14 @@
-"""Whether a file is still the one that was read."""
+"""Tells whether a file has changed since it was read."""
 
 from pathlib import Path
 from typing import TypeAlias
 
-#: Device, inode, size and time of the last change of what a path leads to; None: to nothing.
+#: Device, inode, size and modification time of the file that a path leads to; None if there is none.
 FileState: TypeAlias = tuple[int, int, int, int] | None
 
 
 def file_state(path: Path) -> FileState:
-    """Through every link, so that a swapped link is another file."""
+    """Return the state of the file behind all links, so that a swapped link is a change."""
     try:
         status = path.stat()
     except OSError:
