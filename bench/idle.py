@@ -25,7 +25,7 @@ _WANTED = 100_000
 _OTHERS = 1000
 #: Of the limit, what a worker is given: shares are not quite even, and each hundred has a tunnel's connection.
 _SHARE = 0.85
-#: The pool has let go of what is spare, and the housekeeper has looked (``ztunnel/runtime/heap.py``).
+#: The pool has closed spare connections, and the memory trimmer has run (``ztunnel/runtime/heap.py``).
 _CALM_S = 60.0
 _FREED = 0.2
 

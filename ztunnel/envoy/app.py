@@ -89,7 +89,7 @@ class Proxy:
         )
         rng = random.Random()
         self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
-        self._housekeeper = heap.Housekeeper(self.poller)
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self.logs = AccessLogs(self.stats, settings.log_flush_s)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
@@ -245,7 +245,7 @@ class Proxy:
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.writer.close)
             stack.callback(self.poller.close)
-            stack.callback(self._housekeeper.close)
+            stack.callback(self._memory_trimmer.close)
             stack.push_async_callback(self._close_pools)
             stack.push_async_callback(self.datapath.close)
             stack.push_async_callback(self.clusters.close)
@@ -315,7 +315,7 @@ class Proxy:
                 await receive(update)
             finally:
                 done.set()
-                self._housekeeper.changed()
+                self._memory_trimmer.changed()
 
         subscription = self.sources.of(discovery.source).subscribe(
             type_url,

@@ -25,7 +25,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _BEGIN, _END = b"-----BEGIN X509 CRL-----", b"-----END X509 CRL-----"
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 class CrlError(Exception):
@@ -139,10 +139,10 @@ class RevocationFile:
         current: the lists in force.
     """
 
-    def __init__(self, path: Path, *, look_every_s: float = _LOOK_EVERY_S) -> None:
+    def __init__(self, path: Path, *, check_every_s: float = _CHECK_EVERY_S) -> None:
         self.current = RevocationLists()
         self._path = path
-        self._look_every_s = look_every_s
+        self._check_every_s = check_every_s
         self._watchers: list[Callable[[], None]] = []
         self._tasks = Tasks("revocation lists")
         self._seen: FileState | None = None
@@ -152,7 +152,7 @@ class RevocationFile:
     async def __aenter__(self) -> Self:
         self._seen = file_state(self._path)
         self._load()
-        self._tasks.start(self._look(), "look")
+        self._tasks.start(self._poll(), "poll")
         return self
 
     async def __aexit__(self, *exception: Any) -> None:
@@ -162,9 +162,9 @@ class RevocationFile:
         """Call ``changed`` after each successful reading but the first."""
         self._watchers.append(changed)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(self._check_every_s)
             state, before = file_state(self._path), self._seen
             self._seen = state
             # In a thread: lists of large authorities take seconds to read.

@@ -104,7 +104,7 @@ class IstioProxy:
         self.metrics = Metrics(config.version_tag, config.metric_series)
         self.mesh = Mesh(node=config.node)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
-        self._housekeeper = heap.Housekeeper(self.poller)
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self.revocations = RevocationFile(Path(config.crl_path)) if config.crl_path else None
         self.authority = self._authority()
         self.certificates = CertificateManager(
@@ -240,7 +240,7 @@ class IstioProxy:
                 self.certificates.forget(changes.local_identities_removed)
             if changes.local_identities_added:
                 self.certificates.prefetch(changes.local_identities_added)
-        self._housekeeper.changed()
+        self._memory_trimmer.changed()
 
     def _revocations_changed(self) -> None:
         assert self.revocations is not None
@@ -287,7 +287,7 @@ class IstioProxy:
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
             stack.callback(self.poller.close)
-            stack.callback(self._housekeeper.close)
+            stack.callback(self._memory_trimmer.close)
             if isinstance(self.authority, IstioCertificateAuthority):
                 stack.push_async_callback(self.authority.close)
             stack.push_async_callback(self.certificates.close)

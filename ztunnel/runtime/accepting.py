@@ -105,7 +105,7 @@ class ListeningSocket:
         """
         return self._registered and sockets.leave_to_newer(self.sock)
 
-    def take_waiting(self) -> None:
+    def accept_queued(self) -> None:
         """Accept every connection in the socket's queue; closing the socket would reset them."""
         if self._registered:
             self._accept(self._backlog + 1)
@@ -129,7 +129,7 @@ class ListeningSocket:
                         error.strerror,
                         _PAUSE_S,
                     )
-                    self._poller.loop.call_later(_PAUSE_S, self._again)
+                    self._poller.loop.call_later(_PAUSE_S, self._retry)
                     return False
                 raise
             client.setblocking(False)
@@ -144,9 +144,9 @@ class ListeningSocket:
 
     def _have_waited(self) -> None:
         self._waiting, self._waited = False, True
-        self._again()
+        self._retry()
 
-    def _again(self) -> None:
+    def _retry(self) -> None:
         if self._registered:
             self._poller.requeue(self)
 
@@ -174,4 +174,4 @@ async def hand_over(listening: Sequence[ListeningSocket]) -> None:
     if any(shared):
         await asyncio.sleep(_HANDOVER_S)
     for each in listening:
-        each.take_waiting()
+        each.accept_queued()

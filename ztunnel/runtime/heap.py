@@ -16,7 +16,7 @@ from hbone.aio.poller import Poller
 #: Time without changes after which free pages are returned; a guess.
 _CALM_S: Final = 2.0
 #: Between two checks whether load has dropped; a guess.
-_LOOK_S: Final = 5.0
+_CHECK_S: Final = 5.0
 #: Load has dropped if at least this part of a peak of at least this many sockets is closed; a smaller peak leaves
 #: too little memory.
 _MANY: Final = 32
@@ -69,7 +69,7 @@ def give_back() -> bool:
     return trim is not None and bool(trim(0))
 
 
-class Housekeeper:
+class MemoryTrimmer:
     """Returns free memory to the system at calm moments: after changes of the configuration, and after a peak of
     load.
 
@@ -86,7 +86,7 @@ class Housekeeper:
         self._peak = 0
         self._not_before_s = 0.0
         self._freed = False
-        self._next = self._loop.call_later(_LOOK_S, self._look)
+        self._next = self._loop.call_later(_CHECK_S, self._check)
 
     def changed(self) -> None:
         """Trim once no further change has come for ``_CALM_S``; called after each change of the configuration."""
@@ -94,8 +94,8 @@ class Housekeeper:
             self._calm.cancel()
         self._calm = self._loop.call_later(_CALM_S, give_back)
 
-    def _look(self) -> None:
-        self._next = self._loop.call_later(_LOOK_S, self._look)
+    def _check(self) -> None:
+        self._next = self._loop.call_later(_CHECK_S, self._check)
         self._freed |= self._poller.drop_buffers() > 0
         now = self._poller.registered
         self._peak = max(self._peak, self._poller.peak())

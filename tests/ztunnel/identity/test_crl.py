@@ -68,7 +68,7 @@ def test_whom_they_name(crls: list[bytes], chain: Sequence[x509.Certificate], re
 def follow(path: Path, body: Callable[[RevocationFile, asyncio.Event], Awaitable[None]]) -> None:
     async def main() -> None:
         changed = asyncio.Event()
-        async with asyncio.timeout(WAIT_S), RevocationFile(path, look_every_s=0.01) as file:
+        async with asyncio.timeout(WAIT_S), RevocationFile(path, check_every_s=0.01) as file:
             file.watch(changed.set)
             await body(file, changed)
 

@@ -105,7 +105,7 @@ def test_what_is_connected_is_accepted_before_the_end() -> None:
         with poller() as shared:
             server = Server(shared, 0, b"a")
             waiting = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(100)]
-            server.listening.take_waiting()
+            server.listening.accept_queued()
             server.listening.close()
             assert server.count == 100
             for sock in waiting:
@@ -180,7 +180,7 @@ def test_nobody_notices_that_generations_follow_each_other() -> None:
                 old.listening.leave_to_successor()
                 while not server.count:  # whatever came to the old one by then has gone all the way
                     await asyncio.sleep(0)
-                old.listening.take_waiting()
+                old.listening.accept_queued()
                 old.listening.close()
             stopped.set()
             for caller in callers:

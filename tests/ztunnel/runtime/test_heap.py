@@ -39,7 +39,7 @@ def test_growth_and_calm_set_the_collector() -> None:
 
 
 class _Sockets:
-    """What a housekeeper asks a poller."""
+    """The part of a poller that a trimmer uses."""
 
     def __init__(self) -> None:
         self.registered = 0
@@ -83,11 +83,11 @@ def test_memory_goes_back_when_load_has_gone(
 
     async def main() -> None:
         sockets = _Sockets()
-        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        trimmer = heap.MemoryTrimmer(sockets)  # type: ignore[arg-type]
         for counts in looks:
             sockets.have(*counts)
-            housekeeper._look()
-        housekeeper.close()
+            trimmer._check()
+        trimmer.close()
 
     asyncio.run(main())
     assert (done.count("collected"), done.count("given")) == (collected, given)
@@ -109,12 +109,12 @@ def test_giving_back_takes_a_thousandth_of_the_time_at_most(monkeypatch: pytest.
     async def main() -> None:
         nonlocal now_s
         sockets = _Sockets()
-        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        trimmer = heap.MemoryTrimmer(sockets)  # type: ignore[arg-type]
         for _ in range(50):
             sockets.have(100, 0)
-            housekeeper._look()
+            trimmer._check()
             now_s += 5.0
-        housekeeper.close()
+        trimmer.close()
 
     asyncio.run(main())
     assert given == pytest.approx([100.1, 200.2, 300.3])
@@ -126,11 +126,11 @@ def test_memory_of_unused_buffers_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def main() -> None:
         sockets = _Sockets()
-        housekeeper = heap.Housekeeper(sockets)  # type: ignore[arg-type]
+        trimmer = heap.MemoryTrimmer(sockets)  # type: ignore[arg-type]
         sockets.buffers = 5
-        housekeeper._look()
-        housekeeper._look()
-        housekeeper.close()
+        trimmer._check()
+        trimmer._check()
+        trimmer.close()
 
     asyncio.run(main())
     assert done == ["given"]
@@ -142,16 +142,16 @@ def test_changes_give_back_once_when_they_have_calmed_down(monkeypatch: pytest.M
     monkeypatch.setattr(heap, "give_back", lambda: given.append(asyncio.get_running_loop().time()))
 
     async def main() -> None:
-        housekeeper = heap.Housekeeper(_Sockets())  # type: ignore[arg-type]
+        trimmer = heap.MemoryTrimmer(_Sockets())  # type: ignore[arg-type]
         for _ in range(3):
-            housekeeper.changed()
+            trimmer.changed()
             await asyncio.sleep(0.02)
         last = asyncio.get_running_loop().time()
         await asyncio.sleep(0.1)
         assert len(given) == 1
         assert given[0] > last
-        housekeeper.changed()
-        housekeeper.close()
+        trimmer.changed()
+        trimmer.close()
         await asyncio.sleep(0.1)
         assert len(given) == 1
 

@@ -206,7 +206,7 @@ class LiveListener:
     def stop(self) -> None:
         """Accept what is there, and no more; connections live on."""
         for sock in self.sockets:
-            sock.take_waiting()
+            sock.accept_queued()
             sock.close()
         self.sockets = []
 

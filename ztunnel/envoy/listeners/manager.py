@@ -415,7 +415,7 @@ class ListenerManager:
         taken = set(map(id, new.sockets))
         for sock in old.sockets:
             if id(sock) not in taken:
-                sock.take_waiting()
+                sock.accept_queued()
                 sock.close()
         old.sockets = []
         if old.model.content == new.model.content:

@@ -109,7 +109,7 @@ class _Carrier:
         self.revocations = ReplicatedRevocations() if config.crl_path else None
         self.certificates = ReplicatedCertificates(channel, config.tls_policy, self.revocations)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
-        self._housekeeper = heap.Housekeeper(self.poller)
+        self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self._connection_counts = connection_counts
         self.clock = SystemClock()
         self.node = Node(
@@ -153,7 +153,7 @@ class _Carrier:
         self.metrics.changed(changes, [uid for uid in changes.workloads if self.mesh.workload(uid) is not None])
         if self.config.proxy_mode is ProxyMode.SHARED:
             self.certificates.forget(changes.local_identities_removed)
-        self._housekeeper.changed()
+        self._memory_trimmer.changed()
 
     async def change_revocations(self, encoded: tuple[bytes, ...]) -> None:
         """Replace the revocation lists; connections of revoked peers end."""
@@ -215,7 +215,7 @@ class _Carrier:
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()
-        self._housekeeper.close()
+        self._memory_trimmer.close()
         self.poller.close()
         self._connection_counts.close()
         self.logs.flush()
