@@ -1,1 +1,1 @@
-"""HTTP/1.1 pages: the server behind the admin, readiness and metrics ports, and the form of its answers."""
+"""HTTP/1.1 pages: the server of the admin, readiness and metrics ports, and its answers as values."""

@@ -1,7 +1,7 @@
-"""Prometheus pages: families of samples in the format that the scraper asks for, compressed if it likes.
+"""Makes Prometheus pages in the format that the scraper requests, compressed if it accepts that.
 
 The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
-page of many thousand series never holds the event loop for long. Import this module with the first scrape, not
+page of many thousand series never blocks the event loop for long. Import this module with the first scrape, not
 with the proxy: the library takes 3.5 MiB and 45 ms.
 """
 
@@ -29,8 +29,8 @@ Encoder = Callable[["_Registry"], bytes]
 class UnsuffixedCounter(Metric):
     """A counter whose name does not end in ``_total``, as many of Envoy's.
 
-    The text format knows such counters. OpenMetrics does not: there the type is ``unknown``, and the samples keep
-    their name, since a name must not depend on what the scraper accepts.
+    The text format permits such counters. OpenMetrics does not: there the type is ``unknown`` and the samples keep
+    their name, because a name must not depend on the format.
     """
 
     def __init__(self, name: str, documentation: str) -> None:
@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         description: name, help, type and unit; its own samples are not used.
-        samples: read once, slice by slice, while the page is sent: a generator keeps long families off the loop.
+        samples: read once, slice by slice, while the page is sent; a generator spreads the work of a long family.
     """
 
     description: Metric
@@ -93,7 +93,7 @@ class _Registry:
         self._family = family
 
     def collect(self) -> Iterator[Metric]:
-        """The family."""
+        """Yield the family."""
         yield self._family
 
 
@@ -119,7 +119,7 @@ def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
     The client library's own collector knows one process only.
 
     Args:
-        others: ids of processes that are parts of it: what they use is added.
+        others: ids of its child processes, whose use is added.
     """
     cpu_s, resident, virtual, files = _used("self")
     files -= 1  # the one that reads the list
@@ -147,7 +147,11 @@ def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
 
 
 def _used(process: str) -> tuple[float, int, int, int]:
-    """CPU seconds, resident and virtual bytes, open files."""
+    """Return CPU seconds, resident and virtual bytes, and the number of open files of a process.
+
+    Raises:
+        OSError: it has ended, or may not be read.
+    """
     with open(f"/proc/{process}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

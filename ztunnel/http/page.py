@@ -1,8 +1,8 @@
-"""What a page is: an answer as a value, made without I/O, sent by :mod:`ztunnel.http.server`.
+"""Requests and pages as values, made without I/O; :mod:`ztunnel.http.server` sends them.
 
-A body is a sequence of pieces, so that a long page never holds the event loop for long: between pieces the data
-path gets its turn. A piece that takes long by itself may be a :class:`Deferred`, which the server runs in a
-thread; it must read nothing that the event loop changes.
+A body is a sequence of pieces, so that a long page never blocks the event loop for long: other work runs between
+the pieces. A piece that takes long by itself may be a :class:`Deferred`, which the server runs in a thread. It
+must not read state that the event loop changes.
 """
 
 import unicodedata
@@ -19,7 +19,7 @@ HTML = "text/html; charset=UTF-8"
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A piece whose making may run outside the event loop's thread."""
+    """A piece that the server makes outside the event loop's thread."""
 
     make: Callable[[], str]
 
@@ -29,17 +29,17 @@ Piece = str | bytes | Deferred
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Parameters of a request. Of one given several times the first counts (as Envoy)."""
+    """The parameters of a request; of a repeated one the first counts, as in Envoy."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Query":
-        """Read ``a=1&b``; a parameter without a value has an empty one."""
+        """Parse ``a=1&b``; a parameter without a value has an empty one."""
         return cls(tuple(parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="replace")))
 
     def get(self, name: str) -> str | None:
-        """The value of a parameter, ``None`` when it is not there."""
+        """Return the value of a parameter, or None if it is absent."""
         return next((value for key, value in self.pairs if key == name), None)
 
     def __contains__(self, name: object) -> bool:
@@ -48,7 +48,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """One request, its body read. ``path`` is decoded and has no query; ``target`` is both as sent."""
+    """A request whose body has been read; ``path`` is decoded and has no query, ``target`` is both as sent."""
 
     method: str
     path: str
@@ -60,7 +60,7 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One answer."""
+    """An answer."""
 
     status: int = 200
     content_type: str = TEXT
@@ -69,14 +69,14 @@ class Page:
 
 
 def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:
-    """A short page."""
+    """Return a short page."""
     return Page(status=status, content_type=content_type, body=(body,))
 
 
 def printable(name: str) -> str:
-    """``name`` for a page of lines: characters that would break a line or speak to a terminal are escaped.
+    """Return ``name`` with line breaks and control characters escaped, for a page of lines.
 
-    Names come from control planes and certificates; none of them may forge a line or colour a terminal.
+    Names come from control planes and certificates. They must not forge a line or send codes to a terminal.
     """
     if name.isprintable():
         return name

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 server for pages: h11 reads and writes, asyncio's streams carry.
+"""A small HTTP/1.1 server for pages: h11 parses and formats, asyncio's streams transport.
 
-It serves beside the data path and must never be in its way: connections are bounded, heads are bounded in size and
-time, long pages are sent piece by piece, and a reader who does not read is left after a while.
+It runs beside the data path and must not disturb it. The number of connections and the size and time of requests
+are bounded, long pages are sent piece by piece, and a client that does not read is disconnected.
 """
 
 import asyncio
@@ -29,36 +29,38 @@ _MAX_HEAD = 16 * 1024
 _MAX_BODY = 64 * 1024
 #: A head that has begun must be complete within this time (as Rust ztunnel's servers).
 _HEAD_TIMEOUT_S = 2.0
-#: Longer than scrape intervals are, so that scrapers keep their connection.
+#: Longer than usual scrape intervals, so that scrapers keep their connection.
 _IDLE_TIMEOUT_S = 75.0
 _WRITE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 _READ_BYTES = 8 * 1024
 #: Pieces are joined up to this size before they are written.
 _WRITE_BYTES = 32 * 1024
-#: How long pieces may be made in one go; about what one wakeup of the data path takes when it is busy.
+#: The time for making pieces without yielding; about that of a busy turn of the data path.
 _SLICE_S = 0.002
 
 
 class PageServer:
-    """Serves pages on one address, from ``async with`` on.
+    """Serves pages on one address while entered.
 
     Args:
-        name: for logs: ``admin``, ``readiness``, ``metrics``.
-        address: where; port 0 lets the kernel choose.
-        pages: answers a request, at once or when it has asked others. Called in the event loop; must not hold it,
-            but for the pieces of the body.
-        max_connections: more than this, and the one idle for longest is closed, else the new one.
+        name: name in logs: ``admin``, ``readiness``, ``metrics``.
+        address: address to bind; port 0 lets the kernel choose.
+        pages: called in the event loop with each request; returns the page, or an awaitable of it. It must not
+            block; pieces of the body are made later.
+        clock: the clock for the ``date`` header.
+        max_connections: the largest number of connections. Beyond it the connection that was idle for longest is
+            closed, or the new one if none is idle.
         product: value of the ``server`` header.
-        reuse_port: another generation of this program may listen beside this one; the last to come is asked.
-        alone: with ``reuse_port``: refuse to be that one, and to take the port from somebody who did not mean it.
+        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
+        alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
 
     Attributes:
-        address: with the real port, once entered.
+        address: the bound address, with the real port once entered.
 
     Raises:
-        PortTaken: from ``async with``: somebody else listens there.
-        tproxy.errors.TproxyError: any other refusal of the kernel.
+        PortTaken: on entering, another socket is bound to the port.
+        tproxy.errors.TproxyError: on entering, any other refusal of the kernel.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class PageServer:
 
     async def __aenter__(self) -> "PageServer":
         if self._alone:
-            # Without SO_REUSEPORT, which whoever listens there may have, too.
+            # A probe without SO_REUSEPORT fails even if the socket that is bound there has the option.
             sockets.listen(self.address.host, self.address.port, backlog=0).close()
         sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
         self.address = SocketAddress(self.address.host, sock.getsockname()[1])
@@ -109,7 +111,7 @@ class PageServer:
         self._server.close()
         for connection in list(self._connections):
             connection.finish()
-        # The answer to /quitquitquit may still be on its way out.
+        # The answer to /quitquitquit may still be under way.
         answering = [connection.task for connection in self._connections if connection.task is not None]
         if answering:
             await asyncio.wait(answering, timeout=_CLOSE_TIMEOUT_S)
@@ -117,7 +119,7 @@ class PageServer:
 
     @property
     def connections(self) -> int:
-        """Connections open now."""
+        """The number of open connections."""
         return len(self._connections)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,18 +143,18 @@ class PageServer:
             self._connections.pop(connection, None)
 
     def active(self, connection: "_Connection") -> None:
-        """Note that a connection was used."""
+        """Record a connection's activity, for the choice of the one that was idle for longest."""
         if connection in self._connections:
             del self._connections[connection]
             self._connections[connection] = None
 
     def date(self) -> str:
-        """Value of the ``date`` header."""
+        """Return the value of the ``date`` header."""
         return formatdate(self._clock.wall(), usegmt=True)
 
 
 class _Connection:
-    """One client."""
+    """The connection of one client."""
 
     def __init__(self, server: PageServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._server = server
@@ -165,13 +167,13 @@ class _Connection:
         self.task: asyncio.Task[Any] | None = None
 
     def finish(self) -> None:
-        """Close when the answer in progress is out; at once when there is none."""
+        """Close after the answer under way, or at once if there is none; idempotent."""
         self._finishing = True
         if self.idle and self.task is not None:
             self.task.cancel()
 
     async def serve(self, pages: Pages) -> None:
-        """Answer requests until one side has enough."""
+        """Answer requests until either side closes the connection."""
         try:
             while not self._finishing:
                 request = await self._request()
@@ -185,7 +187,7 @@ class _Connection:
         except h11.RemoteProtocolError as error:
             await self._refuse(error)
         except TimeoutError:
-            self._writer.transport.abort()  # what it did not read in time, it will not read now
+            self._writer.transport.abort()  # the client does not read; a close would wait for it
         except OSError as error:
             log.debug("%s: %s", self._server.name, error)
         finally:
@@ -196,7 +198,7 @@ class _Connection:
             page = pages(request)
             return page if isinstance(page, Page) else await page
         except Exception:
-            # A page that fails must not end the proxy, nor the next page.
+            # A bug in one page must not end the proxy, or the connection.
             log.exception("%s: %s %r failed", self._server.name, request.method, request.path)
             return text("internal error\n", 500)
 
@@ -208,7 +210,12 @@ class _Connection:
         return event
 
     async def _request(self) -> PageRequest | None:
-        """The next request; ``None`` when the client is done."""
+        """Return the next request, or None if the client has closed the connection.
+
+        Raises:
+            TimeoutError: the client was idle for too long, or sent its request too slowly.
+            h11.RemoteProtocolError: it sent no HTTP, or too much of it.
+        """
         self.idle = not self._http.trailing_data[0]
         if self.idle:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
@@ -255,7 +262,7 @@ class _Connection:
         size = 0
         for piece in pieces:
             made = await asyncio.to_thread(piece.make) if isinstance(piece, Deferred) else piece
-            # A lone surrogate must not end the page.
+            # Encoding a lone surrogate must not fail.
             data = made.encode(errors="backslashreplace") if isinstance(made, str) else made
             waiting.append(data)
             size += len(data)
@@ -285,7 +292,7 @@ class _Connection:
             await self._writer.drain()
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        """Say what was wrong with a request that is not HTTP, if saying is still possible."""
+        """Answer a request that is not HTTP with an error, if no answer has begun."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]

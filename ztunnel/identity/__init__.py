@@ -1,1 +1,1 @@
-"""SPIFFE certificates: issued, requested, revoked, and read from a peer's chain."""
+"""Issues, requests and revokes SPIFFE certificates, and checks peers' chains."""

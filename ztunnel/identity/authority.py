@@ -1,7 +1,7 @@
-"""A small certificate authority: one self-signed root, short-lived leaves that name one SPIFFE identity each.
+"""A small certificate authority: one self-signed root, and short-lived leaves that name one SPIFFE identity each.
 
-P-256 throughout. The root lives in a directory of its own, the key readable by its owner only; leaves exist in
-memory only.
+All keys are on P-256. The root is stored in its own directory, with a key that only its owner can read. Leaves
+exist in memory only.
 """
 
 import ipaddress
@@ -27,17 +27,17 @@ from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 
 _ROOT_LIFE = timedelta(days=3650)
-#: Leaves begin a little in the past: the clocks of two hosts never agree.
+#: Certificates begin this much in the past, because the clocks of two hosts differ.
 _SKEW = timedelta(minutes=2)
 _SECRET_BYTES = 32
 
 
 class CaError(Exception):
-    """The root cannot be read, is not safe, or does not fit."""
+    """The root is unreadable, readable by others, expired, or not the key's."""
 
 
 class CertificateAuthority:
-    """Signs leaves.
+    """Signs leaf certificates with its root's key.
 
     Attributes:
         root_pem: the root certificate.
@@ -50,10 +50,10 @@ class CertificateAuthority:
 
     @classmethod
     def open(cls, directory: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
-        """The authority of a directory; its root is made when there is none.
+        """Return the authority whose root is in a directory; a root is created if there is none.
 
         Raises:
-            CaError: unreadable, readable by others, expired, or of another trust domain.
+            CaError: the root is unreadable, readable by others, expired, or not the key's.
         """
         key_file, root_file = directory / "root-key.pem", directory / "root-cert.pem"
         try:
@@ -74,7 +74,7 @@ class CertificateAuthority:
 
     @classmethod
     def in_memory(cls, trust_domain: str, now: datetime) -> "CertificateAuthority":
-        """An authority that ends with the process."""
+        """Return an authority with a new root that is stored nowhere."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, trust_domain)])
         subject_key = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -102,12 +102,12 @@ class CertificateAuthority:
         return authority
 
     def issue(self, identity: SpiffeId, now: datetime, lifetime: timedelta) -> Certificate:
-        """A key and a leaf for an identity."""
+        """Make a key, and return it with a leaf for an identity."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._with_key(key, self.certify(key.public_key(), identity, now, lifetime))
 
     def issue_for_hosts(self, hosts: Iterable[str], now: datetime, lifetime: timedelta) -> Certificate:
-        """A key and a leaf for a server that is reached by these names and addresses."""
+        """Make a key, and return it with a leaf for a server with these names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._with_key(
             key, self._leaf(key.public_key(), [_host_name(host) for host in hosts], now, lifetime)
@@ -120,7 +120,7 @@ class CertificateAuthority:
         now: datetime,
         lifetime: timedelta,
     ) -> x509.Certificate:
-        """A leaf for somebody's key: empty subject, one critical URI name, usable at both ends of TLS."""
+        """Return a leaf for a given key: empty subject, one critical URI name, for both ends of TLS."""
         return self._leaf(key, [x509.UniformResourceIdentifier(str(identity))], now, lifetime)
 
     def _with_key(self, key: ec.EllipticCurvePrivateKey, leaf: x509.Certificate) -> Certificate:
@@ -156,10 +156,10 @@ class CertificateAuthority:
 
 
 def token_secret(directory: Path) -> bytes:
-    """What signs the tokens of nodes; made when there is none.
+    """Return the key that signs tokens of nodes; it is created in the directory if there is none.
 
     Raises:
-        CaError: unreadable, readable by others, or cut short.
+        CaError: it is unreadable, readable by others, or of the wrong length.
     """
     path = directory / "token-key"
     try:
@@ -214,5 +214,5 @@ def _usage(*, ca: bool) -> x509.KeyUsage:
 
 
 def now() -> datetime:
-    """The time certificates are dated by."""
+    """Return the time for the validity of certificates, in UTC."""
     return datetime.now(UTC)

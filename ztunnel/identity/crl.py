@@ -1,13 +1,14 @@
-"""Certificates that were revoked: a file of revocation lists, read again whenever it changes.
+"""Checks certificates against a file of revocation lists, which is read again whenever it changes.
 
-:meth:`RevocationLists.is_revoked` judges peers in handshakes and those of connections that live when a list comes:
-the whole chain, unknown status allowed, and lists that have run out still count. Not OpenSSL, which would want the
-lists copied into each of many contexts, and of several lists of one issuer believes only the newest.
+:meth:`RevocationLists.is_revoked` checks peers in handshakes, and those of open connections when the lists change.
+It checks the whole chain, permits certificates without a list, and uses lists past their next update. OpenSSL's
+own check is not used: it needs a copy of the lists in each of many contexts, and uses only the newest list of an
+issuer.
 
-A file that turns bad leaves the last good lists in force. One that is missing or bad from the start revokes
-nothing until it is right; it is looked at for as long as the process lives, and an ERROR says that nothing is
-checked. (Rust ztunnel switches revocation off for good then.) A file with other PEM blocks but no list is bad:
-somebody put the wrong file there.
+If the file becomes unusable, the last good lists stay current. If it is missing or unusable from the start,
+nothing is revoked until it is usable; it is polled for the life of the process, and an ERROR says that nothing is
+checked. (Rust ztunnel disables revocation for good then.) A file with PEM blocks but no list is unusable, because
+it is probably the wrong file.
 """
 
 import asyncio
@@ -29,11 +30,11 @@ _CHECK_EVERY_S = 1.0
 
 
 class CrlError(Exception):
-    """A file that is no revocation list."""
+    """The data is no revocation list."""
 
 
 class _List:
-    """One list; its signature is checked once per key."""
+    """One revocation list, whose signature is checked once per issuer's key."""
 
     def __init__(self, crl: x509.CertificateRevocationList) -> None:
         self._crl = crl
@@ -44,20 +45,20 @@ class _List:
 
     @property
     def der(self) -> bytes:
-        """As it was signed."""
+        """The signed encoding."""
         return self._crl.public_bytes(Encoding.DER)
 
     def names(self, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-        """Whether the issuer, in this list, revoked the certificate."""
+        """Return whether this list revokes the certificate and the issuer signed the list."""
         return certificate.serial_number in self._serials and self._is_signed_by(issuer)
 
     def _is_signed_by(self, issuer: x509.Certificate) -> bool:
-        # Two authorities may share a name; the key tells whose list this is.
+        # Two authorities may have the same name, so the list's signature is checked with the issuer's key.
         spki = issuer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         if spki not in self._signers:
             try:
                 self._signers[spki] = self._crl.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]
-            except (TypeError, ValueError):  # a kind of key that signs no lists
+            except (TypeError, ValueError):  # a kind of key that cannot sign lists
                 self._signers[spki] = False
         return self._signers[spki]
 
@@ -78,7 +79,7 @@ def _blocks(pem: bytes) -> Iterator[bytes]:
 
 
 class RevocationLists:
-    """Some lists, never changed."""
+    """An immutable set of revocation lists."""
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = ()) -> None:
         self._by_issuer: dict[bytes, list[_List]] = {}
@@ -90,7 +91,7 @@ class RevocationLists:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Read PEM blocks (others among them are ignored) or one DER list; of nothing, no lists.
+        """Parse PEM blocks, ignoring those that are no lists, or one list in DER; empty data contains no lists.
 
         Raises:
             CrlError: anything else.
@@ -108,16 +109,16 @@ class RevocationLists:
         return cls(crls)
 
     def encoded(self) -> tuple[bytes, ...]:
-        """Each in DER, for another process; :meth:`decoded` reads it."""
+        """Return each list in DER, for :meth:`decoded` in another process."""
         return tuple(each.der for lists in self._by_issuer.values() for each in lists)
 
     @classmethod
     def decoded(cls, encoded: Sequence[bytes]) -> Self:
-        """What :meth:`encoded` gave."""
+        """Return the lists from the result of :meth:`encoded`."""
         return cls([x509.load_der_x509_crl(each) for each in encoded])
 
     def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
-        """Whether some certificate of a verified chain, leaf first and root last, is revoked."""
+        """Return whether any certificate of a verified chain, leaf first and root last, is revoked."""
         if not self._by_issuer:
             return False
         for index, certificate in enumerate(chain):
@@ -129,14 +130,14 @@ class RevocationLists:
 
 
 class RevocationFile:
-    """Keeps :attr:`current` up with a file; ``async with`` owns the task that looks.
+    """Follows a file of revocation lists while entered.
 
-    The file is looked at by its status, once a second, and read when that has been the same twice: no half-written
-    file is read, and links swapped above it (how Kubernetes mounts volumes), missing directories and network file
-    systems need no special care. inotify would need all three.
+    The file's status is polled once a second, and it is read once two polls agree, so that no half-written file is
+    read. Polling also covers links that are swapped (as Kubernetes does in mounted volumes), missing directories
+    and network file systems; inotify would need special care for all three.
 
     Attributes:
-        current: the lists in force.
+        current: the current lists.
     """
 
     def __init__(self, path: Path, *, check_every_s: float = _CHECK_EVERY_S) -> None:
@@ -159,7 +160,7 @@ class RevocationFile:
         await self._tasks.close()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` after each successful reading but the first."""
+        """Call ``changed`` after each successful read except the first."""
         self._watchers.append(changed)
 
     async def _poll(self) -> None:
@@ -167,7 +168,7 @@ class RevocationFile:
             await asyncio.sleep(self._check_every_s)
             state, before = file_state(self._path), self._seen
             self._seen = state
-            # In a thread: lists of large authorities take seconds to read.
+            # In a thread, because lists of large authorities take seconds to parse.
             if state == before and state != self._read and await asyncio.to_thread(self._load):
                 for changed in list(self._watchers):
                     changed()

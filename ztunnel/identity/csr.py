@@ -1,7 +1,7 @@
-"""What is asked of a certificate authority, and what it answers, checked. Pure.
+"""Makes requests for certificates, and checks the authority's answers. Pure.
 
-A request is one URI name and nothing else, as Rust ztunnel sends it: istiod reads the identity from the bearer
-token or from the request's metadata, other authorities from the name.
+A request contains one URI name and no subject, as Rust ztunnel's. istiod takes the identity from the bearer token
+or the request's metadata, other authorities from the name.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from xds.model.identity import SpiffeId
 
 
 class IdentityError(Exception):
-    """No certificate can be had; the text is what access logs print after ``identity error:``."""
+    """No certificate is available; access logs print the text after ``identity error:``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedCertificate:
-    """What a CA answered, checked: leaf first, roots apart. ``key_pem`` never leaves memory."""
+    """A checked answer of an authority: the chain, leaf first, and its roots. ``key_pem`` stays in memory."""
 
     identity: SpiffeId
     chain: tuple[x509.Certificate, ...]
@@ -34,17 +34,17 @@ class IssuedCertificate:
 
     @property
     def not_before(self) -> datetime:
-        """Of the leaf."""
+        """The beginning of the leaf's validity."""
         return self.chain[0].not_valid_before_utc
 
     @property
     def not_after(self) -> datetime:
-        """Of the leaf."""
+        """The end of the leaf's validity."""
         return self.chain[0].not_valid_after_utc
 
 
 def signing_request(identity: SpiffeId, key: EllipticCurvePrivateKey) -> bytes:
-    """The request for a certificate, in PEM: empty subject, one critical URI name."""
+    """Return the request for a certificate, in PEM: empty subject, one critical URI name."""
     name = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(str(identity))])
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.add_extension(name, critical=True).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
@@ -53,17 +53,17 @@ def signing_request(identity: SpiffeId, key: EllipticCurvePrivateKey) -> bytes:
 def issued_certificate(
     identity: SpiffeId, key: EllipticCurvePrivateKey, answer: Sequence[str], *, exact: bool
 ) -> IssuedCertificate:
-    """Read the answer to :func:`signing_request`.
+    """Check the answer to :func:`signing_request`.
 
     Args:
-        identity: what was asked for.
-        key: what the request was signed with.
-        answer: leaf, intermediates one by one, last the roots in one text, each in PEM.
-        exact: the leaf must name ``identity``. Otherwise it may name another one: an authority that is not asked
-            to impersonate certifies whom the token belongs to.
+        identity: the requested identity.
+        key: the key that signed the request.
+        answer: the leaf, then the intermediates one by one, last all roots in one text; each in PEM.
+        exact: the leaf must name ``identity``. Otherwise it may name another one: without impersonation the
+            authority certifies the identity of the token.
 
     Raises:
-        IdentityError: nothing usable, another key, or another identity.
+        IdentityError: the answer is unusable, for another key, or for another identity.
     """
     if not answer:
         raise IdentityError(f"chain returned from CA is empty for: {identity}")

@@ -1,6 +1,7 @@
-"""Checks of a peer's identity beyond its trusted chain, as hooks for the handshake. Pure.
+"""Makes the checks of a peer's identity that handshakes run after verifying its chain. Pure.
 
-Names that are no workload identity count for nothing, on either side; a leaf with several is any of them.
+URI names that are no workload identity are ignored, both expected and presented ones. A leaf with several
+identities has each of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
 
 
 def is_of_trust_domain(trust_domain: str) -> Callable[[Iterable[str]], bool]:
-    """Return whether one of a leaf's URI names is an identity of exactly this trust domain."""
+    """Return a check whether one of a leaf's URI names is an identity of exactly this trust domain."""
 
     def accepts(names: Iterable[str]) -> bool:
         return any(identity.trust_domain == trust_domain for identity in identities_of(names))
@@ -37,7 +38,7 @@ def is_of_trust_domain(trust_domain: str) -> Callable[[Iterable[str]], bool]:
 
 
 def is_one_of(identities: Sequence[str]) -> Callable[[Iterable[str]], bool]:
-    """Return whether one of a leaf's URI names is one of these identities; of none of them, none is."""
+    """Return a check whether one of a leaf's URI names is one of these identities; without any it always fails."""
     expected = frozenset(identities)
 
     def accepts(names: Iterable[str]) -> bool:

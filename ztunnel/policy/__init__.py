@@ -1,1 +1,1 @@
-"""Who may talk to whom."""
+"""The policy engine: decides whether a connection is allowed."""

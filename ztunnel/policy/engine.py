@@ -1,13 +1,13 @@
-"""The judge: a connection's facts against policy lists. Pure, and the only place that decides.
+"""Evaluates policy lists on the facts of a connection. Pure, and the only module that decides about policy.
 
-:func:`holds` says what a condition means. :func:`judge` gives the same answers faster, in two steps that are made
-when a policy is first needed and kept with it:
+:func:`holds` defines what a condition means. :func:`judge` gives the same answers faster. It prepares policies
+when they are first needed, and keeps the result with them:
 
-* A tier becomes an index. Most policies can only hold of a peer, namespace, address or port they name, whole or by
-  its beginning, end or prefix length. Those are looked up by what the connection has, and only the rest is tried
-  one by one: of 10,000 policies that name principals a connection tries none that does not concern it
-  (``bench/scale_istio.py``).
-* A condition becomes a closure when it is first tried, so that nothing is looked at per connection but facts.
+* A tier becomes an index. Most policies can hold only for a peer, namespace, address or port that they name,
+  completely or by a prefix or suffix. These are looked up by the connection's values, and only the others are
+  evaluated one by one. Of 10,000 policies that name principals a connection evaluates only those that match its
+  own (``bench/scale_istio.py``).
+* A condition becomes a closure when it is first evaluated, so that only facts are inspected per connection.
 """
 
 import ipaddress
@@ -25,25 +25,25 @@ _Test = Callable[[ConnectionFacts], bool]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict and the name of the policy that decided; an empty name when none matched."""
+    """The verdict, and the name of the policy that decided; the name is empty if none matched."""
 
     allowed: bool
     policy: str = ""
 
 
-#: What kind of thing is looked up: the type of the condition; how it compares (of networks: the IP version); and
-#: how many characters or bits count.
+#: The kind of a look-up: the type of the condition, the kind of comparison (for networks the IP version), and the
+#: number of characters or bits that are compared.
 _Shape = tuple[type[Any], str | int, int]
 
-#: A connection must have this value of that shape for a policy to hold.
+#: A value that a connection must have for a policy to hold, and the kind of look-up for it.
 _Need = tuple[_Shape, Hashable]
 
 
 class _Prepared:
-    """A policy made ready.
+    """A policy prepared for evaluation.
 
     Attributes:
-        needs: it can only hold of a connection that has one of these; None: of any.
+        needs: it can hold only for connections with one of these values; None means for any.
     """
 
     __slots__ = ("_condition", "_test", "needs")
@@ -54,14 +54,14 @@ class _Prepared:
         self.needs = _needs(condition)
 
     def test(self, facts: ConnectionFacts) -> bool:
-        """Whether the condition holds."""
+        """Return whether the condition holds."""
         if self._test is None:
             self._test = compiled(self._condition)
         return self._test(facts)
 
 
 class _Index:
-    """A tier made ready: places of policies, by what they need, and of those that may hold of anything."""
+    """The index of a tier: positions of policies by the values they need, and of those that need none."""
 
     __slots__ = ("always", "by_shape", "prepared")
 
@@ -74,7 +74,7 @@ class _Index:
             prepared = policy.prepared
             if not isinstance(prepared, _Prepared):
                 prepared = _Prepared(policy.condition)
-                object.__setattr__(policy, "prepared", prepared)  # frozen for everybody else
+                object.__setattr__(policy, "prepared", prepared)  # a cache in a frozen value
             self.prepared.append(prepared)
             if prepared.needs is None:
                 self.always.append(place)
@@ -89,7 +89,7 @@ class _Index:
                     places[value] = [place]
 
     def candidates(self, facts: ConnectionFacts) -> Iterable[int]:
-        """Places of policies that may hold, in order."""
+        """Return the positions of policies that may hold, in order."""
         found = [
             places[value]
             for shape, places in self.by_shape.items()
@@ -102,10 +102,10 @@ class _Index:
 
 
 def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
-    """Judge a connection by one list.
+    """Return the decision of one list about a connection.
 
-    Tiers are asked in order; inside a tier the first policy whose condition holds decides. ``PASS`` hands on
-    to the next tier, the last one to the list's end verdict.
+    Tiers are evaluated in order. Inside a tier the first policy whose condition holds decides, else the tier's
+    default. ``PASS`` continues with the next tier, and after the last one with the list's end verdict.
     """
     for tier in rules.tiers:
         index = tier.prepared
@@ -124,7 +124,7 @@ def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
 
 
 def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
-    """What a connection has of a shape."""
+    """Return a connection's values for a kind of look-up."""
     kind, how, length = shape
     if kind is p.SourceIp or kind is p.DestinationIp:
         version, number = _number((facts.source if kind is p.SourceIp else facts.destination).host)
@@ -148,7 +148,7 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """What a connection must have one of for a condition to hold; None if that cannot be told."""
+    """Return values, one of which a connection must have for a condition to hold; None if there are no such values."""
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 
@@ -170,7 +170,7 @@ def _needs_of_all(condition: p.AllOf) -> list[_Need] | None:
 
 def _needs_of_name(condition: p.Authenticated | p.PeerPrincipal | p.PeerNamespace) -> list[_Need] | None:
     match = condition.name if isinstance(condition, p.Authenticated) else condition.match
-    # The empty beginning and end are of no use: everything has them, and the slice that takes an end takes all.
+    # An empty prefix or suffix matches everything, and ``text[-0:]`` would take the whole text.
     if match is None or match.ignore_case or not (match.value or match.kind == "exact"):
         return None
     if match.kind not in ("exact", "prefix", "suffix"):
@@ -198,7 +198,7 @@ def _needs_of_account(condition: p.PeerServiceAccount) -> list[_Need]:
     return [((p.PeerServiceAccount, "", 0), value)]
 
 
-#: By type and not by pattern: it is asked of each part of each policy at once when a mesh's policies come.
+#: By type, not by ``match``: when a mesh's policies arrive it is called for each part of each policy at once.
 _NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
     p.Never: lambda _: [],
     p.AnyOf: _needs_of_any,
@@ -214,7 +214,7 @@ _NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
 
 
 def reads_port(rules: p.PolicyList) -> bool:
-    """Whether any policy of a list depends on the destination port."""
+    """Return whether any policy of a list depends on the destination port."""
     return any(_reads_port(policy.condition) for tier in rules.tiers for policy in tier.policies)
 
 
@@ -229,7 +229,7 @@ def _reads_port(condition: p.Condition) -> bool:
 
 
 def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
-    """Whether a condition is true of the connection: the reference that :func:`compiled` must agree with."""
+    """Return whether a condition is true of the connection; the reference for :func:`compiled`."""
     match condition:
         case p.Always():
             return True
@@ -279,7 +279,7 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
 
 
 def compiled(condition: p.Condition) -> _Test:
-    """A function that answers as :func:`holds` would."""
+    """Return a function with the same result as :func:`holds`, for one condition."""
     match condition:
         case p.Always():
             return lambda facts: True
@@ -347,7 +347,7 @@ def _any_of(tests: list[_Test]) -> _Test:
 
 
 def _contains(network: IpNetwork) -> Callable[[str], bool]:
-    """Whether the text of an address is in a network, by integers: twenty times as fast as :mod:`ipaddress`."""
+    """Return a check whether an address, as text, is in a network; 20 times as fast as :mod:`ipaddress`."""
     version, start, mask = network.version, int(network.network_address), int(network.netmask)
 
     def contains(host: str) -> bool:
@@ -357,7 +357,7 @@ def _contains(network: IpNetwork) -> Callable[[str], bool]:
     return contains
 
 
-# Every policy asks for the same two addresses of a connection.
+# All policies use the same two addresses of a connection.
 @lru_cache(maxsize=16384)
 def _number(host: str) -> tuple[int, int]:
     address = ipaddress.ip_address(host)
