@@ -148,7 +148,7 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values, one of which a connection must have for a condition to hold; None if there are no such values."""
+    """Return values, one of which a connection must have for a condition to hold; ``None``: there are none."""
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 
