@@ -1,6 +1,6 @@
-"""A chain to measure: load client, proxy, mTLS tunnel, proxy, load server, each in a namespace of its own.
+"""Builds the chains to measure: load client, proxy, mTLS tunnel, proxy, load server, each in its own namespace.
 
-All chains of a run are alive side by side, so that whatever the machine does hits them alike.
+All chains of a run exist at the same time, so that other work of the machine affects them alike.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ VIP = "10.96.0.10"
 PORT = 9080
 HBONE_PORT = 15008
 _MESSAGE_BYTES = 1024
-#: How long a client holds idle connections at most.
+#: The longest time that a client holds idle connections.
 _IDLE_S = 600
 #: ``linux/sock_diag.h``, ``linux/inet_diag.h``, ``linux/tcp.h``.
 _SOCK_DIAG = 4
@@ -49,7 +49,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Usage:
-    """What a proxy has used: CPU seconds so far, those of them in the kernel, resident bytes now."""
+    """A proxy's CPU seconds so far, those of them in the kernel, and its resident bytes now."""
 
     cpu_s: float
     kernel_s: float
@@ -77,7 +77,7 @@ class Chain:
     server: "subprocess.Popen[Any] | None" = None
 
     def run(self, *arguments: str) -> dict[str, Any]:
-        """One load run from the client's pod; its JSON result."""
+        """Run the load once from the client's pod, and return its JSON result."""
         kind, *rest = arguments
         command = [str(self.load), kind, self.target, str(PORT), *rest]
         process = self.lab.pod("client").popen(command, stdout=subprocess.PIPE)
@@ -89,7 +89,7 @@ class Chain:
 
     @contextlib.contextmanager
     def idling(self, connections: int) -> Iterator[None]:
-        """Hold so many idle connections, shared by the pairs of pods; each has carried one message."""
+        """Hold this number of idle connections, spread over the pairs of pods; each has carried one message."""
         clients = list(self.lab.workers["a"].pods)[: self.pairs]
         processes = []
         try:
@@ -109,13 +109,13 @@ class Chain:
                 process.wait()
 
     def end_tunnels(self) -> int:
-        """End the connections that carry tunnels, as if the network had; how many there were."""
+        """Reset the connections that carry tunnels, as a network failure would, and return their number."""
         client = self.lab.workers["a"]
         places = (client.ztunnel, *client.pods.values())
         return sum(_end_connections(place.netns, HBONE_PORT) for place in places) if self.proxies else 0
 
     def ask_once(self) -> float:
-        """Seconds that one request over a connection of its own takes."""
+        """Return the seconds that one request takes, on its own connection."""
 
         def ask() -> float:
             message, left = b"E" + bytes(_MESSAGE_BYTES), _MESSAGE_BYTES
@@ -132,7 +132,7 @@ class Chain:
 
     @contextlib.contextmanager
     def apart(self, one_way_us: int) -> Iterator[None]:
-        """Let frames between the two nodes take so long."""
+        """Delay frames between the two nodes."""
         with self.lab.unplugged() as (fabric, ports):
             with fabric.entered():
                 wire = subprocess.Popen([self.load, "wire", *ports, str(one_way_us)], stdout=subprocess.PIPE)
@@ -146,11 +146,11 @@ class Chain:
                 wire.wait()
 
     def usage(self) -> list[Usage]:
-        """Of each proxy, its workers included."""
+        """Return the usage of each proxy, its workers included."""
         return [_usage_of_all(process.pid) for process in self.proxies]
 
     def load_s(self) -> float:
-        """CPU seconds of the load so far: the server's, and those of every client that has ended (any chain's)."""
+        """Return the CPU seconds of the server so far, and of all ended clients of any chain."""
         assert self.server is not None
         clients = resource.getrusage(resource.RUSAGE_CHILDREN)
         return _usage(self.server.pid).cpu_s + clients.ru_utime + clients.ru_stime
@@ -285,7 +285,7 @@ def _envoy_bootstrap(folder: Path, name: str) -> Path:
 
 
 def ours(folder: Path, name: str) -> list[str]:
-    """The command of our proxy."""
+    """Return the command of our proxy."""
     return [
         str(_BIN / "ztunnel"),
         "proxy",
@@ -296,12 +296,12 @@ def ours(folder: Path, name: str) -> list[str]:
 
 
 def in_pods(folder: Path, name: str) -> list[str]:
-    """The command of our proxy in an Istio mesh: listeners in the pods, everything else from its environment."""
+    """Return the command of our proxy in an Istio mesh, which its environment configures."""
     return [str(_BIN / "ztunnel"), "proxy"]
 
 
 def envoy(folder: Path, name: str) -> list[str]:
-    """The command of the rival: Envoy with two workers."""
+    """Return the command of Envoy with two workers."""
     bootstrap = _envoy_bootstrap(folder, name)
     return [
         *(str(_BIN / "envoy"), "-c", str(bootstrap)),
@@ -313,13 +313,13 @@ def envoy(folder: Path, name: str) -> list[str]:
 
 
 def rival(folder: Path, name: str) -> list[str]:
-    """The command of ``RIVAL_CMD``: ``{node}`` and ``{xds}`` are filled in."""
+    """Return the command of ``RIVAL_CMD`` with ``{node}`` and ``{xds}`` filled in."""
     text = os.environ["RIVAL_CMD"].format(node=name, xds=f"unix:{folder / 'xds.sock'}")
     return ["sh", "-c", f"exec {text}"]
 
 
 def _quick_ports(place: Place) -> None:
-    """Many short connections from one address: let closed ones' ports be used again."""
+    """Let the kernel reuse ports of closed connections at once, for many short connections from one address."""
     with place.netns.entered():
         ipv4 = Path("/proc/sys/net/ipv4")
         (ipv4 / "ip_local_port_range").write_text("1024 65535")
@@ -337,7 +337,7 @@ def chain(
     pairs: int = 1,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[Chain]:
-    """A chain whose proxies are started by ``command``; without one client and server are directly connected.
+    """Start a chain while entered; without ``command`` client and server are connected directly.
 
     Args:
         name: for tables.
@@ -454,7 +454,7 @@ def _wait(made: Chain, limit_s: float = 30.0) -> None:
 
 
 def version() -> str:
-    """Machine and interpreter, for the table's heading."""
+    """Return machine and interpreter, for the table's heading."""
     kernel = os.uname()
     python = sys.version.split()[0]
     release, platform = kernel.release.split("-")[0], sysconfig.get_platform()

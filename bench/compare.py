@@ -1,4 +1,4 @@
-"""``make bench``: our pair of proxies against a pair of Envoys, in one interleaved run.
+"""``make bench``: compares our pair of proxies with a pair of Envoys, in one interleaved run.
 
     python -m bench.compare [--quick] [--json FILE] [--rounds N] [--seconds S] [--only CASE] [--target pod|service]
 
@@ -25,20 +25,20 @@ import hbone
 from bench.chain import Chain, build_load, chain, envoy, in_pods, ours, rival, version
 from deploy.lab import become_root_of_own_namespaces
 
-#: Steal above this share of a run means that the machine was somebody else's; the round is repeated.
+#: A round with more steal than this share is repeated: the hypervisor gave the machine to other guests.
 _STEAL_LIMIT = 0.05
 _RETRIES = 2
-#: For proxies to notice that their connections have ended.
+#: Time for proxies to notice that their connections have ended.
 _SETTLE_S = 0.01
-#: Between nodes of neighbouring zones.
+#: A round trip between nodes of neighbouring zones.
 _ONE_WAY_US = 500
 
 
 def _run(made: Chain, kind: str, connections: int, seconds: float) -> tuple[dict[str, Any], dict[str, float]]:
-    """One run of the load: what it reports, and seconds of processors meanwhile.
+    """Run the load once, and return its report with the processor time of the run.
 
-    Those are ``cpu`` of the proxies and ``kernel``, the part of it in the kernel, ``load`` beside them, and
-    ``idle`` in percent of all processors.
+    ``cpu`` is the proxies' seconds, ``kernel`` the part of them in the kernel, ``load`` the load's, and ``idle``
+    the percentage of all processors.
     """
     before, load_s, (_, idle, total) = made.usage(), made.load_s(), _processors()
     result = made.run(kind, str(connections), str(seconds))
@@ -80,7 +80,7 @@ def _requests(kind: str, connections: int) -> Callable[[Chain, float], dict[str,
 
 
 def _first(made: Chain, seconds: float) -> dict[str, float]:
-    """Requests over connections whose proxies have none to each other."""
+    """Measure requests on new connections while the proxies have no connection to each other."""
     before, samples = made.usage(), []
     for _ in range(int(20 * seconds)):
         if not made.end_tunnels() and made.proxies:
@@ -107,7 +107,7 @@ class Row:
         name: the case.
         unit: of its numbers.
         key: which number of the measurement.
-        more: whether more is better.
+        more: whether a larger number is better.
         target: the ratio ours:Envoy to reach: at least that where more is better, else at most.
         compiled: the same for the compiled build, where it differs.
     """
@@ -126,14 +126,14 @@ class Row:
         return self.compiled if compiled else self.target
 
     def met(self, ratio: float) -> bool:
-        """Whether a ratio reaches the target; without one, whether ours is no worse."""
+        """Return whether a ratio reaches the target; without a target, whether ours is no worse."""
         target = 1.0 if self.goal is None else self.goal
         return ratio >= target if self.more else ratio <= target
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement of a chain, and the rows it fills. ``one_node``: of the chains on one node."""
+    """A measurement of a chain, and the rows that it fills; ``one_node`` runs it on the chains of one node."""
 
     measure: Callable[[Chain, float], dict[str, float]]
     rows: tuple[Row, ...]
@@ -263,12 +263,12 @@ class Table:
     rows: dict[str, Row] = field(default_factory=dict)
 
     def add(self, row: Row, chain_name: str, value: float) -> None:
-        """Note one sample."""
+        """Add one sample."""
         self.rows[row.name] = row
         self.samples.setdefault(row.name, {}).setdefault(chain_name, []).append(value)
 
     def records(self) -> list[dict[str, Any]]:
-        """Medians, paired ratios and their spread, one record per row."""
+        """Return medians, paired ratios and their spread, one record per row."""
         records = []
         for name, row in self.rows.items():
             by_chain = self.samples[name]
@@ -293,13 +293,13 @@ class Table:
 
 
 def _processors() -> tuple[int, int, int]:
-    """Time of all processors so far, in ticks: stolen, idle, all."""
+    """Return the time of all processors so far, in ticks: stolen, idle, all."""
     values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     return values[7], values[3] + values[4], sum(values)
 
 
 def _at_rest(chains: list[Chain], table: Table, connections: int) -> None:
-    """Resident memory, what idle connections add, and the processor time of proxies that hold them."""
+    """Measure resident memory, the memory of idle connections, and processor time while they are held."""
     for made in chains:
         if not made.proxies:
             continue
@@ -400,7 +400,7 @@ def _round(
     seconds: float,
     table: Table,
 ) -> None:
-    """One case on every chain, in random order; again when the machine was stolen meanwhile."""
+    """Run one case on every chain, in random order; repeated if the hypervisor took the machine meanwhile."""
     found: dict[str, dict[str, float]] = {}
     for attempt in range(_RETRIES + 1):
         stolen, _, total = _processors()

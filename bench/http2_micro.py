@@ -1,4 +1,4 @@
-"""The tunnel engine beside the ``h2`` library, without sockets: what an HTTP/2 engine of our own buys.
+"""Compares the tunnel engine with the ``h2`` library, without sockets.
 
 ``python -m bench.http2_micro`` prints, per core, the bytes that each receives in DATA frames of 16 KiB, and the
 CONNECT requests of a few header fields that each decodes, the median of interleaved rounds.

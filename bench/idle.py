@@ -1,4 +1,4 @@
-"""``make bench-idle``: what idle connections cost, and what is left of it when they are gone.
+"""``make bench-idle``: measures the memory of idle connections, and how much of it remains when they are gone.
 
     python -m bench.idle [--most N]
 
@@ -21,9 +21,9 @@ from bench.chain import Chain, build_load, chain, in_pods, ours, version
 from deploy.lab import become_root_of_own_namespaces
 
 _WANTED = 100_000
-#: Descriptors a proxy needs besides.
+#: Descriptors that a proxy needs for other purposes.
 _OTHERS = 1000
-#: Of the limit, what a worker is given: shares are not quite even, and each hundred has a tunnel's connection.
+#: The part of the limit to use per worker: shares differ a little, and each hundred has a tunnel's connection.
 _SHARE = 0.85
 #: The pool has closed spare connections, and the memory trimmer has run (``ztunnel/runtime/heap.py``).
 _CALM_S = 60.0
@@ -31,7 +31,7 @@ _FREED = 0.2
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the measurement and print it."""
     parser = argparse.ArgumentParser(prog="make bench-idle", description=__doc__)
     parser.add_argument("--most", type=int, default=_WANTED)
     args = parser.parse_args()
@@ -77,7 +77,7 @@ def _measure(made: Chain, steps: list[int]) -> None:
 
 
 def _raise_limit() -> int:
-    """The most open files this process, and so its children, may have."""
+    """Raise this process's limit of open files, which its children inherit, to the maximum, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(hard, _WANTED + _OTHERS)
     try:
@@ -89,7 +89,7 @@ def _raise_limit() -> int:
 
 
 def _warm_up(made: Chain) -> None:
-    """Everything that the first connections load is there."""
+    """Open connections so that the proxies have imported and created everything that the first ones need."""
     made.run("crr", "32", "2")
 
 

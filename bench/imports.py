@@ -1,4 +1,4 @@
-"""What a proxy at rest keeps in memory before it has done anything: its imports, in steps.
+"""Measures the memory of a proxy's imports, in steps.
 
 Each step is a process of its own that imports what the steps before it import, and a little more. The rest, up to
 what ``make bench`` shows at rest, is buffers, contexts and configuration. Run: ``python -m bench.imports``.
@@ -18,7 +18,7 @@ _REPORT = "import os; print(int(open('/proc/self/statm').read().split()[1]) * os
 
 
 def resident_bytes(modules: str) -> int:
-    """Of a process that has imported these."""
+    """Return the resident bytes of a process that has imported these modules."""
     done = subprocess.run(
         [sys.executable, "-c", f"import {modules}\n{_REPORT}"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""``make bench-scale``: what configuration, memory and look-up cost as the mesh grows.
+"""``make bench-scale``: measures configuration, memory and look-up as the mesh grows.
 
     python -m bench.scale [--quick] [--json FILE] [--services N ...] [--endpoints N] [--variant sotw|delta ...]
 
@@ -37,7 +37,7 @@ _KEY = "node"
 
 @dataclass(slots=True)
 class Measured:
-    """A proxy that runs, and the control plane it is connected to."""
+    """A running proxy and the control plane that it is connected to."""
 
     mesh: ScaleMesh
     server: SnapshotServer
@@ -46,18 +46,18 @@ class Measured:
     values: dict[str, Any] = field(default_factory=dict)
 
     def cpu_s(self) -> float:
-        """CPU seconds of the proxy so far, to the nanosecond (``schedstat`` counts per thread)."""
+        """Return the CPU seconds of the proxy so far, to the nanosecond (``schedstat`` counts per thread)."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
         return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
     async def ask(self, question: str) -> dict[str, Any]:
-        """One line to the proxy, one back."""
+        """Send one line to the proxy and return its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{question}\n".encode())
-        return await self.told()
+        return await self.next_line()
 
-    async def told(self) -> dict[str, Any]:
-        """The next line of the proxy."""
+    async def next_line(self) -> dict[str, Any]:
+        """Return the proxy's next line."""
         assert self.process.stdout is not None
         async with asyncio.timeout(_LIMIT_S):
             line = await self.process.stdout.readline()
@@ -77,7 +77,7 @@ class Measured:
             before = now
 
     async def apply(self, change: Callable[[int], str], step: int) -> dict[str, float]:
-        """Publish one change: CPU of the proxy, time to its ACK, and how long its loop stood still."""
+        """Publish one change; return the proxy's CPU time, the time to its ACK and its loop's longest stall."""
         await self.settled()
         await self.ask("stall")
         while not self.answers.empty():
@@ -99,10 +99,12 @@ class Measured:
 
 @contextlib.asynccontextmanager
 async def running(mesh: ScaleMesh, folder: Path, *, delta: bool) -> AsyncIterator[Measured]:
-    """A proxy with a mesh, live."""
+    """Run a proxy with a mesh while entered."""
     answers: asyncio.Queue[Answered] = asyncio.Queue()
     address = f"unix:{folder}/xds-{'delta' if delta else 'sotw'}.sock"
-    server = SnapshotServer([address], key_of=lambda _: _KEY, on_answer=lambda _, told: answers.put_nowait(told))
+    server = SnapshotServer(
+        [address], key_of=lambda _: _KEY, on_answer=lambda _, answer: answers.put_nowait(answer)
+    )
     async with server:
         server.publish(_KEY, mesh.snapshot())
         process = await asyncio.create_subprocess_exec(
@@ -113,7 +115,7 @@ async def running(mesh: ScaleMesh, folder: Path, *, delta: bool) -> AsyncIterato
         )
         try:
             measured = Measured(mesh, server, process, answers)
-            measured.values = await measured.told()
+            measured.values = await measured.next_line()
             yield measured
         finally:
             if process.returncode is None:
@@ -122,7 +124,7 @@ async def running(mesh: ScaleMesh, folder: Path, *, delta: bool) -> AsyncIterato
 
 
 async def measure(services: int, endpoints: int, variant: str, repeats: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one size and variant."""
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as text:
         mesh = ScaleMesh(services, endpoints, Path(text))
         record: dict[str, Any] = {"services": services, "endpoints": services * endpoints, "variant": variant}

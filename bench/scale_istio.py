@@ -1,4 +1,4 @@
-"""The Istio part of ``make bench-scale``: what a mesh costs in this dialect, without sockets.
+"""The Istio part of ``make bench-scale``: measures the cost of a mesh in this dialect, without sockets.
 
     python -m bench.scale_istio [--quick] [--json FILE] [--services N ...] [--workloads N]
 
@@ -110,7 +110,7 @@ def rss() -> int:
 
 
 class Stall:
-    """How long the loop did nothing else."""
+    """Measures the longest time in which the loop ran nothing else."""
 
     longest_s = 0.0
 
@@ -133,7 +133,7 @@ class Stall:
 
 
 def timed_us(run: Callable[[], object], times: int) -> float:
-    """Median of five runs of so many, per one."""
+    """Return the median time of a call, over five runs of this many calls."""
     samples = []
     for _ in range(5):
         begun_s = time.perf_counter()
@@ -144,7 +144,7 @@ def timed_us(run: Callable[[], object], times: int) -> float:
 
 
 class Stream:
-    """The client's half of a stream, without a stream."""
+    """The client's half of a stream, without a connection."""
 
     def __init__(self, feed: MeshFeed, tasks: asyncio.TaskGroup) -> None:
         self._client = DeltaClient(ClientOptions(node=Node(), dialect=ISTIO))
@@ -156,7 +156,7 @@ class Stream:
         self._delivering = tasks.create_task(self._feed.deliver_forever())
 
     async def arrives(self, data: bytes) -> None:
-        """Take a packed response, up to its ACK."""
+        """Handle a packed response up to its ACK."""
         for event in self._client.receive_in_steps(data, 0.0):
             if isinstance(event, Received):
                 self._feed.arrived(event)
@@ -178,7 +178,7 @@ async def streaming(mesh: Mesh) -> AsyncIterator[Stream]:
 
 
 async def measure_mesh(services: int, workloads: int) -> dict[str, Any]:
-    """A mesh of so many services with so many workloads each."""
+    """Measure a mesh with these numbers of services and of workloads per service."""
     mesh = Mesh(node="node-1")
     async with streaming(mesh) as stream:
         return await _measure_mesh(mesh, stream, services, workloads)
@@ -243,7 +243,7 @@ def _route_to_next(turn: Iterator[SocketAddress], client: Client, mesh: Mesh, rn
 
 
 async def measure_endpoints(count: int) -> dict[str, Any]:
-    """One service with so many endpoints."""
+    """Measure one service with this number of endpoints."""
     mesh = Mesh()
     async with streaming(mesh) as stream:
         return await _measure_endpoints(mesh, stream, count)
@@ -278,7 +278,7 @@ def _rule(match: dict[str, Any]) -> security.Rule:
 
 
 def measure_policies(kind: str) -> dict[str, Any]:
-    """Many policies for the whole mesh, none of which concerns the connection."""
+    """Measure many policies for the whole mesh that do not match the connection."""
     heap.expect_growth()
     mesh = Mesh()
     policies = []
@@ -329,7 +329,7 @@ def measure_policies(kind: str) -> dict[str, Any]:
 
 
 def apart(*arguments: str, **environment: str) -> dict[str, Any]:
-    """One measurement in a process of its own."""
+    """Run one measurement in its own process."""
     done = subprocess.run(
         [sys.executable, "-m", "bench.scale_istio", "--one", *arguments],
         stdout=subprocess.PIPE,

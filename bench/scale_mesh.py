@@ -1,4 +1,4 @@
-"""A mesh of any size in the Envoy dialect, for one node: made once per size, then changed one resource at a time.
+"""Makes a mesh of any size in the Envoy dialect for one node, and changes it one resource at a time.
 
 Every message is a copy of one that :mod:`ztunnel.control_plane.generate` made for a mesh of one service, with
 names and addresses replaced: the generator goes through JSON, which takes minutes for 200,000 endpoints.
@@ -38,16 +38,16 @@ _FIRST = "service-0"
 
 
 def service_address(index: int) -> str:
-    """The address of a service."""
+    """Return the address of a service."""
     return str(ipaddress.IPv4Address(_VIPS + index))
 
 
 class ScaleMesh:
-    """What one node is sent.
+    """The resources that one node receives.
 
     Args:
-        services: how many.
-        endpoints: of each.
+        services: number of services.
+        endpoints: number of endpoints per service.
         folder: for the certificate authority.
     """
 
@@ -103,25 +103,25 @@ class ScaleMesh:
         self.services = services
 
     def snapshot(self) -> Snapshot:
-        """What the node should have now."""
+        """Return the node's current resources."""
         return Snapshot(dict(self.resources))
 
     # One change each
 
     def change_endpoint(self, step: int) -> str:
-        """Another address for the last endpoint of a service; the type that changed."""
+        """Change the address of the last endpoint of a service; return the type that changed."""
         assignment = self.assignment(step % self.services)
         self._set_endpoint(assignment.endpoints[0].lb_endpoints[-1], 0xF00000 + step)
         return self._put(assignment)
 
     def add_cluster(self, step: int) -> str:
-        """One more cluster, with its endpoints; the type that changed."""
+        """Add a cluster with its endpoints; return the type that changed."""
         index = self.services + step
         self._put(self.assignment(index))
         return self._put(self.cluster(index))
 
     def add_to_listener(self, step: int) -> str:
-        """One more service and its pods in the outbound listener; the type that changed."""
+        """Add a service and its pods to the outbound listener; return the type that changed."""
         self._add_to(self._outbound, self.services + step)
         return self._put(self._outbound)
 
@@ -206,7 +206,7 @@ def _secrets(config: NodeConfig, folder: Path) -> list[Message]:
 
 
 def packed_bytes(mesh: ScaleMesh) -> dict[str, int]:
-    """Bytes on the wire per type, as one complete response would hold them."""
+    """Return the bytes per type of one complete response."""
     kinds = {CDS: "clusters", EDS: "endpoints", LDS: "listeners"}
     return {
         name: sum(len(resource.body.value) for resource in mesh.resources[url].values())

@@ -1,4 +1,4 @@
-"""The pods' part of ``make bench-scale``: what it costs a node proxy that pods come and go.
+"""The pods' part of ``make bench-scale``: measures the cost of starting and stopping pods.
 
     python -m bench.scale_pods [--quick] [--json FILE] [--cycles N] [--pods N]
 
@@ -39,17 +39,17 @@ from ztunnel.istio.zds.messages import (
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 
 _CYCLES, _PODS = 10_000, 250
-#: Caches and the allocator have what they want to keep.
+#: Cycles after which caches and the allocator have grown to their steady size.
 _WARM_UP = 500
 _SPACES = 4
 _WAIT_S = 60.0
-#: The connection of the last page that was asked for closes after its answer.
+#: Time for the last page's connection to close after its answer.
 _SETTLE_S = 0.2
 ROOT = Path(__file__).parents[1]
 
 
 class Proxy:
-    """The process, and the agent's end of its socket."""
+    """The proxy's process, and the agent's end of its socket."""
 
     def __init__(self, place: Place, folder: Path) -> None:
         self._place = place
@@ -75,7 +75,7 @@ class Proxy:
         await self.say(SnapshotSent())
 
     async def say(self, request: Request, netns: Netns | None = None) -> float:
-        """Say something to the proxy; how long its answer took."""
+        """Send a request to the proxy, and return the time until its answer."""
         assert self._channel is not None
         began_s = time.perf_counter()
         async with asyncio.timeout(_WAIT_S):
@@ -106,7 +106,7 @@ class Proxy:
         return fetched
 
     async def stopped(self, count: int) -> None:
-        """Wait until so many proxies of pods have ended."""
+        """Wait until this number of pods' proxies have ended."""
         async with asyncio.timeout(_WAIT_S):
             while f"\nworkload_manager_proxies_stopped_total {count}\n" not in self.page(15020, "/metrics"):
                 await asyncio.sleep(0.05)
@@ -141,7 +141,7 @@ def in_ms(times_s: Iterable[float]) -> dict[str, float]:
 
 
 async def cycles(proxy: Proxy, spaces: list[Netns], count: int) -> dict[str, Any]:
-    """Pods that come and go, one after the other."""
+    """Measure pods that start and stop one after the other."""
     for number in range(_WARM_UP):
         await proxy.add(number, spaces[number % len(spaces)])
         await proxy.remove(number)
@@ -165,7 +165,7 @@ async def cycles(proxy: Proxy, spaces: list[Netns], count: int) -> dict[str, Any
 
 
 async def at_once(proxy: Proxy, spaces: list[Netns], stopped: int) -> dict[str, Any]:
-    """A node that is full from the start, as after a restart of the proxy."""
+    """Measure a node with all its pods from the start, as after a restart of the proxy."""
     descriptors, memory = proxy.descriptors, proxy.resident_bytes
     began_s = time.perf_counter()
     added = [await proxy.add(1_000_000 + number, space) for number, space in enumerate(spaces)]

@@ -1,4 +1,4 @@
-"""The measured end of :mod:`bench.scale`: a proxy in a process of its own, which answers questions on a pipe.
+"""The proxy that :mod:`bench.scale` measures, in its own process; answers requests on a pipe.
 
     python -m bench.scale_proxy --xds unix:/path [--delta]
 
@@ -35,7 +35,7 @@ _ROUNDS = 5
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes: now and at most."""
+    """Return the resident bytes now and at their peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(lines[key].split()[0]) * 1024 for name, key in (("rss", "VmRSS"), ("peak", "VmHWM"))}
 

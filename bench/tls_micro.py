@@ -1,4 +1,4 @@
-"""What sealing and opening cost, per way of calling OpenSSL, and what a handshake costs, per group.
+"""Measures sealing and opening of records, by way of calling OpenSSL, and handshakes, by group.
 
 Compares :class:`hbone.tls.TlsSession` (cffi pointers) with pyOpenSSL's public calls and with the standard
 library's ``ssl.MemoryBIO``, in one process and without sockets. Run: ``python -m bench.tls_micro``.

@@ -1,4 +1,4 @@
-"""What one pair of tunnel ends carries: bulk MB/s, requests/s and new connections/s.
+"""Measures one pair of tunnel ends: bulk MB/s, requests/s and new connections/s.
 
 Four processes on loopback: a load client, end A (plain socket into tunnel), end B (tunnel into plain
 socket), a load server. mTLS 1.3 and HTTP/2 between A and B, one connection. No routing, policy or logs: the

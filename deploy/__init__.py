@@ -1,1 +1,1 @@
-"""What runs the proxy somewhere: the demo, and the manifests of a cluster."""
+"""Deployments of the proxy: the demo, the lab that it runs in, and the manifests for a cluster."""

@@ -1,8 +1,8 @@
-"""A laptop-sized network of nodes and pods, from namespaces and veth pairs, for tests, demo and benches.
+"""Builds a network of nodes and pods from namespaces and veth pairs on one machine, for tests, demo and benches.
 
-Every node is a namespace that routes, every pod and every ztunnel a namespace with ``eth0`` on a cable to
-its node, as a simple CNI would leave it: the node's end is called after the pod, has the node's gateway
-address, and a route to the pod. Nodes meet on a bridge in a namespace of its own. IPv4 and IPv6 both.
+Every node is a namespace that routes. Every pod and every ztunnel is a namespace whose ``eth0`` is a veth pair to
+its node, as a simple CNI sets it up: the node's end has the pod's name, the node's gateway address and a route to
+the pod. A bridge in another namespace connects the nodes. All have IPv4 and IPv6.
 
 ::
 
@@ -11,8 +11,8 @@ address, and a route to the pod. Nodes meet on a bridge in a namespace of its ow
     ztunnel      10.244.<i>.5     fd00:10:244:<i>::5
     pods         10.244.<i>.10..  fd00:10:244:<i>::10..
 
-Namespaces appear as ``pt-<pid>-<n>-<name>`` for ``ip netns``. Leaving the ``with`` removes them, after an
-exception, SIGINT or SIGTERM too; what a killed process left is swept up by the next one.
+``ip netns`` shows the namespaces as ``pt-<pid>-<n>-<name>``. Leaving the ``with`` removes them, also after an
+exception, SIGINT or SIGTERM. The next lab removes those of a killed process.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from tproxy.errors import NeedCapability
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
-# Away from the small numbers that eth0 has at the other end, see create_pair.
+# Above the small indexes that eth0 has at the other end: equal ones delay linkwatch, see create_pair.
 _FIRST_INDEX = 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
@@ -63,7 +63,7 @@ _instances = itertools.count(1)
 class Place:
     """One namespace of the lab: a node, a pod or a ztunnel.
 
-    ``device`` is the node's end of its cable, None for a node.
+    ``device`` is the node's end of its veth pair, None for a node.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Place:
 
     @property
     def addresses(self) -> tuple[IpAddress, IpAddress]:
-        """Both of them."""
+        """The IPv4 and the IPv6 address."""
         return (self.ipv4, self.ipv6)
 
     def address(self, version: int) -> IpAddress:
-        """The one of IP version 4 or 6."""
+        """Return the address of IP version 4 or 6."""
         return self.ipv4 if version == 4 else self.ipv6
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -93,7 +93,7 @@ class Place:
     def socket(
         self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0
     ) -> socket.socket:
-        """A blocking socket of this namespace."""
+        """Return a blocking socket of this namespace; the caller closes it."""
         with self.netns.entered():
             return socket.socket(family, kind, protocol)
 
@@ -123,13 +123,13 @@ class Worker:
         self.pods: dict[str, Place] = {}
 
     def gateway(self, version: int) -> IpAddress:
-        """The node's address on the cables of its pods."""
+        """Return the node's address on the veth pairs of its pods."""
         if version == 4:
             return _ipv4(f"10.244.{self.number}.1")
         return _ipv6(f"fd00:10:244:{self.number}::1")
 
     def wanted(self, members: Sequence[str] | None = None) -> Node:
-        """The interception of this node, for all its pods or the named ones."""
+        """Return the wanted resources of this node, for all its pods or the named ones."""
         chosen = self.pods if members is None else {name: self.pods[name] for name in members}
         return Node(
             host_addresses=(*self.place.addresses, self.gateway(4), self.gateway(6)),
@@ -147,7 +147,7 @@ class Lab:
 
     Args:
         nodes: pod names by node name; a pod name is used once.
-        rp_filter: what nodes and pods have before anybody changes it.
+        rp_filter: the initial value in nodes and pods.
 
     Raises:
         NeedCapability: neither root nor inside :func:`become_root_of_own_namespaces`.
@@ -163,11 +163,11 @@ class Lab:
         self._old_handler: Any = None
 
     def worker(self, name: str) -> Worker:
-        """A node by name."""
+        """Return a node by name."""
         return self.workers[name]
 
     def pod(self, name: str) -> Place:
-        """A pod by name, on whichever node."""
+        """Return a pod of any node by name."""
         for worker in self.workers.values():
             if name in worker.pods:
                 return worker.pods[name]
@@ -175,11 +175,11 @@ class Lab:
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[tuple[Netns, list[str]]]:
-        """Meanwhile nodes do not meet on their bridge.
+        """Disconnect the nodes' bridge while entered.
 
         Yields:
-            The namespace in which their cables end and the names of the ends, by number of the node: who passes
-            frames between them is the network.
+            The namespace in which the nodes' veth pairs end, and the ends' names by number of the node. The caller
+            forwards frames between them.
         """
         fabric, ports = self._open[0], [f"port{worker.number}" for worker in self.workers.values()]
         with NetlinkSocket(NETLINK_ROUTE, fabric) as link:
@@ -228,7 +228,7 @@ class Lab:
                     time.sleep(0.005)
 
     def close(self) -> None:
-        """End all processes, take all names away; may be called twice."""
+        """End all processes and remove all names; idempotent."""
         for child in self._children:
             child.terminate()
         for child in self._children:
@@ -243,7 +243,7 @@ class Lab:
             self._old_handler = None
 
     def _catch_sigterm(self) -> None:
-        # Only where it would otherwise end the process on the spot: an application's handler stays.
+        # Only if the signal's default would end the process at once; an application's handler stays.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._old_handler = signal.signal(signal.SIGTERM, _exit)
@@ -253,7 +253,7 @@ class Lab:
         self._open.append(netns)
         with netns.entered():
             conf = Path("/proc/sys/net")
-            # Without duplicate detection an address is usable at once and not a second later.
+            # Without duplicate address detection an address is usable at once, not after a second.
             (conf / "ipv6/conf/default/accept_dad").write_text("0")
             (conf / "ipv6/conf/default/accept_ra").write_text("0")
             for scope in ("all", "default"):
@@ -315,7 +315,7 @@ class Lab:
 
 
 def sweep() -> None:
-    """Take away the names that a killed process left behind."""
+    """Remove the names of namespaces that killed processes left; idempotent."""
     for name in names():
         owner = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and owner.isdigit() and not Path(f"/proc/{owner}").exists():
@@ -346,7 +346,7 @@ def become_root_of_own_namespaces() -> None:
 
 
 def may_make_namespaces() -> bool:
-    """Whether this process has CAP_SYS_ADMIN and CAP_NET_ADMIN where it is."""
+    """Return whether this process has CAP_SYS_ADMIN and CAP_NET_ADMIN in its user namespace."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             effective = int(line.split()[1], 16)

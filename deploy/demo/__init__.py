@@ -1,1 +1,1 @@
-"""``make demo``: two nodes and their pods on one machine, from kernel to control plane."""
+"""``make demo``: runs two nodes and their pods on one machine, from kernel to control plane."""

@@ -1,7 +1,7 @@
-"""Two nodes, seven pods, one control plane, one proxy per node; every promise of the README shown once.
+"""Runs two nodes with seven pods, one control plane and one proxy per node, and shows each feature of the README.
 
-Everything lives in network namespaces of this machine and is gone afterwards. Exit status 0 means that each
-line came out as expected.
+Everything runs in network namespaces of this machine and is removed afterwards. Exit status 0 means that every
+expectation was met.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from deploy.demo.stage import Demo, Unexpected
 from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
 
-#: Between looks at whether somebody has interrupted a demo that stays up.
+#: Between two checks whether a demo that stays up was interrupted.
 _LOOK_S = 0.5
 
 MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo}

@@ -1,4 +1,4 @@
-"""The pods' application: answers HTTP with its own name and who it was called by.
+"""The pods' application: answers HTTP with its own name and its client's address.
 
 python -m deploy.demo.app NAME PORT
 """
@@ -8,13 +8,13 @@ import sys
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One line of text, on connections that stay open."""
+    """Answers with one line of text, on persistent connections."""
 
     protocol_version = "HTTP/1.1"
     name = "?"
 
     def do_GET(self) -> None:
-        """Answer with name and peer."""
+        """Answer with this application's name and its peer."""
         body = (
             f"{self.name} called by {self.client_address[0]}: the secret of this page is plain to see\n".encode()
         )
@@ -25,11 +25,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Say nothing: the proxies' logs are the subject."""
+        """Log nothing, so that only the proxies' lines are shown."""
 
 
 def main() -> None:
-    """Serve until ended."""
+    """Serve until the process ends."""
     Handler.name = sys.argv[1]
     http.server.ThreadingHTTPServer.address_family = 10  # AF_INET6: one dual-stack socket
     http.server.ThreadingHTTPServer(("::", int(sys.argv[2])), Handler).serve_forever()

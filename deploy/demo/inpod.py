@@ -1,7 +1,6 @@
-"""Interception in every pod's own namespace, today's Istio: workloads and authorization instead of listeners.
+"""The demo of an Istio mesh: interception in every pod's own namespace, with workloads and authorization.
 
-The proxies get nothing but what Istio's chart would put into their environment, and where the sockets of this
-machine's control plane and agents are.
+The proxies' environment is that of Istio's chart, plus the paths of this machine's control plane and agents.
 """
 
 import json
@@ -38,18 +37,18 @@ from deploy.demo.stage import (
 from deploy.lab import Place
 
 HOSTNAME = "reviews.default.svc.cluster.local"
-#: Nobody is there: what is sent to it is answered in the pod, or not at all.
+#: An address without a host: only the pod's own proxy can answer queries to it.
 NAME_SERVER = "10.96.0.10"
-#: Enough that each of three endpoints, drawn at random, is among them: one run in millions would differ.
+#: Enough random draws for each of three endpoints to occur; one run in millions misses one.
 _CALLS = 40
 _TUNNEL_PORT = 15008
-#: Where the second generation of worker2's proxy runs: in a namespace of its own, as the next pod of a DaemonSet.
+#: The namespace of worker2's second proxy: its own, as that of a DaemonSet's next pod.
 _NEXT = "ztunnel-next"
 
 
 @dataclass
 class InPodDemo(Demo):
-    """A node agent writes the rules of each pod and announces it to the proxy, which listens inside the pod."""
+    """The demo in which a node agent enrols each pod and the proxy listens inside the pods."""
 
     setting = "two nodes, their pods, a control plane that speaks WDS, an agent and a proxy per node"
     places: ClassVar[Mapping[str, list[str]]] = {**NODES, "worker2": [*NODES["worker2"], _NEXT]}
@@ -71,7 +70,7 @@ class InPodDemo(Demo):
         self.wait_for_applications()
 
     def _announce(self, node: str, members: list[str]) -> None:
-        """Say which pods of a node shall be in the mesh; its agent follows."""
+        """Write the description of a node's pods, which its agent follows."""
         pods = {
             name: {"netns": self.lab.pod(name).netns.name, "service_account": account(name)} for name in members
         }
@@ -122,13 +121,13 @@ class InPodDemo(Demo):
     # What the proxies say
 
     def _records(self, at_least: int = 0) -> list[dict[str, object]]:
-        """New access log lines, the client's side first."""
+        """Return new access log lines, the client's side first."""
         lines = self.new_lines(at_least, lambda line: line.get("scope") == "access")
         return sorted(lines, key=lambda line: line.get("direction") != "outbound")
 
     def _show(self, title: str, call: Call, expected: bool, records: list[dict[str, object]]) -> None:
-        """A call and what the proxies say about it."""
-        self.judge(expected, f"{title}: {call}")
+        """Show a call and the proxies' lines about it."""
+        self.check(expected, f"{title}: {call}")
         for record in records:
             print(f"      {_row(record)}")
 
@@ -151,7 +150,7 @@ class InPodDemo(Demo):
             except (OSError, dns.exception.Timeout) as error:
                 found = [type(error).__name__]
         took_ms = (time.perf_counter() - began) * 1000
-        self.judge(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms")
+        self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms")
 
     def _act_balance(self) -> None:
         """The service's address, many times: every version, on both nodes."""
@@ -161,13 +160,13 @@ class InPodDemo(Demo):
         records = self._records(2 * _CALLS)
         answers = Counter(call.answered_by for call in calls)
         shares = ", ".join(f"{name or 'none'} {count}" for name, count in sorted(answers.items()))
-        self.judge(set(answers) == set(VERSIONS), f"every version answered: {shares}")
+        self.check(set(answers) == set(VERSIONS), f"every version answered: {shares}")
         client = str(self.lab.pod("productpage").ipv4)
         kept = {call.peer for call in calls} == {client}
-        self.judge(kept, f"each saw the client's own address, {client}")
+        self.check(kept, f"each saw the client's own address, {client}")
         far = [line for line in records if line.get("dst.workload") == "reviews-v1"]
         captured = [line for line in records if line["direction"] == "outbound"]
-        self.judge(
+        self.check(
             len(captured) == _CALLS and all(line.get("dst.identity") for line in captured),
             f"{len(captured)} connections were captured, each with an identity at both ends",
         )
@@ -194,7 +193,7 @@ class InPodDemo(Demo):
         )
         self._show("own node", call, call.answered_by == "reviews-v2" and known, records)
         packets = self.tap.report.packets - before
-        self.judge(packets == 0, f"{packets} packets crossed the wire between the nodes")
+        self.check(packets == 0, f"{packets} packets crossed the wire between the nodes")
 
     def _act_outside(self) -> None:
         """From outside the mesh, in plain text: let in where no policy forbids it."""
@@ -220,7 +219,7 @@ class InPodDemo(Demo):
         )
         connection = connect(self.lab.pod("productpage"), VIP, PORT)
         before = self.call_on(connection, "productpage", VIP)
-        self.judge(before.answered_by in VERSIONS, f"before: {before}")
+        self.check(before.answered_by in VERSIONS, f"before: {before}")
         assert connection.sock is not None
         connection.sock.settimeout(SETTLE_S)
         began = time.monotonic()
@@ -233,7 +232,7 @@ class InPodDemo(Demo):
             closed = False
         connection.close()
         took_s = time.monotonic() - began
-        self.judge(
+        self.check(
             closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
         )
         after = self.call("productpage", VIP)
@@ -264,7 +263,7 @@ class InPodDemo(Demo):
         self._records()
         answers = {self.call("productpage", VIP).answered_by for _ in range(_CALLS)}
         self._records(2 * _CALLS)
-        self.judge(answers == set(staying), f"the service goes on with {', '.join(sorted(answers))}")
+        self.check(answers == set(staying), f"the service goes on with {', '.join(sorted(answers))}")
         call = self.call("reviews-v3", str(self.lab.pod("reviews-v2").ipv4))
         records = self._records(1)
         plain = [line["direction"] for line in records] == ["inbound"] and "src.identity" not in records[0]
@@ -285,25 +284,25 @@ class InPodDemo(Demo):
             print(f"      {key:13} {len(found)}")
         print(f"      workloadState {', '.join(up)}")
         expected = [f"default/{pod}" for pod in NODES["worker2"] if pod != "reviews-v3"]
-        self.judge(up == sorted(expected), "the dump has every captured pod of the node, up")
+        self.check(up == sorted(expected), "the dump has every captured pod of the node, up")
         endpoints = next((len(item["endpoints"]) for item in services if item["hostname"] == HOSTNAME), 0)
-        self.judge(endpoints == 2, f"and the service with {endpoints} endpoints")
+        self.check(endpoints == 2, f"and the service with {endpoints} endpoints")
         metrics = self.page(place, 15020, "/metrics")[1]
         opened = [line for line in metrics.splitlines() if line.startswith("istio_tcp_connections_opened_total{")]
         mutual = sum(float(line.split()[-1]) for line in opened if "mutual_tls" in line)
-        self.judge(mutual > 0, f"the metrics count {mutual:g} connections over mutual TLS since the replacement")
+        self.check(mutual > 0, f"the metrics count {mutual:g} connections over mutual TLS since the replacement")
         status, text = self.page(place, 15021, "/healthz/ready")
-        self.judge((status, text) == (200, "ready\n"), f"readiness: {status} {text.strip()}")
+        self.check((status, text) == (200, "ready\n"), f"readiness: {status} {text.strip()}")
 
     def _wait_or_fail(self, what: str, condition: Callable[[], bool]) -> None:
-        """An expectation that needs a moment to come true."""
+        """Wait for an expectation to come true, and show the result."""
         began = time.monotonic()
         try:
             self.wait(what, condition, SETTLE_S)
         except Unexpected:
-            self.judge(False, f"{what}: not within {SETTLE_S:g} s")
+            self.check(False, f"{what}: not within {SETTLE_S:g} s")
         else:
-            self.judge(True, f"{what}, after {time.monotonic() - began:.1f} s")
+            self.check(True, f"{what}, after {time.monotonic() - began:.1f} s")
 
     def explain(self) -> None:
         """See :class:`Demo`."""
@@ -320,14 +319,14 @@ class InPodDemo(Demo):
 
 
 def _tunnel_port_is_open(pod: Place) -> bool:
-    """Whether a proxy listens inside a pod."""
+    """Return whether a proxy listens inside a pod."""
     with pod.socket() as sock:
         sock.settimeout(1.0)
         return sock.connect_ex(("127.0.0.1", _TUNNEL_PORT)) == 0
 
 
 def _row(record: dict[str, object]) -> str:
-    """One access log line as one line of the table."""
+    """Return an access log line as a row of the table."""
     who = " -> ".join(short(record[key]) for key in ("src.identity", "dst.identity") if key in record)
     workloads = " -> ".join(str(record.get(key, "-")) for key in ("src.workload", "dst.workload"))
     received, sent = record.get("bytes_recv"), record.get("bytes_sent")

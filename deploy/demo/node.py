@@ -1,4 +1,4 @@
-"""Interception on the node, Envoy's dialect: the listeners of the 2022 ambient mesh, hop by hop."""
+"""The demo of Envoy's dialect: interception on the node, with the listeners of the ambient mesh of 2022."""
 
 import contextlib
 import json
@@ -27,12 +27,12 @@ from tproxy.node import HOST, OWNERSHIP, ZTUNNEL, node
 
 @dataclass
 class NodeDemo(Demo):
-    """TPROXY on each node leads its pods to the proxy; the control plane sends listeners and clusters."""
+    """The demo in which TPROXY on each node captures its pods and the control plane sends listeners."""
 
     setting = "two nodes, their pods, a control plane, a proxy per node"
 
     def start(self) -> None:
-        """Interception, applications, control plane, proxies; returns when all are ready."""
+        """Start interception, applications, control plane and proxies; returns when all are ready."""
         for worker in self.lab.workers.values():
             members = [name for name in worker.pods if name != OUTSIDE]
             netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
@@ -59,7 +59,7 @@ class NodeDemo(Demo):
         return proxy
 
     def _is_live(self, ztunnel: Place, epoch: int = 0) -> bool:
-        """Whether a generation has listeners and everything they need; until it answers, the one before does."""
+        """Return whether a new proxy is live; until it is, its predecessor answers on the shared port."""
         info = json.loads(self.page(ztunnel, 15000, "/server_info")[1])
         return bool(info["state"] == "LIVE" and info["command_line_options"]["restart_epoch"] == epoch)
 
@@ -74,12 +74,12 @@ class NodeDemo(Demo):
         self._act_dump()
 
     def _hops(self) -> list[dict[str, object]]:
-        """New access log lines, in the order of the path."""
+        """Return new access log lines, in the order of the path."""
         return sorted(self.new_lines(), key=lambda line: _place_on_path(str(line["hop"])))
 
     def _show(self, title: str, call: "Call", expected: bool, hops: list[dict[str, object]]) -> None:
-        """A call and what the proxies say about it."""
-        self.judge(expected, f"{title}: {call}")
+        """Show a call and the proxies' lines about it."""
+        self.check(expected, f"{title}: {call}")
         seen = set()
         for hop in hops:
             key = (hop["node"], hop["hop"], hop["chain"], hop["upstream"])
@@ -101,7 +101,7 @@ class NodeDemo(Demo):
             answers.append(call.answered_by)
             self._show("service", call, call.answered_by.startswith("reviews-v"), hops)
         even = sorted(answers) == sorted([*VERSIONS] * 2)
-        self.judge(even, f"each version answered twice: {', '.join(answers)}")
+        self.check(even, f"each version answered twice: {', '.join(answers)}")
 
     def _act_pod_address(self) -> None:
         """A pod's own address, on the other node: one hop less, the client's address kept."""
@@ -145,14 +145,14 @@ class NodeDemo(Demo):
         try:
             self.wait("the change", all_moved, 10.0)
         except Unexpected:
-            self.judge(False, f"new connections still go to {', '.join(moved)}")
+            self.check(False, f"new connections still go to {', '.join(moved)}")
         else:
-            self.judge(
+            self.check(
                 True, f"new connections go to reviews-v2 only, {time.monotonic() - began:.1f} s after the edit"
             )
         after = self.call_on(connection, "productpage", VIP)
         same = before.answered_by == after.answered_by != ""
-        self.judge(same, f"the open connection goes on with {after.answered_by or after.error}")
+        self.check(same, f"the open connection goes on with {after.answered_by or after.error}")
         connection.close()
         self._hops()
 
@@ -164,7 +164,7 @@ class NodeDemo(Demo):
         for index, kind in enumerate(kinds):
             print(f"      configs[{index}]  {kind}")
         wanted = ["BootstrapConfigDump", "ClustersConfigDump", "EndpointsConfigDump"]
-        self.judge(kinds[:1] + [k for k in kinds if k in wanted[1:]] == wanted, "the dump has its order")
+        self.check(kinds[:1] + [k for k in kinds if k in wanted[1:]] == wanted, "the dump has its order")
         endpoints = next(c for c in dump["configs"] if c["@type"].endswith("EndpointsConfigDump"))
         mine = "bookinfo-productpage_to_http_reviews"
         for entry in endpoints.get("dynamic_endpoint_configs", []):
@@ -172,12 +172,12 @@ class NodeDemo(Demo):
             if mine in config.get("cluster_name", ""):
                 text = json.dumps(config["endpoints"][0]["lb_endpoints"][0], indent=1)
                 print("\n".join("      " + line for line in text.splitlines()))
-                self.judge("reviews" in config["cluster_name"], "the endpoint of the moved service is there")
+                self.check("reviews" in config["cluster_name"], "the endpoint of the moved service is there")
                 return
-        self.judge(False, "no endpoints of the service in the dump")
+        self.check(False, "no endpoints of the service in the dump")
 
     def explain(self) -> None:
-        """How to look around."""
+        """Print commands to inspect the running demo."""
         inside = netns_path(self.lab.worker("worker2").ztunnel)
         pod = netns_path(self.lab.pod("productpage"))
         print("\nStill running; ctrl-C ends it. From another terminal:")
@@ -189,7 +189,7 @@ class NodeDemo(Demo):
 
 
 def _row(hop: dict[str, object]) -> str:
-    """One hop as one line of the table."""
+    """Return a hop as a row of the table."""
     upstream = str(hop["upstream"] or "-").replace(
         "outbound_tunnel_lis_spiffe://cluster.local/ns/default/sa/", "…/"
     )
@@ -208,6 +208,6 @@ def _row(hop: dict[str, object]) -> str:
 
 
 def _place_on_path(hop: str) -> int:
-    """Where a hop comes on the way from client to application; the clock's milliseconds do not tell."""
+    """Return the position of a hop between client and application; timestamps in milliseconds may be equal."""
     words = ("capture", "outbound tunnel", "passthrough", "inbound")
     return next((place for place, word in enumerate(words) if hop.startswith(word)), len(words))

@@ -1,4 +1,4 @@
-"""What every demo stands on: a lab with the pods of bookinfo, programs in it, one line per expectation."""
+"""The base of every demo: a lab with the pods of bookinfo, programs in it, and one line per expectation."""
 
 import contextlib
 import http.client
@@ -32,11 +32,11 @@ OUTSIDE = "visitor"
 SERVERS = (*VERSIONS, "ratings")
 SECRET = b"the secret of this page is plain to see"
 ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
-#: Log lines come in bursts; after so long no more are to be expected ...
+#: Log lines come in bursts; after this time without one no more are expected ...
 _QUIET_S = 0.35
 #: ... unless some are known to be missing.
 _SLOW_S = 5.0
-#: What has to come true may take so long.
+#: The time limit for an expectation to come true.
 SETTLE_S = 10.0
 #: Calls before and after a proxy is gone.
 _CALLS = 40
@@ -44,17 +44,17 @@ _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings
 
 
 class Unexpected(Exception):
-    """Something did not come out as promised."""
+    """A part of the demo did not become ready."""
 
 
 def account(pod: str) -> str:
-    """The service account of a pod."""
+    """Return the service account of a pod."""
     return _ACCOUNTS.get(pod, "bookinfo-reviews" if pod.startswith("reviews") else "default")
 
 
 @dataclass
 class Demo(ABC):
-    """The running demo: where things are, and how many expectations failed."""
+    """The running demo: its lab and files, and the number of failed expectations."""
 
     setting: ClassVar[str]
     places: ClassVar[Mapping[str, list[str]]] = NODES
@@ -73,30 +73,30 @@ class Demo(ABC):
         """Start everything; returns when all are ready.
 
         Raises:
-            Unexpected: something did not become ready.
+            Unexpected: a part did not become ready in time.
         """
 
     @abstractmethod
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
-        """Start the next generation of a node's proxy beside the one that runs; returns when it is ready."""
+        """Start a node's next proxy beside the running one; returns when it is ready."""
 
     @abstractmethod
     def acts(self) -> None:
-        """Everything there is to show, in order."""
+        """Run all acts, in order."""
 
     @abstractmethod
     def explain(self) -> None:
-        """Print how to look around."""
+        """Print commands to inspect the running demo."""
 
     # The stage
 
     @property
     def socket(self) -> Path:
-        """Where control plane and proxies meet; a file, so namespaces do not matter."""
+        """The path of the control plane's socket; as a file it is reachable from all network namespaces."""
         return self.folder / "xds.sock"
 
     def replace(self, name: str, text: str) -> None:
-        """Write one of the demo's files, whole or not at all."""
+        """Replace one of the demo's files atomically."""
         new = self.folder / f"{name}.new"
         new.write_text(text)
         new.replace(self.folder / name)
@@ -108,11 +108,11 @@ class Demo(ABC):
         viewer: str = "bookinfo-productpage",
         outside: tuple[str, ...] = (OUTSIDE,),
     ) -> str:
-        """The mesh file.
+        """Return the mesh file.
 
         Args:
             reviews: the pods of the service.
-            viewer: the account that its policy lets in.
+            viewer: the account that its policy allows.
             outside: pods that are not in the mesh.
         """
         pods = {}
@@ -150,7 +150,7 @@ class Demo(ABC):
             self.run(self.lab.pod(name), "app", [sys.executable, "-m", "deploy.demo.app", name, str(PORT)])
 
     def wait_for_applications(self) -> None:
-        """Return when all of them answer."""
+        """Wait until all applications answer."""
         for name in SERVERS:
             self.wait(f"the application of {name}", partial(self.listens, self.lab.pod(name)))
 
@@ -186,7 +186,7 @@ class Demo(ABC):
 
     @staticmethod
     def wait(what: str, ready: Callable[[], bool], limit_s: float = 20.0) -> None:
-        """Ask again until it is so."""
+        """Poll until a condition is true."""
         deadline = time.monotonic() + limit_s
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -197,14 +197,14 @@ class Demo(ABC):
             time.sleep(0.05)
 
     def listens(self, pod: Place) -> bool:
-        """Whether a pod's application answers, asked from inside the pod: no proxy is involved."""
+        """Return whether a pod's application answers, requested inside the pod without a proxy."""
         with pod.socket() as sock:
             sock.settimeout(1.0)
             sock.connect(("127.0.0.1", PORT))
         return True
 
     def page(self, place: Place, port: int, path: str) -> tuple[int, str]:
-        """GET from one of a proxy's servers, inside its namespace."""
+        """Return a page of one of a proxy's servers, requested inside its namespace."""
         connection = connect(place, "127.0.0.1", port)
         try:
             connection.request("GET", path)
@@ -216,7 +216,7 @@ class Demo(ABC):
     # The play
 
     def act_successor(self) -> None:
-        """A second generation of the proxy beside the first, which then ends."""
+        """Start a second proxy beside the first, and end the first."""
         print("\nthe proxy of worker2 is replaced while pods go on calling")
         connection = connect(self.lab.pod("productpage"), VIP, PORT)
         before = self.call_on(connection, "productpage", VIP)
@@ -235,16 +235,16 @@ class Demo(ABC):
             at_end = caller.count
             self.wait("calls without the first generation", lambda: caller.count >= at_end + _CALLS)
         failures = [call for call in caller.calls if call.error]
-        self.judge(not failures, f"{len(caller.calls)} new connections meanwhile, {len(failures)} failed")
+        self.check(not failures, f"{len(caller.calls)} new connections meanwhile, {len(failures)} failed")
         for call in failures[:3]:
             print(f"      {call}")
         same = before.answered_by == during.answered_by != ""
-        self.judge(same, f"the open connection went on with {during.answered_by or during.error}")
-        self.judge(status == 0, f"the first generation ended by itself, status {status}")
+        self.check(same, f"the open connection went on with {during.answered_by or during.error}")
+        self.check(status == 0, f"the first generation ended by itself, status {status}")
         self.new_lines()
 
     def call(self, pod: str, host: str) -> "Call":
-        """One HTTP request from a pod."""
+        """Make one HTTP request from a pod."""
         connection = connect(self.lab.pod(pod), host, PORT)
         try:
             return self.call_on(connection, pod, host)
@@ -252,7 +252,7 @@ class Demo(ABC):
             connection.close()
 
     def call_on(self, connection: http.client.HTTPConnection, pod: str, host: str) -> "Call":
-        """One request on an open connection."""
+        """Make one request on an open connection."""
         began = time.perf_counter()
         try:
             connection.request("GET", "/reviews/0")
@@ -264,11 +264,11 @@ class Demo(ABC):
     def new_lines(
         self, at_least: int = 0, wanted: Callable[[dict[str, object]], bool] = lambda line: True
     ) -> list[dict[str, object]]:
-        """What all proxies have logged as JSON since the last call, with their node, once no more comes.
+        """Return the JSON lines of all proxies since the last call, with their node, once no more arrive.
 
         Args:
-            at_least: lines to wait for, however slow the machine is, within a limit.
-            wanted: which lines count and are returned.
+            at_least: number of lines to wait for, within a limit.
+            wanted: selects the lines that count and are returned.
         """
         lines: list[dict[str, object]] = []
         last = time.monotonic()
@@ -284,8 +284,8 @@ class Demo(ABC):
                     lines += [{"node": node, **line} for line in found if wanted(line)]
         return lines
 
-    def judge(self, expected: bool, text: str) -> None:
-        """One expectation."""
+    def check(self, expected: bool, text: str) -> None:
+        """Show one expectation and whether it was met."""
         self.failures += not expected
         mark = "ok  " if expected else "FAIL"
         if self.colour:
@@ -293,18 +293,18 @@ class Demo(ABC):
         print(f"  {mark} {text}")
 
     def _act_wire(self, report: WireReport) -> None:
-        """Nothing but TLS between the nodes."""
+        """Check that only TLS passed between the nodes."""
         print("\nthe wire between the nodes, during all of the above")
         text = f"{report.packets} packets with payload, {report.records} TLS records, {report.tls_bytes} bytes"
-        self.judge(
+        self.check(
             report.records > 0 and not report.plain, f"{text}; {len(report.plain)} payloads that are not TLS"
         )
         for plain in report.plain[:5]:
             print(f"      {plain}")
-        self.judge(report.secrets_seen == 0, f"the pages' text was seen {report.secrets_seen} times")
+        self.check(report.secrets_seen == 0, f"the pages' text was seen {report.secrets_seen} times")
 
     def play(self) -> None:
-        """Everything, in order, with an eye on the wire between the nodes."""
+        """Run the demo while capturing the wire between the nodes."""
         place = self.lab.worker("worker2").place
         with place.netns.entered():
             raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
@@ -317,7 +317,7 @@ class Demo(ABC):
 
 
 class _Caller:
-    """Calls the service from productpage again and again, each time by a new connection, while entered."""
+    """Calls the service from productpage repeatedly while entered, each time on a new connection."""
 
     def __init__(self, demo: Demo) -> None:
         self.calls: list[Call] = []
@@ -327,7 +327,7 @@ class _Caller:
 
     @property
     def count(self) -> int:
-        """Calls so far."""
+        """Return the number of calls so far."""
         return len(self.calls)
 
     def __enter__(self) -> Self:
@@ -349,7 +349,7 @@ class _Caller:
 
 @dataclass(frozen=True)
 class Call:
-    """One request: who, where to, what came back and how long it took."""
+    """The outcome of one request: client, destination, answer and duration."""
 
     pod: str
     host: str
@@ -374,17 +374,17 @@ class Call:
 
 
 def short(identity: object) -> str:
-    """The last part of an identity."""
+    """Return the last part of an identity."""
     return str(identity).rpartition("/")[2]
 
 
 def netns_path(place: Place) -> str:
-    """Of a namespace, for ``nsenter``."""
+    """Return the path of a namespace, for ``nsenter``."""
     return f"/run/netns/{place.netns.name}"
 
 
 def connect(place: Place, host: str, port: int) -> http.client.HTTPConnection:
-    """An HTTP connection whose socket lives in a namespace."""
+    """Return an HTTP connection whose socket is in a namespace."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     sock = place.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.settimeout(5)

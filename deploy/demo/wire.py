@@ -1,4 +1,4 @@
-"""What crosses the wire between two nodes: every TCP payload, told apart into TLS records and everything else."""
+"""Captures the wire between two nodes, and separates TCP payloads into TLS records and everything else."""
 
 import socket
 import struct
@@ -12,7 +12,7 @@ _RECORD_TYPES = (20, 21, 22, 23)  # change_cipher_spec, alert, handshake, applic
 
 @dataclass(slots=True)
 class _Flow:
-    """One direction of one connection; ``left`` bytes of the present record are still to come."""
+    """One direction of a connection; ``left`` bytes of the current record are missing."""
 
     left: int = 0
     header: bytes = b""
@@ -20,7 +20,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class WireReport:
-    """Sums over a capture. ``plain`` holds the beginnings of payloads that are not TLS."""
+    """The sums of a capture; ``plain`` has the first bytes of payloads that are not TLS."""
 
     packets: int = 0
     tls_bytes: int = 0
@@ -30,7 +30,7 @@ class WireReport:
 
 
 class WireTap:
-    """Reads a raw socket in a thread of its own.
+    """Reads a raw socket in its own thread.
 
     Args:
         raw: an AF_PACKET socket of the node's namespace, not yet bound.
@@ -51,7 +51,7 @@ class WireTap:
         self._thread.start()
 
     def stop(self) -> WireReport:
-        """End the capture."""
+        """End the capture and return its sums."""
         self._stopped.set()
         self._thread.join()
         self._raw.close()
@@ -89,7 +89,7 @@ class WireTap:
         self._records(flow, payload)
 
     def _records(self, key: tuple[bytes, bytes], payload: bytes) -> None:
-        """Follow the records of a stream; whatever does not fit is plain text."""
+        """Parse the records of a stream; bytes that are no record count as plain text."""
         flow = self._flows.setdefault(key, _Flow())
         while payload:
             taken = payload[: flow.left]
