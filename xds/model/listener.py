@@ -162,12 +162,16 @@ class SharedWithUpstream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FilterStateValue:
-    """One object ``set_filter_state`` sets when a connection begins."""
+    """One object ``set_filter_state`` sets when a connection begins.
+
+    ``omit_empty_values`` makes what is missing empty; it is ``-`` otherwise.
+    """
 
     key: str
     value: FormatString
     shared: SharedWithUpstream = SharedWithUpstream.NONE
     skip_if_empty: bool = False
+    omit_empty_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -565,6 +565,48 @@ def test_a_field_number_without_a_name_is_refused() -> None:
         compile_listener(message, SURROUNDINGS)
 
 
+def test_a_queue_for_fast_open_is_a_socket_option() -> None:
+    message = parse_value(listener_document(tcp_fast_open_queue_length=5), Listener).message
+    assert compile_listener(message, SURROUNDINGS).socket_options == (model.SocketOption(6, 23, 5, "bound"),)
+
+
+def test_a_name_with_a_field_that_is_not_obeyed_is_no_name() -> None:
+    """Where names are allowed, only what is no IP address is a name; all else is judged as for an address."""
+    for more, words in (
+        ({"resolver_name": "r"}, "resolver_name"),
+        ({"protocol": "UDP"}, "only TCP"),
+        ({"port_value": 70000}, "65535"),
+    ):
+        address = {"socket_address": {"address": "a.example", "port_value": 80, **more}}
+        group = {"lb_endpoints": [{"endpoint": {"address": address}}]}
+        document = {
+            "name": "c",
+            "type": "STRICT_DNS",
+            "load_assignment": {"cluster_name": "c", "endpoints": [group]},
+        }
+        with pytest.raises(ConfigError, match=words):
+            compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS)
+
+
+def test_a_body_beyond_the_limit_of_its_route_table_is_refused() -> None:
+    """Envoy's limit is 4,096 bytes unless the table has its own."""
+
+    def table(size: int, **more: Any) -> RouteConfiguration:
+        route = {
+            "match": {"prefix": "/"},
+            "direct_response": {"status": 200, "body": {"inline_string": "x" * size}},
+        }
+        document = {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route]}], **more}
+        return parse_value(document, RouteConfiguration).message
+
+    compile_route_table(table(4096), SURROUNDINGS)
+    compile_route_table(table(5000, max_direct_response_body_size_bytes=5000), SURROUNDINGS)
+    with pytest.raises(
+        ConfigError, match=r"direct_response.body: response body size is 4097 bytes; maximum is 4096"
+    ):
+        compile_route_table(table(4097), SURROUNDINGS)
+
+
 # Secrets and data sources
 
 

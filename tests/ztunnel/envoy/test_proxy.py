@@ -161,6 +161,30 @@ def test_filter_state_goes_on_as_far_as_it_is_shared(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_a_missing_part_of_filter_state_is_a_dash_unless_omitted(tmp_path: Path) -> None:
+    """As Envoy, whose format strings say ``-`` for what is missing."""
+    values = [
+        {
+            "object_key": key,
+            "format_string": {"text_format": "a%DYNAMIC_METADATA(x:y)%b", "omit_empty_values": omit},
+        }
+        for key, omit in (("dash", False), ("omitted", True))
+    ]
+    config = T + "envoy.extensions.filters.network.set_filter_state.v3.Config"
+    sets = {"name": "state", "typed_config": {"@type": config, "on_new_connection": values}}
+    (log,) = access_log(tmp_path)
+    fields = {key: f"%FILTER_STATE({key}:PLAIN)%" for key in ("dash", "omitted")}
+    log["typed_config"]["log_format"] = {"json_format": fields}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(listener(chain(sets, tcp(access_log=[log]))), cluster(port))
+            assert await ask(rig.port("l")) == b"ping"
+            assert await rig.log(1) == [{"dash": "a-b", "omitted": "ab"}]
+
+    run(tmp_path, body)
+
+
 def test_failing_hosts_are_ejected(tmp_path: Path) -> None:
     outlier = {"outlier_detection": {"consecutive_5xx": 2, "max_ejection_percent": 50}}
 

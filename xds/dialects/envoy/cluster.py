@@ -12,6 +12,7 @@ from xds.dialects.envoy.reading import (
     config_source,
     constraint,
     digest,
+    enum_name,
     fetch_timeout,
     metadata,
     nothing_unknown,
@@ -58,7 +59,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "lb_policy",
         "max_requests_per_connection",
         "circuit_breakers",
-        "http_protocol_options",
+        "http_protocol_options",  # of HTTP/1.1, which no tunnel travels in
         "http2_protocol_options",
         "dns_refresh_rate",
         "dns_failure_refresh_rate",
@@ -85,7 +86,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
     required(message, "name")
     if message.WhichOneof("cluster_discovery_type") == "cluster_type":
         raise Unsupported("custom cluster types are not supported", "cluster_type")
-    discovery = model.Discovery(proto.Cluster.DiscoveryType.Name(message.type))
+    discovery = model.Discovery(enum_name(message, "type"))
     with at("common_lb_config"):
         only(
             message.common_lb_config,
@@ -120,7 +121,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
         dns_failure_backoff=_dns_failure_backoff(message),
         respect_dns_ttl=message.respect_dns_ttl,
-        dns_family=proto.Cluster.DnsLookupFamily.Name(message.dns_lookup_family),
+        dns_family=enum_name(message, "dns_lookup_family"),
         max_requests_per_connection=requests,
         connection_idle_timeout_s=idle_s,
         keepalive=_keepalive(message),
@@ -153,7 +154,7 @@ def _dns_failure_backoff(message: proto.Cluster) -> tuple[float, float] | None:
 
 
 def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Balancing:
-    name = proto.Cluster.LbPolicy.Name(message.lb_policy)
+    name = enum_name(message, "lb_policy")
     if name == "LOAD_BALANCING_POLICY_CONFIG":
         raise Unsupported("load_balancing_policy is not supported; use lb_policy", "lb_policy")
     policy = model.LbPolicy(name)
@@ -167,6 +168,7 @@ def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Bala
         raise ConfigError(
             f"cluster: LB policy CLUSTER_PROVIDED cannot be combined with cluster type {discovery}", "lb_policy"
         )
+    # Runtime keys cannot be set (see the bootstrap), so that their default values are the values.
     common = message.common_lb_config
     least = message.least_request_lb_config
     choices = wrapped(least, "choice_count", 2)
@@ -201,7 +203,7 @@ def _subsets(message: proto.Cluster) -> model.Subsets | None:
         config = message.lb_subset_config
         return model.Subsets(
             selectors=tuple(frozenset(selector.keys) for selector in config.subset_selectors),
-            fallback=proto.Cluster.LbSubsetConfig.LbSubsetFallbackPolicy.Name(config.fallback_policy),
+            fallback=enum_name(config, "fallback_policy"),
             default=struct(config.default_subset),
         )
 
@@ -325,7 +327,10 @@ def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
             )
             with at("common_http_protocol_options"):
                 idle_s, requests = _connection_limits(options.common_http_protocol_options, idle_s, requests)
-            # use_downstream_protocol_config matters to HTTP traffic only, which never comes this way.
+            # use_downstream_protocol_config matters to HTTP traffic only, which never comes this way; it is judged
+            # all the same.
+            with at("use_downstream_protocol_config", "http2_protocol_options"):
+                compile_http2(options.use_downstream_protocol_config.http2_protocol_options)
             if options.explicit_http_config.HasField("http2_protocol_options"):
                 with at("explicit_http_config", "http2_protocol_options"):
                     http2 = compile_http2(options.explicit_http_config.http2_protocol_options)
@@ -353,9 +358,9 @@ def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.Circ
                 "max_pending_requests",
                 "max_requests",
                 "max_retries",
-                "track_remaining",
-                "max_connection_pools",
+                "track_remaining",  # whether statistics show what is left
             )
+            enum_name(threshold, "priority")
             limits[threshold.priority] = model.CircuitBreakers(
                 max_connections=wrapped(threshold, "max_connections", 1024),
                 max_pending_requests=wrapped(threshold, "max_pending_requests", 1024),
@@ -386,13 +391,24 @@ _OUTLIER_INTEGERS = (
 
 def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
     values: dict[str, Any] = {}
-    for field in _OUTLIER_INTEGERS:
-        if message.HasField(field):  # type: ignore[arg-type]  # the stub wants a literal
-            value = getattr(message, field).value
-            if ("percent" in field or "enforcing" in field) and value > 100:
-                raise constraint(message, field, "value must be less than or equal to 100")
-            values[field] = value
     with at("outlier_detection"):
+        for field in _OUTLIER_INTEGERS:
+            if message.HasField(field):  # type: ignore[arg-type]  # the stub wants a literal
+                value = getattr(message, field).value
+                if ("percent" in field or "enforcing" in field) and value > 100:
+                    raise constraint(message, field, "value must be less than or equal to 100")
+                values[field] = value
+        only(
+            message,
+            *_OUTLIER_INTEGERS,
+            "interval",
+            "base_ejection_time",
+            "max_ejection_time",
+            "max_ejection_time_jitter",
+            "split_external_local_origin_errors",
+            "always_eject_one_host",
+            "successful_active_health_check_uneject_host",  # there are no active health checks here
+        )
         return model.OutlierDetection(
             interval_s=_positive(message, "interval", 10.0),
             base_ejection_time_s=_positive(message, "base_ejection_time", 30.0),
@@ -406,6 +422,8 @@ def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
 
 def _keepalive(message: proto.Cluster) -> model.Keepalive | None:
     options = message.upstream_connection_options
+    with at("upstream_connection_options"):
+        only(options, "tcp_keepalive")
     if not options.HasField("tcp_keepalive"):
         return None
     keepalive = options.tcp_keepalive
@@ -422,4 +440,6 @@ def _bind_source(message: proto.Cluster) -> str:
     with at("upstream_bind_config"):
         only(message.upstream_bind_config, "source_address")
         with at("source_address"):
+            if message.upstream_bind_config.source_address.port_value:
+                raise Unsupported("connections leave from any free port", "port_value")
             return socket_address(message.upstream_bind_config.source_address).host

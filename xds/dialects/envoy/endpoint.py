@@ -6,6 +6,7 @@ from xds.dialects.envoy.reading import (
     at,
     constraint,
     endpoint_address,
+    enum_name,
     metadata,
     nothing_unknown,
     only,
@@ -59,21 +60,22 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
             message.policy,
             "drop_overloads",
             "overprovisioning_factor",
-            "endpoint_stale_after",
             "weighted_priority_health",
         )
         factor = wrapped(message.policy, "overprovisioning_factor", 140)
         if factor == 0:
             raise constraint(message.policy, "overprovisioning_factor", "value must be greater than 0")
-        drop = tuple(
-            (entry.category, entry.drop_percentage.numerator / _DENOMINATORS[entry.drop_percentage.denominator])
-            for entry in message.policy.drop_overloads
-        )
+        drop = []
+        for index, entry in enumerate(message.policy.drop_overloads):
+            with at("drop_overloads", index, "drop_percentage"):
+                enum_name(entry.drop_percentage, "denominator")
+                denominator = _DENOMINATORS[entry.drop_percentage.denominator]
+                drop.append((entry.category, entry.drop_percentage.numerator / denominator))
     return model.LoadAssignment(
         cluster_name=message.cluster_name,
         groups=tuple(groups),
         overprovisioning_factor=factor,
-        drop=drop,
+        drop=tuple(drop),
         weighted_priority_health=message.policy.weighted_priority_health,
     )
 

@@ -11,6 +11,7 @@ from xds.dialects.envoy.reading import (
     at,
     config_source,
     constraint,
+    enum_name,
     fetch_timeout,
     format_text,
     metadata,
@@ -69,11 +70,15 @@ def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> mo
     values = []
     for index, value in enumerate(message.on_new_connection):
         with at("on_new_connection", index):
+            # Nothing sets filter state a second time here, so that all of it is read-only.
+            only(value, "object_key", "format_string", "read_only", "shared_with_upstream", "skip_if_empty")
             required(value, "object_key")
             with at("format_string"):
                 text = format_text(value.format_string, surroundings)
+            enum_name(value, "shared_with_upstream")
             sharing = shared[value.shared_with_upstream]
-            values.append(model.FilterStateValue(value.object_key, text, sharing, value.skip_if_empty))
+            omit = value.format_string.omit_empty_values
+            values.append(model.FilterStateValue(value.object_key, text, sharing, value.skip_if_empty, omit))
     return model.SetFilterState(tuple(values))
 
 
@@ -170,6 +175,7 @@ def _headers(messages: Iterable[core.HeaderValueOption]) -> Iterable[model.Heade
                     raise ConfigError(f"not a header name: {option.header.key!r}", "key")
                 with at("value"):
                     value = parse_format(option.header.value)
+            enum_name(option, "append_action")
             action = actions[option.append_action]
             if option.HasField("append") and not option.append.value:
                 action = model.AppendAction.OVERWRITE_IF_EXISTS_OR_ADD
@@ -186,27 +192,32 @@ def _connection_manager(
         "rds",
         "route_config",
         "http_filters",
-        "http_protocol_options",
+        "http_protocol_options",  # of HTTP/1.1, which is not served
         "http2_protocol_options",
         "server_name",
         "drain_timeout",  # the final GOAWAY follows when the peer has seen the first, which a PING tells
         "access_log",
-        "use_remote_address",
+        "use_remote_address",  # x-forwarded-for is never believed
+        # A tunnel's request goes no further than here: what would be added to it for the next proxy is for none.
         "generate_request_id",
         "forward_client_cert_details",
         "set_current_client_cert_details",
         "upgrade_configs",
         "stream_idle_timeout",
-        "delayed_close_timeout",
+        "delayed_close_timeout",  # of HTTP/1.1 and of protocol errors; what was sent is flushed in both
         "request_timeout",
         "max_request_headers_kb",
-        "normalize_path",
-        "merge_slashes",
         "server_header_transformation",
         "common_http_protocol_options",
         "request_headers_timeout",
     )
     required(message, "stat_prefix")
+    for field in ("request_timeout", "request_headers_timeout"):
+        if seconds(message, field, 0.0):
+            raise Unsupported("this proxy does not support this field", field)
+    enum_name(message, "server_header_transformation")
+    if message.server_header_transformation == hcm.HttpConnectionManager.PASS_THROUGH:
+        raise Unsupported("an answer of this proxy always names it", "server_header_transformation")
     if message.codec_type not in (hcm.HttpConnectionManager.AUTO, hcm.HttpConnectionManager.HTTP2):
         raise Unsupported("tunnels are HTTP/2; only AUTO and HTTP2 are supported", "codec_type")
     _http_filters(message.http_filters)
@@ -220,7 +231,7 @@ def _connection_manager(
         http2 = compile_http2(message.http2_protocol_options)
     common = message.common_http_protocol_options
     with at("common_http_protocol_options"):
-        only(common, "idle_timeout", "headers_with_underscores_action")  # the latter is for what is routed by them
+        only(common, "idle_timeout")
     return http_model.HttpConnectionManager(
         stat_prefix=message.stat_prefix,
         routes=_routes(message, surroundings),
@@ -276,6 +287,14 @@ def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
 
 def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Settings:
     """HTTP/2 options; ranges as RFC 9113 and Envoy demand."""
+    only(
+        message,
+        "max_concurrent_streams",
+        "initial_stream_window_size",
+        "initial_connection_window_size",
+        "allow_connect",
+        "connection_keepalive",
+    )
     streams = wrapped(message, "max_concurrent_streams", None)
     stream_window = wrapped(message, "initial_stream_window_size", None)
     connection_window = wrapped(message, "initial_connection_window_size", None)
@@ -288,6 +307,8 @@ def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Setting
         if window is not None and not 65535 <= window <= 0x7FFFFFFF:
             raise constraint(message, field, "value must be inside range [65535, 2147483647]")
     keepalive = message.connection_keepalive
+    with at("connection_keepalive"):
+        only(keepalive, "interval", "timeout")
     return http_model.Http2Settings(
         allow_connect=message.allow_connect,
         max_concurrent_streams=streams,

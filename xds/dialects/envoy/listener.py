@@ -14,6 +14,7 @@ from xds.dialects.envoy.reading import (
     at,
     constraint,
     digest,
+    enum_name,
     network,
     nothing_unknown,
     only,
@@ -46,7 +47,7 @@ _STATES = {
 _IN_PLACE = ("filter_chains", "default_filter_chain", "filter_chain_matcher")
 #: Of every chain that a matcher chooses.
 _ANY = ChainMatch()
-_DIRECTIONS = {core.UNSPECIFIED: "unspecified", core.INBOUND: "inbound", core.OUTBOUND: "outbound"}
+_IPPROTO_TCP, _TCP_FASTOPEN = 6, 23  # linux/tcp.h
 
 
 def compile_listener(
@@ -84,18 +85,20 @@ def compile_listener(
         "listener_filters_timeout",
         "traffic_direction",
         "continue_on_listener_filters_timeout",
-        "connection_balance_config",
+        "connection_balance_config",  # of several threads; here one accepts
         "access_log",
         "tcp_backlog_size",
         "bind_to_port",
         "deprecated_v1",
         "stat_prefix",
         "enable_reuse_port",
-        "ignore_global_conn_limit",
-        "max_connections_to_accept_per_socket_event",
-        "bypass_overload_manager",
+        "ignore_global_conn_limit",  # there is none
+        "max_connections_to_accept_per_socket_event",  # how many are accepted in one turn is bounded anyhow
+        "bypass_overload_manager",  # there is none
     )
     required(message, "name")
+    if message.connection_balance_config.HasField("extend_balance"):
+        raise Unsupported("extensions that balance connections are not supported", "connection_balance_config")
     if not message.filter_chains and not message.HasField("default_filter_chain"):
         raise ConfigError(f"error adding listener '{message.name}': no filter chains specified", "filter_chains")
     parts = parts if parts is not None else Parts()
@@ -118,6 +121,9 @@ def compile_listener(
     for index, option in enumerate(message.socket_options):
         with at("socket_options", index):
             options.append(_socket_option(option))
+    if message.HasField("tcp_fast_open_queue_length"):
+        queue = message.tcp_fast_open_queue_length.value
+        options.append(model.SocketOption(_IPPROTO_TCP, _TCP_FASTOPEN, queue, "bound"))
     internal = message.HasField("internal_listener")
     parts.complete()
     return model.Listener(
@@ -138,7 +144,7 @@ def compile_listener(
         listener_filters_timeout_s=seconds(message, "listener_filters_timeout", 15.0),
         continue_on_filter_timeout=message.continue_on_listener_filters_timeout,
         access_log=compile_access_logs(message.access_log, surroundings),
-        direction=_DIRECTIONS[message.traffic_direction],
+        direction=enum_name(message, "traffic_direction").lower(),
         stat_prefix=message.stat_prefix,
         content=_frame_digest(message),
     )
@@ -178,6 +184,9 @@ def _addresses(message: proto.Listener) -> tuple[SocketAddress, ...]:
 
 
 def _socket_option(option: core.SocketOption) -> model.SocketOption:
+    if option.type.HasField("datagram"):
+        raise Unsupported("listeners have stream sockets only", "type.datagram")
+    enum_name(option, "state")
     value: int | bytes = option.buf_value if option.WhichOneof("value") == "buf_value" else option.int_value
     return model.SocketOption(option.level, option.name, value, _STATES[option.state])
 
@@ -334,7 +343,7 @@ def _match(message: proto.FilterChainMatch) -> ChainMatch:
         transport_protocol=message.transport_protocol,
         application_protocols=tuple(message.application_protocols),
         direct_source=_networks(message, "direct_source_prefix_ranges"),
-        source_type=SourceType(message.source_type),
+        source_type=SourceType[enum_name(message, "source_type")],
         source=_networks(message, "source_prefix_ranges"),
         source_ports=tuple(message.source_ports),
     )

@@ -77,6 +77,7 @@ def compile_listener_filter(message: Message, surroundings: Surroundings) -> mod
         case SetDstAddress():
             return model.SetDstAddress()
         case TlsInspector():
+            only(message, "initial_read_buffer_size")  # the whole ClientHello is read in any case
             return model.TlsInspector()
         case HttpInspector():
             return model.HttpInspector()

@@ -114,6 +114,20 @@ def constraint(message: Message, field: str, rule: str) -> ConfigError:
     return ConfigError(f"Proto constraint validation failed ({name}: {rule})", field)
 
 
+def enum_name(message: Message, field: str) -> str:
+    """Return the name of an enumeration's value.
+
+    Raises:
+        ConfigError: it has none. The enumerations of proto3 are open: values of a later version arrive as numbers.
+    """
+    value = getattr(message, field)
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    assert enum is not None
+    if value not in enum.values_by_number:
+        raise constraint(message, field, "value must be one of the defined enum values")
+    return enum.values_by_number[value].name
+
+
 def required(message: Message, field: str) -> None:
     """Refuse an empty string."""
     if not getattr(message, field):
@@ -207,16 +221,28 @@ def socket_address(address: core.SocketAddress) -> SocketAddress:
     Raises:
         ConfigError: a name instead of an address, a named port, UDP, or a namespace.
     """
+    _check_socket_address(address)
+    try:
+        return SocketAddress(canonical(address.address), address.port_value)
+    except ValueError:
+        raise ConfigError(f"malformed IP address: {address.address}", "address") from None
+
+
+def _check_socket_address(address: core.SocketAddress) -> None:
     # An unspecified IPv6 address takes IPv4, too, as on any Linux host: ipv4_compat adds nothing.
     only(address, "protocol", "address", "port_value", "ipv4_compat")
     if address.protocol != core.SocketAddress.TCP:
         raise Unsupported("only TCP is carried", "protocol")
     if address.port_value > 65535:
         raise constraint(address, "port_value", "value must be less than or equal to 65535")
+
+
+def _is_ip(text: str) -> bool:
     try:
-        return SocketAddress(canonical(address.address), address.port_value)
+        ipaddress.ip_address(text)
     except ValueError:
-        raise ConfigError(f"malformed IP address: {address.address}", "address") from None
+        return False
+    return True
 
 
 def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
@@ -224,12 +250,11 @@ def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
     kind = address.WhichOneof("address")
     if kind == "socket_address":
         with at("socket_address"):
-            try:
-                return socket_address(address.socket_address)
-            except ConfigError:
-                if not names or not address.socket_address.address:
-                    raise
-                return NamedAddress(address.socket_address.address, address.socket_address.port_value)
+            found = address.socket_address
+            if not names or not found.address or _is_ip(found.address):
+                return socket_address(found)
+            _check_socket_address(found)
+            return NamedAddress(found.address, found.port_value)
     if kind == "envoy_internal_address":
         internal = address.envoy_internal_address
         with at("envoy_internal_address"):
@@ -282,6 +307,17 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
     Raises:
         ConfigError: nothing named, or REST.
     """
+    only(
+        source,
+        "path",
+        "api_config_source",
+        "ads",
+        "self",
+        "path_config_source",
+        "initial_fetch_timeout",
+        "resource_api_version",
+    )
+    _only_v3(source, "resource_api_version")
     kind = source.WhichOneof("config_source_specifier")
     if kind == "ads":
         return AdsSource()
@@ -299,8 +335,19 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
     raise constraint(source, "config_source_specifier", "value is required")
 
 
+def _only_v3(message: Message, field: str) -> None:
+    """Refuse version 2 of the protocol, as Envoy; what leaves the version open gets 3."""
+    if getattr(message, field) == core.V2:
+        raise ConfigError("V2 (and AUTO) xDS transport protocol versions are deprecated", field)
+
+
 def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
-    """A gRPC stream of its own, to a cluster by name."""
+    """A gRPC stream of its own, to a cluster by name.
+
+    Whether it repeats the node is the bootstrap's to say for ADS; other streams send it once.
+    """
+    only(source, "api_type", "grpc_services", "set_node_on_first_message_only", "transport_api_version")
+    _only_v3(source, "transport_api_version")
     kinds = core.ApiConfigSource
     if source.api_type in (kinds.AGGREGATED_GRPC, kinds.AGGREGATED_DELTA_GRPC):
         return AdsSource()
@@ -310,9 +357,11 @@ def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
         raise ConfigError("exactly one gRPC service is needed", "grpc_services")
     service = source.grpc_services[0]
     with at("grpc_services", 0):
+        only(service, "envoy_grpc", "google_grpc")
         if service.WhichOneof("target_specifier") != "envoy_grpc":
             raise Unsupported("only envoy_grpc is supported", "target_specifier")
         with at("envoy_grpc"):
+            only(service.envoy_grpc, "cluster_name")
             required(service.envoy_grpc, "cluster_name")
     return GrpcSource(service.envoy_grpc.cluster_name, source.api_type == kinds.DELTA_GRPC)
 
@@ -328,6 +377,9 @@ def data(source: core.DataSource, surroundings: Surroundings) -> bytes:
     Raises:
         ConfigError: unreadable file, unset variable, or nothing named.
     """
+    if source.HasField("watched_directory"):
+        # The file is read when what names it arrives. Secrets in files that change come by path_config_source.
+        raise Unsupported("files named in resources are not watched", "watched_directory")
     kind = source.WhichOneof("specifier")
     if kind == "inline_bytes":
         return source.inline_bytes
@@ -352,6 +404,8 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
     Raises:
         ConfigError: JSON where text is needed, or a bad format string.
     """
+    # The type of content concerns bodies of answers, and there are none. Callers read omit_empty_values.
+    only(message, "text_format", "text_format_source", "json_format", "omit_empty_values", "content_type")
     kind = message.WhichOneof("format")
     if kind == "text_format":
         return parse_format(message.text_format)

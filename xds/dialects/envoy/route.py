@@ -7,12 +7,14 @@ from xds.dialects.envoy.reading import (
     at,
     constraint,
     data,
+    enum_name,
     nothing_unknown,
     only,
     regex_match,
     required,
     seconds,
     string_match,
+    wrapped,
 )
 from xds.errors import ConfigError, Unsupported
 from xds.model import http as model
@@ -31,11 +33,20 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
     """
     nothing_unknown(message)
     only(message, "name", "virtual_hosts", "validate_clusters", "max_direct_response_body_size_bytes")
+    if wrapped(message, "validate_clusters", False):
+        raise Unsupported("clusters may come after routes", "validate_clusters")
+    limit = wrapped(message, "max_direct_response_body_size_bytes", 4096)
     hosts: list[model.VirtualHost] = []
     seen: set[str] = set()
     for index, host in enumerate(message.virtual_hosts):
         with at("virtual_hosts", index):
             hosts.append(_virtual_host(host, surroundings))
+            for position, route in enumerate(hosts[-1].routes):
+                if len(route.direct_body) > limit:
+                    raise ConfigError(
+                        f"response body size is {len(route.direct_body)} bytes; maximum is {limit}",
+                        f"routes[{position}].direct_response.body",
+                    )
             for domain in hosts[-1].domains:
                 if domain in seen:
                     raise ConfigError(
@@ -46,6 +57,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
 
 
 def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> model.VirtualHost:
+    # A tunnel's request goes no further than here: the header that would say which attempt it is has no reader.
     only(message, "name", "domains", "routes", "include_request_attempt_count")
     required(message, "name")
     if not message.domains:
@@ -58,6 +70,7 @@ def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> mod
 
 
 def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
+    # The decorator names spans of traces, which are not made.
     only(message, "match", "route", "direct_response", "metadata", "decorator", "name")
     with at("match"):
         path = _path(message.match)
@@ -106,6 +119,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
             if not upgrade.HasField("enabled") or upgrade.enabled.value:
                 tunnel = upgrade.HasField("connect_config")
                 allow_post = upgrade.connect_config.allow_post
+    enum_name(action, "cluster_not_found_response_code")
     return model.Route(
         name=message.name,
         path=path,
@@ -115,7 +129,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         allow_post=allow_post,
         timeout_s=seconds(action, "timeout", 0.0) if action.HasField("timeout") else None,
         idle_timeout_s=seconds(action, "idle_timeout", 0.0) if action.HasField("idle_timeout") else None,
-        cluster_not_found_status=_NOT_FOUND_STATUS.get(action.cluster_not_found_response_code, 503),
+        cluster_not_found_status=_NOT_FOUND_STATUS[action.cluster_not_found_response_code],
     )
 
 
@@ -126,6 +140,11 @@ def _clusters(action: proto.RouteAction) -> tuple[WeightedCluster, ...]:
         return (WeightedCluster(action.cluster, 1),)
     if kind == "weighted_clusters":
         with at(kind):
+            only(action.weighted_clusters, "clusters")
+            for index, cluster in enumerate(action.weighted_clusters.clusters):
+                with at("clusters", index):
+                    only(cluster, "name", "weight")
+                    required(cluster, "name")
             choices = tuple(WeightedCluster(c.name, c.weight.value) for c in action.weighted_clusters.clusters)
             if sum(choice.weight for choice in choices) == 0:
                 raise ConfigError("Sum of weights in the weighted_cluster must be greater than 0.")
@@ -166,6 +185,8 @@ def _text(kind: str, value: str, ignore_case: bool) -> StringMatch:
 
 
 def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:
+    if message.treat_missing_header_as_empty:
+        raise Unsupported("this proxy does not support this field", "treat_missing_header_as_empty")
     required(message, "name")
     kind = message.WhichOneof("header_match_specifier")
     match: StringMatch | None

@@ -53,7 +53,9 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
 
 def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
     """A client's context; renegotiation and session resumption do not exist here."""
-    only(message, "common_tls_context", "sni", "max_session_keys", "enforce_rsa_key_usage")
+    only(message, "common_tls_context", "sni", "max_session_keys")
+    if len(message.sni.encode()) > 255:
+        raise constraint(message, "sni", "value length must be at most 255 bytes")
     context = _common(message.common_tls_context, surroundings, server=False)
     return replace(context, sni=message.sni)
 
@@ -71,6 +73,8 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
             "alpn_protocols",
             "key_log",
         )
+        with at("key_log"):
+            only(message.key_log, "path")  # ranges of addresses: every connection's keys would be logged
         with at("tls_params"):
             low, high = _versions(message.tls_params, server=server)
         validation, validation_ref = _validation_source(message, surroundings)
@@ -172,7 +176,7 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
 
 
 def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> Certificate:
-    only(message, "certificate_chain", "private_key", "password", "watched_directory")
+    only(message, "certificate_chain", "private_key", "password")
     for field in ("certificate_chain", "private_key"):
         if not message.HasField(field):
             raise ConfigError("a certificate needs certificate_chain and private_key", field)
@@ -204,7 +208,6 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
         "match_subject_alt_names",
         "match_typed_subject_alt_names",
         "trust_chain_verification",
-        "watched_directory",
     )
     if message.trust_chain_verification != proto.CertificateValidationContext.VERIFY_TRUST_CHAIN:
         raise Unsupported("a chain that is not trusted is never accepted", "trust_chain_verification")

@@ -185,7 +185,12 @@ class LiveChain:
         self.name = model.name
         self.rbac = tuple(LiveRbac(rbac, stats) for rbac in model.rbac)
         self.filter_state = [
-            LiveState(value.key, renderer(value.value, missing=""), value.skip_if_empty, value.shared)
+            LiveState(
+                value.key,
+                renderer(value.value, missing="" if value.omit_empty_values else "-"),
+                value.skip_if_empty,
+                value.shared,
+            )
             for each in model.filter_state
             for value in each.values
         ]

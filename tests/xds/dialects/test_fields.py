@@ -1,0 +1,177 @@
+"""Every field of every message that we read is obeyed, refused by name, or known to change nothing.
+
+``pytest -s`` prints the count by message. Fields that our messages lack: :mod:`tests.xds.proto.test_unknown`.
+"""
+
+from collections import defaultdict
+
+import pytest
+
+from tests.xds.dialects.field_walk import Outcome, walk
+from tests.xds.dialects.walked import RESOURCES
+
+HCM = "envoy.extensions.filters.network.http_connection_manager.v3"
+TLS = "envoy.extensions.transport_sockets.tls.v3"
+_NO_HTTP1 = "of HTTP/1.1, which neither side of a tunnel speaks"
+_NO_HEALTH_CHECKS = "of active health checks, which are refused"
+_NO_ZONES = "needs a local cluster, which is refused; Envoy ignores it without one"
+_NO_NEXT_PROXY = "a tunnel's request goes no further than here: what is added to it has no reader"
+_NO_TRACES = "names spans of traces, which are refused"
+_ONLY_V3 = "v3 is the only version; v2 is refused"
+_NO_RESUMPTION = "sessions are never resumed"
+_LABEL = "a label; the type says what it is"
+_NO_MANAGER = "of limits across listeners, which are refused where they would be set"
+_BY_PARTS = "says nothing without its parts, which are obeyed elsewhere"
+_OF_HTTP = "of HTTP traffic under use_downstream_protocol_config; the values are judged all the same"
+_SECOND_BEST = "protocol options in typed_extension_protocol_options win"
+
+#: Fields that may be set although nothing here reads them, at one site at least, and why.
+IGNORED = {
+    "envoy.config.accesslog.v3.AccessLog.filter": "of the admin log, which can only be /dev/null",
+    "envoy.config.accesslog.v3.AccessLog.name": _LABEL,
+    "envoy.config.bootstrap.v3.Admin.ignore_global_conn_limit": _NO_MANAGER,
+    "envoy.config.bootstrap.v3.Admin.profile_path": "of a page for Envoy's profiler, which there is not",
+    "envoy.config.bootstrap.v3.Bootstrap.stats_flush_interval": "of sinks, which are refused",
+    "envoy.config.bootstrap.v3.Bootstrap.StaticResources.listeners": "compiled at the start, as those of LDS",
+    "envoy.config.bootstrap.v3.Bootstrap.StaticResources.secrets": "compiled at the start, as those of SDS",
+    "envoy.config.bootstrap.v3.RuntimeLayer.admin_layer": "begins empty, and no page changes it",
+    "envoy.config.bootstrap.v3.RuntimeLayer.name": _LABEL,
+    "envoy.config.cluster.v3.CircuitBreakers.Thresholds.track_remaining": "shows statistics that are derived",
+    "envoy.config.cluster.v3.Cluster.eds_cluster_config": "of another type of cluster",
+    "envoy.config.cluster.v3.Cluster.http2_protocol_options": _SECOND_BEST,
+    "envoy.config.cluster.v3.Cluster.original_dst_lb_config": "of another type of cluster",
+    "envoy.config.cluster.v3.Cluster.round_robin_lb_config": _BY_PARTS,
+    "envoy.config.endpoint.v3.ClusterLoadAssignment.named_endpoints": _BY_PARTS,
+    "envoy.config.cluster.v3.Cluster.ignore_health_on_host_removal": _NO_HEALTH_CHECKS,
+    "envoy.config.cluster.v3.Cluster.per_connection_buffer_limit_bytes": "soft, and above what is ever held",
+    "envoy.config.cluster.v3.Cluster.CommonLbConfig.update_merge_window": "changes are applied at once",
+    "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.fail_traffic_on_panic": _NO_ZONES,
+    "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.min_cluster_size": _NO_ZONES,
+    "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.routing_enabled": _NO_ZONES,
+    "envoy.config.cluster.v3.Cluster.RuntimeDouble.runtime_key": "the runtime's keys are refused",
+    "envoy.config.cluster.v3.OutlierDetection.successful_active_health_check_uneject_host": _NO_HEALTH_CHECKS,
+    "envoy.config.core.v3.ApiConfigSource.set_node_on_first_message_only": "of ADS; other streams send it once",
+    "envoy.config.core.v3.ApiConfigSource.transport_api_version": _ONLY_V3,
+    "envoy.config.core.v3.ConfigSource.resource_api_version": _ONLY_V3,
+    "envoy.config.core.v3.ConfigSource.self": "the stream it came by is ADS, as beside it",
+    "envoy.config.core.v3.HttpProtocolOptions.idle_timeout": _SECOND_BEST,
+    "envoy.config.core.v3.KeepaliveSettings.interval": _OF_HTTP,
+    "envoy.config.core.v3.KeepaliveSettings.timeout": _OF_HTTP,
+    "envoy.config.core.v3.Metadata.typed_filter_metadata": "nothing that is supported reads it",
+    "envoy.config.core.v3.Pipe.mode": "of a socket that is made; endpoints are connected to",
+    "envoy.config.core.v3.SocketAddress.ipv4_compat": "an unspecified IPv6 address takes IPv4 in any case",
+    "envoy.config.core.v3.SocketOption.description": _LABEL,
+    "envoy.config.core.v3.SubstitutionFormatString.content_type": "of bodies; a log line has no type",
+    "envoy.config.core.v3.TransportSocket.name": _LABEL,
+    "envoy.config.core.v3.TypedExtensionConfig.name": _LABEL,
+    "envoy.config.endpoint.v3.Endpoint.health_check_config": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.address": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.disable_active_health_check": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.hostname": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.port_value": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.LocalityLbEndpoints.proximity": "of a load balancer that Envoy does not have either",
+    "envoy.config.listener.v3.Filter.name": _LABEL,
+    "envoy.config.listener.v3.FilterChain.metadata": "nothing that is supported reads it",
+    "envoy.config.listener.v3.Listener.bypass_overload_manager": _NO_MANAGER,
+    "envoy.config.listener.v3.Listener.drain_type": "failed health checks drain nothing: both are alike",
+    "envoy.config.listener.v3.Listener.ignore_global_conn_limit": _NO_MANAGER,
+    "envoy.config.listener.v3.Listener.max_connections_to_accept_per_socket_event": "a turn's accepts are bounded",
+    "envoy.config.listener.v3.Listener.per_connection_buffer_limit_bytes": "soft, and above what is ever held",
+    "envoy.config.listener.v3.ListenerFilterChainMatchPredicate.any_match": "false matches any, too, as in Envoy",
+    "envoy.config.rbac.v3.Permission.any": "its presence counts; Envoy refuses false",
+    "envoy.config.rbac.v3.Principal.any": "its presence counts; Envoy refuses false",
+    "envoy.config.route.v3.Decorator.operation": _NO_TRACES,
+    "envoy.config.route.v3.Decorator.propagate": _NO_TRACES,
+    "envoy.config.route.v3.RouteAction.retry_policy": "a CONNECT is not tried again once its answer is out",
+    "envoy.config.route.v3.RouteMatch.case_sensitive": "of other kinds of matches than a regular expression",
+    "envoy.config.route.v3.VirtualHost.include_request_attempt_count": _NO_NEXT_PROXY,
+    "envoy.extensions.access_loggers.file.v3.FileAccessLog.format": "of the admin log, which is only /dev/null",
+    "envoy.extensions.access_loggers.file.v3.FileAccessLog.json_format": "likewise",
+    "envoy.extensions.access_loggers.file.v3.FileAccessLog.log_format": "likewise",
+    "envoy.extensions.access_loggers.file.v3.FileAccessLog.typed_json_format": "likewise",
+    "envoy.extensions.filters.common.set_filter_state.v3.FilterStateValue.read_only": "nothing sets a value twice",
+    "envoy.extensions.filters.http.router.v3.Router.dynamic_stats": "chooses statistics of HTTP",
+    "envoy.extensions.filters.http.router.v3.Router.suppress_envoy_headers": "no such header is ever sent",
+    "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol.stat_prefix": "names statistics",
+    "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector.initial_read_buffer_size": "grows as needed",
+    f"{HCM}.HttpConnectionManager.delayed_close_timeout": _NO_HTTP1,
+    f"{HCM}.HttpConnectionManager.drain_timeout": "a PING says when the peer has seen the first GOAWAY",
+    f"{HCM}.HttpConnectionManager.forward_client_cert_details": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.generate_request_id": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.use_remote_address": "x-forwarded-for is never believed",
+    f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.cert": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.chain": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.dns": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.subject": _NO_NEXT_PROXY,
+    f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.uri": _NO_NEXT_PROXY,
+    f"{HCM}.HttpFilter.is_optional": "of a filter that is not known, which is refused in any case",
+    f"{HCM}.HttpFilter.name": _LABEL,
+    "envoy.extensions.filters.network.rbac.v3.RBAC.enforcement_type": "what is judged stays the same",
+    f"{TLS}.DownstreamTlsContext.disable_stateless_session_resumption": _NO_RESUMPTION,
+    f"{TLS}.DownstreamTlsContext.session_timeout": _NO_RESUMPTION,
+    f"{TLS}.Secret.name": "names the resource, not what is in it",
+    f"{TLS}.UpstreamTlsContext.max_session_keys": _NO_RESUMPTION,
+    "envoy.type.matcher.v3.StringMatcher.ignore_case": "has no effect on a regular expression, as in Envoy",
+    "xds.type.matcher.v3.StringMatcher.ignore_case": "has no effect on a regular expression, as in Envoy",
+    "envoy.type.matcher.v3.RegexMatcher.GoogleRE2.max_program_size": "Envoy ignores it, too",
+    "xds.core.v3.TypedExtensionConfig.name": _LABEL,
+}
+#: Messages that count for nothing wherever they stand.
+IGNORED_MESSAGES = {
+    "envoy.config.core.v3.Http1ProtocolOptions": _NO_HTTP1,
+}
+#: Sites of messages that are read elsewhere.
+IGNORED_SITES = {
+    "use_downstream_protocol_config/http2_protocol_options": _OF_HTTP,
+    "session_ticket_keys/keys": _NO_RESUMPTION,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [outcome for message, compile_it in RESOURCES.values() for outcome in walk(message, compile_it)]
+
+
+def _fields(outcomes: list[Outcome], result: str) -> set[str]:
+    return {f"{each.message}.{each.field}" for each in outcomes if each.result == result}
+
+
+def test_no_value_of_a_field_is_a_bug(outcomes: list[Outcome]) -> None:
+    assert [each for each in outcomes if each.result not in ("refused", "obeyed", "ignored")] == []
+
+
+def test_a_field_that_is_ignored_is_known_to_change_nothing(outcomes: list[Outcome]) -> None:
+    walked = {each.message for each in outcomes}
+    silent = [
+        each
+        for each in outcomes
+        if each.result == "ignored"
+        and f"{each.message}.{each.field}" not in IGNORED
+        and each.message not in IGNORED_MESSAGES
+        and each.site not in IGNORED_SITES
+        and each.inner not in walked  # an empty one, of which each field is walked where it is set
+    ]
+    assert silent == []
+
+
+def test_no_reason_is_for_a_field_that_is_always_read(outcomes: list[Outcome]) -> None:
+    ignored = _fields(outcomes, "ignored")
+    assert set(IGNORED) - ignored == set()
+    assert set(IGNORED_MESSAGES) <= {each.message for each in outcomes if each.result == "ignored"}
+    assert set(IGNORED_SITES) <= {each.site for each in outcomes if each.result == "ignored"}
+
+
+def test_every_message_is_walked(outcomes: list[Outcome]) -> None:
+    """A message that this dialect begins to read is to be added to the resources."""
+    counts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for each in outcomes:
+        counts[each.message][each.result].add(each.field)
+    print(f"\n{'message':90}  obeyed  refused  ignored")
+    for message, results in sorted(counts.items()):
+        row = [len(results[result]) for result in ("obeyed", "refused", "ignored")]
+        print(f"{message:90}  {row[0]:6}  {row[1]:7}  {row[2]:7}")
+    total = [len(_fields(outcomes, result)) for result in ("obeyed", "refused", "ignored")]
+    print(f"{'fields':90}  {total[0]:6}  {total[1]:7}  {total[2]:7}")
+    assert len(counts) > 110
+    assert total[0] > 300
+    assert total[1] > 190
