@@ -39,7 +39,7 @@ def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
 def test_the_engines_own_tests_pass_compiled(tmp_path: Path) -> None:
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs a C compiler and Python's headers")
-    for name in ("hbone", "tests/hbone"):
+    for name in ("hbone", "tests/hbone", "docs"):
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "tests/conftest.py"):

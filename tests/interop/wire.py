@@ -319,6 +319,7 @@ class TunnelServer:
             connection.increment_flow_control_window(self._script.window)
         sock.sendall(connection.data_to_send())
         received = 0
+        echoes: dict[int, _Echo] = {}
         while data := sock.recv(65536):
             for event in connection.receive_data(data):
                 match event:
@@ -327,7 +328,7 @@ class TunnelServer:
                     case h2.events.DataReceived():
                         connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                         if self._script.status == 200:
-                            connection.send_data(event.stream_id, event.data)
+                            echoes.setdefault(event.stream_id, _Echo()).data += event.data
                         before, received = received, received + len(event.data)
                         limit = self._script.goaway_after
                         if limit is not None and before < limit <= received:
@@ -335,7 +336,11 @@ class TunnelServer:
                             goodbye = hyperframe.frame.GoAwayFrame(0, last_stream_id=event.stream_id)
                             sock.sendall(connection.data_to_send() + goodbye.serialize())
                     case h2.events.StreamEnded() if self._script.status == 200:
-                        connection.end_stream(event.stream_id)
+                        echoes.setdefault(event.stream_id, _Echo()).ended = True
+                    case h2.events.StreamReset():
+                        echoes.pop(event.stream_id, None)
+                if not isinstance(event, h2.events.ConnectionTerminated):
+                    _send_echoes(connection, echoes)
             sock.sendall(connection.data_to_send())
 
     def _answer(self, connection: h2.connection.H2Connection, event: h2.events.RequestReceived) -> None:
@@ -350,6 +355,30 @@ class TunnelServer:
         )
         if script.body:
             connection.send_data(event.stream_id, script.body, end_stream=refused)
+
+
+@dataclass(slots=True)
+class _Echo:
+    """What one stream still has to get back."""
+
+    data: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+
+
+def _send_echoes(connection: h2.connection.H2Connection, echoes: dict[int, _Echo]) -> None:
+    """Send as much as the client's windows allow; its WINDOW_UPDATE brings the next call."""
+    for stream, echo in list(echoes.items()):
+        while echo.data:
+            size = min(
+                len(echo.data), connection.local_flow_control_window(stream), connection.max_outbound_frame_size
+            )
+            if size <= 0:
+                break
+            connection.send_data(stream, bytes(echo.data[:size]))
+            del echo.data[:size]
+        if echo.ended and not echo.data:
+            connection.end_stream(stream)
+            del echoes[stream]
 
 
 def _load(context: ssl.SSLContext, certificate: Certificate) -> None:
