@@ -53,7 +53,7 @@ class ConnectionFacts:
         source: the peer, after a PROXY header if one was believed.
         direct_source: the socket's peer.
         destination: where the connection was going, before any interception rewrote it.
-        transport_protocol: ``tls`` or ``raw_buffer``; empty when nothing looked.
+        transport_protocol: ``tls`` or ``raw_buffer``; the latter also while nothing has checked, as in Envoy.
         metadata: dynamic metadata, namespace to struct.
         filter_state: objects by key.
         shared_state: keys of those that go on through an internal connection (``shared_with_upstream``); True:
@@ -63,7 +63,7 @@ class ConnectionFacts:
     source: SocketAddress
     direct_source: SocketAddress
     destination: SocketAddress
-    transport_protocol: str = ""
+    transport_protocol: str = "raw_buffer"
     server_name: str = ""
     application_protocols: tuple[str, ...] = ()
     peer: PeerCertificate | None = None

@@ -114,7 +114,7 @@ class PrefixMap:
 
 @dataclass(frozen=True, slots=True)
 class IpRange:
-    """One range of an IP matcher. ``exclusive``: no shorter range is tried when this one leads nowhere."""
+    """One range of an IP matcher. ``exclusive``: it is not tried after a longer one that led nowhere."""
 
     network: IpNetwork
     on_match: OnMatch
@@ -237,10 +237,11 @@ def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
         return []
     hits: list[OnMatch] = []
     for candidate in ranges:
+        # As Envoy's trie matcher: the longest range always counts, exclusive or not.
+        if hits and candidate.exclusive:
+            continue
         if candidate.network.version == address.version and address in candidate.network:
             hits.append(candidate.on_match)
-            if candidate.exclusive:
-                break
     return hits
 
 

@@ -29,6 +29,8 @@ from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text, parse_value
+from ztunnel.envoy.upstream.host import HostSet
+from ztunnel.envoy.upstream.priorities import spread
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 T = "type.googleapis.com/"
@@ -504,7 +506,6 @@ BAD_ENDPOINTS: list[tuple[dict[str, Any], str]] = [
         {"cluster_name": "c", "endpoints": [{"lb_endpoints": [endpoint(load_balancing_weight=0)]}]},
         "endpoints[0].lb_endpoints[0].load_balancing_weight: Proto constraint",
     ),
-    ({"cluster_name": "c", "endpoints": [{"priority": 1}]}, "Unexpected non-consecutive priorities for cluster c"),
     (
         {"cluster_name": "c", "endpoints": [{"lb_endpoints": [{"endpoint": {}}]}]},
         "endpoints[0].lb_endpoints[0].endpoint.address: an endpoint without address",
@@ -555,6 +556,38 @@ def test_routes_are_refused_by_name_and_place(document: dict[str, Any], words: s
     with pytest.raises(ConfigError) as refused:
         compile_route_table(parse_value(document, RouteConfiguration).message, SURROUNDINGS)
     assert words in str(refused.value)
+
+
+HEADER = {"header": {"name": "a", "present_match": True}}
+PATH = {"url_path": {"path": {"exact": "/"}}}
+
+
+@pytest.mark.parametrize("rule", [HEADER, PATH], ids=["header", "path"])
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_rule_about_a_request_is_refused_by_a_network_filter(rule: dict[str, Any], inverted: bool) -> None:
+    """Its negation would let every connection in."""
+    permission = {"not_rule": rule} if inverted else rule
+    principal = {"not_id": rule} if inverted else rule
+    for permissions, principals in (([permission], [{"any": True}]), ([{"any": True}], [principal])):
+        policy = {"permissions": permissions, "principals": principals}
+        config = {
+            "@type": T + "envoy.extensions.filters.network.rbac.v3.RBAC",
+            "stat_prefix": "r",
+            "rules": {"policies": {"p": policy}},
+        }
+        document = listener_document({"name": "rbac", "typed_config": config}, tcp())
+        with pytest.raises(ConfigError, match="not supported by RBAC network filter"):
+            compile_listener(parse_value(document, Listener).message, SURROUNDINGS)
+
+
+def test_priorities_may_have_gaps() -> None:
+    """As in Envoy: a level without endpoints has no load."""
+    groups = [{"priority": 3, "lb_endpoints": [{"endpoint": {"address": {"pipe": {"path": "/x"}}}}]}]
+    message = parse_value({"cluster_name": "c", "endpoints": groups}, ClusterLoadAssignment).message
+    hosts = HostSet()
+    hosts.assign(compile_assignment(message), 0.0)
+    loads = spread(hosts.levels, 1.4, 50.0)
+    assert [load.healthy for load in loads] == [0, 0, 0, 100]
 
 
 def test_a_field_number_without_a_name_is_refused() -> None:

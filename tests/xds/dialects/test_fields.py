@@ -78,8 +78,6 @@ IGNORED = {
     "envoy.config.listener.v3.Listener.max_connections_to_accept_per_socket_event": "a turn's accepts are bounded",
     "envoy.config.listener.v3.Listener.per_connection_buffer_limit_bytes": "soft, and above what is ever held",
     "envoy.config.listener.v3.ListenerFilterChainMatchPredicate.any_match": "false matches any, too, as in Envoy",
-    "envoy.config.rbac.v3.Permission.any": "its presence counts; Envoy refuses false",
-    "envoy.config.rbac.v3.Principal.any": "its presence counts; Envoy refuses false",
     "envoy.config.route.v3.Decorator.operation": _NO_TRACES,
     "envoy.config.route.v3.Decorator.propagate": _NO_TRACES,
     "envoy.config.route.v3.RouteAction.retry_policy": "a CONNECT is not tried again once its answer is out",

@@ -153,3 +153,9 @@ def test_an_address_beside_a_network_is_named() -> None:
 )
 def test_the_index_agrees_with_the_definition(matches: list[ChainMatch], host: str, port: int) -> None:
     assert choose(matches, facts(host, port)) == reference(matches, facts(host, port))
+
+
+def test_a_connection_is_raw_while_nothing_has_inspected_it() -> None:
+    """As Envoy, whose listeners fill in ``raw_buffer`` where no filter has found TLS."""
+    matches = [ChainMatch(transport_protocol="tls"), ChainMatch(transport_protocol="raw_buffer"), ChainMatch()]
+    assert choose(matches, facts()) == 1

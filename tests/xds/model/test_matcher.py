@@ -104,11 +104,16 @@ def test_ip_ranges_go_from_the_longest_prefix() -> None:
     assert tree.evaluate(facts(destination="fd00::1")) == "none"
 
 
-@pytest.mark.parametrize(("exclusive", "chain"), [(False, "wide"), (True, "none")])
-def test_an_exclusive_range_keeps_shorter_ones_out(exclusive: bool, chain: str) -> None:
+@pytest.mark.parametrize(
+    ("wide", "wider", "chain"),
+    [(False, False, "wide"), (True, False, "wider"), (True, True, "none"), (False, True, "wide")],
+)
+def test_an_exclusive_range_counts_only_as_the_longest(wide: bool, wider: bool, chain: str) -> None:
+    """As Envoy's trie matcher: it is the shorter, exclusive ranges that are passed over, not those behind them."""
     nowhere = Matcher(ExactMap(PORT, {"1": OnMatch("never")}))
-    tree = ip_tree(("10.0.0.0/8", "wide", False), ("10.96.0.0/16", nowhere, exclusive))
+    tree = ip_tree(("0.0.0.0/0", "wider", wider), ("10.0.0.0/8", "wide", wide), ("10.96.0.0/16", nowhere, True))
     assert tree.evaluate(facts()) == chain
+    assert tree.evaluate(facts(destination="10.1.0.1")) == "wide", "the longest one counts in any case"
 
 
 def test_server_names_go_from_exact_to_wildcards() -> None:

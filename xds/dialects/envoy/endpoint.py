@@ -43,7 +43,7 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
         names: DNS names are allowed as addresses (STRICT_DNS and LOGICAL_DNS clusters).
 
     Raises:
-        ConfigError: a weight of 0, a malformed address, priorities with a gap.
+        ConfigError: a weight of 0, a malformed address.
     """
     nothing_unknown(message)
     only(message, "cluster_name", "endpoints", "policy", "named_endpoints")
@@ -52,9 +52,6 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
     for index, group in enumerate(message.endpoints):
         with at("endpoints", index):
             groups.append(_group(group, message.named_endpoints, names))
-    priorities = {group.priority for group in groups}
-    if priorities and max(priorities) + 1 != len(priorities):
-        raise ConfigError(f"Unexpected non-consecutive priorities for cluster {message.cluster_name}", "endpoints")
     with at("policy"):
         only(
             message.policy,

@@ -98,6 +98,7 @@ def _permission(message: config.Permission) -> p.Condition:
     kind = message.WhichOneof("rule")
     match kind:
         case "any":
+            _any(message)
             return p.Always()
         case "and_rules" | "or_rules":
             rules = message.and_rules if kind == "and_rules" else message.or_rules
@@ -125,7 +126,7 @@ def _permission(message: config.Permission) -> p.Condition:
             with at("metadata"):
                 return _metadata(message.metadata)
         case "header" | "url_path":
-            return p.Never()  # there is no HTTP request at this layer (as Envoy's network filter)
+            raise _needs_http(kind)
         case None:
             raise constraint(message, "rule", "value is required")
         case _:
@@ -142,6 +143,7 @@ def _principal(message: config.Principal) -> p.Condition:
     kind = message.WhichOneof("identifier")
     match kind:
         case "any":
+            _any(message)
             return p.Always()
         case "and_ids" | "or_ids":
             ids = message.and_ids if kind == "and_ids" else message.or_ids
@@ -166,11 +168,25 @@ def _principal(message: config.Principal) -> p.Condition:
             with at("metadata"):
                 return _metadata(message.metadata)
         case "header" | "url_path":
-            return p.Never()
+            raise _needs_http(kind)
         case None:
             raise constraint(message, "identifier", "value is required")
         case _:
             raise Unsupported("this kind of principal is not supported", kind)
+
+
+def _any(message: config.Permission | config.Principal) -> None:
+    if not message.any:
+        raise constraint(message, "any", "value must equal true")
+
+
+def _needs_http(kind: str) -> ConfigError:
+    """The error of a rule about a request, which this layer has none of.
+
+    Envoy refuses headers, and takes a path for one that never matches. Under a ``not`` that would match every
+    connection, which no author can have meant, so that both are refused.
+    """
+    return ConfigError(f"Found {kind} rule, not supported by RBAC network filter", kind)
 
 
 def _metadata(message: matcher_pb2.MetadataMatcher) -> p.Condition:

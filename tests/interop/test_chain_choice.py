@@ -1,0 +1,140 @@
+"""Which filter chain Envoy and this proxy choose for one connection, by the same bootstrap."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
+from tests.ztunnel.envoy.rig import Json, T, tcp
+from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
+
+pytestmark = pytest.mark.interop
+
+NETWORK = T + "envoy.extensions.matching.common_inputs.network.v3."
+
+
+def to(name: str) -> Json:
+    action = {"name": name, "typed_config": {"@type": T + "google.protobuf.StringValue", "value": name}}
+    return {"action": action}
+
+
+def reading(name: str) -> Json:
+    return {"name": name, "typed_config": {"@type": NETWORK + name}}
+
+
+def ranges(**exclusive: bool) -> Json:
+    """The longest range leads nowhere; the chains of the two around it are called as they are."""
+    nowhere = {
+        "matcher_tree": {"input": reading("DestinationPortInput"), "exact_match_map": {"map": {"1": to("x")}}}
+    }
+    tree = {
+        "@type": T + "xds.type.matcher.v3.IPMatcher",
+        "range_matchers": [
+            {"ranges": [_range("0.0.0.0", 0)], "on_match": to("wider"), "exclusive": exclusive["wider"]},
+            {"ranges": [_range("127.0.0.0", 8)], "on_match": to("wide"), "exclusive": exclusive["wide"]},
+            {"ranges": [_range("127.0.0.1", 32)], "on_match": {"matcher": nowhere}, "exclusive": True},
+        ],
+    }
+    custom = {"name": "ip", "typed_config": tree}
+    matcher = {"matcher_tree": {"input": reading("DestinationIPInput"), "custom_match": custom}}
+    return {"filter_chain_matcher": {**matcher, "on_no_match": to("none")}}
+
+
+def _range(address: str, length: int) -> Json:
+    return {"address_prefix": address, "prefix_len": length}
+
+
+#: What the listener says besides its chains, what each chain matches, and the chain that both choose.
+CASES: dict[str, tuple[Json, dict[str, Json], str]] = {
+    "raw without inspector": (
+        {},
+        {"raw": {"transport_protocol": "raw_buffer"}, "tls": {"transport_protocol": "tls"}, "any": {}},
+        "raw",
+    ),
+    "ranges": (ranges(wide=False, wider=False), {}, "wide"),
+    "exclusive range": (ranges(wide=True, wider=False), {}, "wider"),
+    "exclusive ranges": (ranges(wide=True, wider=True), {}, "none"),
+}
+
+
+def bootstrap(case: str, port: int, folder: Path) -> Json:
+    more, matches, _ = CASES[case]
+    names = matches or {name: {} for name in ("wide", "wider", "none", "x")}
+
+    def logged(name: str) -> list[Json]:
+        config = {"@type": FILE_LOG, "path": str(folder / "log"), "log_format": _text(f"{name}\n")}
+        return [{"name": "file", "typed_config": config}]
+
+    chains = [
+        {"name": name, "filter_chain_match": match, "filters": [tcp("nowhere", access_log=logged(name))]}
+        for name, match in names.items()
+    ]
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    listener = {"name": "l", "address": address, "filter_chains": chains, **more}
+    return {"static_resources": {"listeners": [listener], "clusters": [{"name": "nowhere"}]}}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"text_format_source": {"inline_string": text}}
+
+
+@contextlib.contextmanager
+def serving(command: list[str | Path], port: int) -> Iterator[None]:
+    off = dict.fromkeys(("ZTUNNEL_ADMIN_ADDRESS", "ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **off, "ZTUNNEL_LOG_FLUSH_INTERVAL": "50ms"},
+    ) as process:
+        try:
+            until(lambda: connects(port))
+            yield
+        finally:
+            process.kill()
+
+
+def until(ready: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(WAIT_S)
+        try:
+            client.connect(("127.0.0.1", port))
+            client.recv(1)  # to the end: the cluster has no endpoint
+        except ConnectionResetError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
+@pytest.mark.parametrize("kind", ["envoy", "native"])
+@pytest.mark.parametrize("case", CASES)
+def test_chain(case: str, kind: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = tmp_path / "bootstrap.json"
+    path.write_text(json.dumps(bootstrap(case, port, tmp_path)))
+    envoy: list[str | Path] = [ENVOY, "-c", str(path), "-l", "off", "--disable-hot-restart"]
+    envoy += ["--file-flush-interval-msec", "50"]
+    ours: list[str | Path] = [ZTUNNEL, "proxy", "--bootstrap", str(path)]
+    log = tmp_path / "log"
+    with serving(envoy if kind == "envoy" else ours, port):
+        until(lambda: log.exists() and log.read_text())
+    assert set(log.read_text().splitlines()) == {CASES[case][2]}

@@ -1,0 +1,256 @@
+"""What Envoy and this proxy accept of the same bootstrap, side by side: ``--mode validate`` beside ``--validate``.
+
+A row is a bootstrap, and whether each accepts it. Where the two differ the row says why.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.proxies import ENVOY, ZTUNNEL
+from tests.xds.dialects.test_envoy import HEADER, PATH
+from tests.ztunnel.envoy.rig import Json, T, chain, cluster, listener, tcp
+from tests.ztunnel.envoy.secrets.test_build import BAD, PINS, certificate, inline_ca, socket
+from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
+
+pytestmark = pytest.mark.interop
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A bootstrap, and what becomes of it.
+
+    Attributes:
+        envoy, ours: whether it is accepted.
+        why: the reason for a difference.
+    """
+
+    make: Callable[[], Json]
+    envoy: bool
+    ours: bool
+    why: str = ""
+
+
+def static(listeners: list[Json] = [], clusters: list[Json] = [], **more: Any) -> Json:  # noqa: B006  never changed
+    return {"static_resources": {"listeners": listeners, "clusters": clusters}, **more}
+
+
+def on_listener(*filters: Json, **more: Any) -> Json:
+    return static([listener(chain(*filters, tcp()), **more)[1]], [cluster()[1]])
+
+
+def over_tls(common: Json) -> Json:
+    bad = chain(tcp(), transport_socket=socket("DownstreamTlsContext", common))
+    return static([listener(bad)[1]], [cluster()[1]])
+
+
+def rbac(permission: Json | None = None, principal: Json | None = None) -> Json:
+    policy = {"permissions": [permission or {"any": True}], "principals": [principal or {"any": True}]}
+    kind = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
+    config = {"@type": kind, "stat_prefix": "r", "rules": {"policies": {"p": policy}}}
+    return on_listener({"name": "rbac", "typed_config": config})
+
+
+def with_cluster(**more: Any) -> Json:
+    return static(clusters=[cluster(**more)[1]])
+
+
+def routed(**match: Any) -> Json:
+    manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+    upgrade = [{"upgrade_type": "CONNECT", "connect_config": {}}]
+    route = {"match": {"connect_matcher": {}, **match}, "route": {"cluster": "app", "upgrade_configs": upgrade}}
+    config = {
+        "@type": T + manager,
+        "stat_prefix": "h",
+        "route_config": {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {"name": "router", "typed_config": {"@type": T + "envoy.extensions.filters.http.router.v3.Router"}}
+        ],
+        "upgrade_configs": [{"upgrade_type": "CONNECT"}],
+    }
+    return static([listener({"filters": [{"name": "h", "typed_config": config}]})[1]], [cluster()[1]])
+
+
+def endpoints(*priorities: int) -> Json:
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": 1}}
+    groups = [{"priority": each, "lb_endpoints": [{"endpoint": {"address": address}}]} for each in priorities]
+    return static(clusters=[{"name": "c", "load_assignment": {"cluster_name": "c", "endpoints": groups}}])
+
+
+MONITORS = "envoy.extensions.resource_monitors"
+NOT_HERE = "not supported here, and obeying the rest would mean something else"
+SAN = {"match_typed_subject_alt_names": [{"san_type": "URI", "matcher": {"prefix": "spiffe://"}}]}
+ROWS: dict[str, Row] = {
+    "good": Row(lambda: over_tls({}), True, True),
+    **{f"tls, {name}": Row(lambda make=case[0]: over_tls(make()), False, False) for name, case in BAD.items()},
+    "tls, garbage revocation list": Row(
+        lambda: over_tls(BAD["garbage revocation list"][0]()),
+        True,
+        False,
+        "Envoy takes it for an empty list: a mistake in the file would revoke nothing",
+    ),
+    "tls, suites in groups": Row(
+        lambda: over_tls(
+            {
+                "tls_params": {
+                    "cipher_suites": ["[ECDHE-ECDSA-AES128-GCM-SHA256|ECDHE-ECDSA-CHACHA20-POLY1305]"],
+                    "ecdh_curves": ["X25519", "P-256"],
+                }
+            }
+        ),
+        True,
+        True,
+    ),
+    "tls, suite of TLS 1.3": Row(
+        lambda: over_tls({"tls_params": {"cipher_suites": ["TLS_AES_128_GCM_SHA256"]}}),
+        False,
+        True,
+        "BoringSSL has no choice of them, OpenSSL has",
+    ),
+    "tls, pinned certificate without root": Row(
+        lambda: over_tls({"validation_context": {"verify_certificate_hash": list(PINS[0].certificate_hashes)}}),
+        True,
+        True,
+    ),
+    "tls, pinned key without root": Row(
+        lambda: over_tls({"validation_context": {"verify_certificate_spki": list(PINS[1].spki_hashes)}}),
+        True,
+        True,
+    ),
+    "tls, names without root": Row(lambda: over_tls({"validation_context": SAN}), False, False),
+    "tls, names with root": Row(lambda: over_tls({"validation_context": inline_ca(**SAN)}), True, True),
+    "tls, revocation list without root": Row(
+        lambda: over_tls({"validation_context": {"crl": {"inline_string": "x"}}}), False, False
+    ),
+    "tls, expired without root": Row(
+        lambda: over_tls({"validation_context": {"allow_expired_certificate": True}}), False, False
+    ),
+    "tls, two certificates": Row(
+        lambda: over_tls({"tls_certificates": [certificate(), certificate()]}), True, False, NOT_HERE
+    ),
+    "tls, range of logged keys": Row(
+        lambda: over_tls(
+            {
+                "key_log": {
+                    "path": "/dev/null",
+                    "local_address_range": [{"address_prefix": "10.0.0.0", "prefix_len": 8}],
+                }
+            }
+        ),
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "rbac, header": Row(lambda: rbac(HEADER), False, False),
+    "rbac, no header": Row(lambda: rbac({"not_rule": HEADER}), False, False),
+    "rbac, header of principal": Row(lambda: rbac(principal=HEADER), False, False),
+    "rbac, no header of principal": Row(lambda: rbac(principal={"not_id": HEADER}), False, False),
+    "rbac, path": Row(lambda: rbac(PATH), True, False, "it can never match"),
+    "rbac, no path": Row(lambda: rbac({"not_rule": PATH}), True, False, "it would match every connection"),
+    "rbac, any: false": Row(lambda: rbac({"any": False}), False, False),
+    "eds, gap of priorities": Row(lambda: endpoints(0, 2), True, True),
+    "eds, no first priority": Row(lambda: endpoints(1), True, True),
+    "duplicate clusters": Row(lambda: static(clusters=[cluster()[1], cluster()[1]]), False, False),
+    "no such field": Row(lambda: {"colour": 1}, False, False),
+    "no such field of a cluster": Row(lambda: with_cluster(colour=1), False, False),
+    "stats sinks": Row(
+        lambda: {
+            "stats_sinks": [
+                {
+                    "name": "envoy.stat_sinks.statsd",
+                    "typed_config": {
+                        "@type": T + "envoy.config.metrics.v3.StatsdSink",
+                        "address": {"socket_address": {"address": "127.0.0.1", "port_value": 8125}},
+                    },
+                }
+            ]
+        },
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "stats config": Row(lambda: {"stats_config": {"use_all_default_tags": False}}, True, False, NOT_HERE),
+    "overload manager": Row(
+        lambda: {
+            "overload_manager": {
+                "resource_monitors": [
+                    {
+                        "name": "envoy.resource_monitors.global_downstream_max_connections",
+                        "typed_config": {
+                            "@type": f"{T}{MONITORS}.downstream_connections.v3.DownstreamConnectionsConfig",
+                            "max_active_downstream_connections": 5,
+                        },
+                    }
+                ]
+            }
+        },
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "admin paths": Row(lambda: {"admin": {"allow_paths": [{"exact": "/ready"}]}}, True, True),
+    "admin log": Row(
+        lambda: {
+            "admin": {"access_log": [{"name": "f", "typed_config": {"@type": FILE_LOG, "path": "/dev/null"}}]}
+        },
+        True,
+        True,
+    ),
+    "runtime limit": Row(
+        lambda: {
+            "layered_runtime": {
+                "layers": [{"name": "s", "static_layer": {"overload": {"global_downstream_max_connections": 5}}}]
+            }
+        },
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "ring hash sizes": Row(
+        lambda: with_cluster(lb_policy="RING_HASH", ring_hash_lb_config={"minimum_ring_size": 5}),
+        True,
+        False,
+        NOT_HERE,
+    ),
+    "limits of HTTP/2": Row(
+        lambda: with_cluster(http2_protocol_options={"max_outbound_frames": 5}), True, False, NOT_HERE
+    ),
+    "route by runtime": Row(
+        lambda: routed(runtime_fraction={"default_value": {"numerator": 0}}), True, False, NOT_HERE
+    ),
+    "route by query": Row(
+        lambda: routed(query_parameters=[{"name": "q", "present_match": True}]), True, False, NOT_HERE
+    ),
+    "route by TLS": Row(lambda: routed(tls_context={"presented": True}), True, False, NOT_HERE),
+    "route": Row(routed, True, True),
+}
+
+
+def envoy_accepts(path: Path) -> bool:
+    finished = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", str(path), "-l", "off"], capture_output=True, timeout=60, check=False
+    )
+    return finished.returncode == 0
+
+
+def we_accept(path: Path) -> bool:
+    finished = subprocess.run(
+        [ZTUNNEL, "proxy", "--bootstrap", str(path), "--validate"], capture_output=True, timeout=60, check=False
+    )
+    assert finished.returncode in (0, 1), finished.stderr
+    return finished.returncode == 0
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    path = tmp_path / "bootstrap.json"
+    path.write_text(json.dumps(row.make()))
+    assert (envoy_accepts(path), we_accept(path)) == (row.envoy, row.ours)
+    assert bool(row.why) == (row.envoy is not row.ours), "a difference has a reason"
