@@ -18,6 +18,7 @@ from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
 from xds.aio.channel import Channel, Keepalive
+from xds.aio.server import new_server
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
 from ztunnel.identity.authority import CertificateAuthority
@@ -110,7 +111,7 @@ async def serving(
     """Run gRPC's server; yield its address."""
     arguments = {"grpc.max_receive_message_length": -1, "grpc.so_reuseport": 0}
     arguments |= {f"grpc.{name}": value for name, value in options.items()}
-    server = grpc.aio.server(options=tuple(arguments.items()))
+    server = new_server(tuple(arguments.items()))
     server.add_generic_rpc_handlers([methods or Methods()])
     port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     await server.start()
@@ -256,7 +257,7 @@ def test_a_server_that_comes_back_is_used_again(loop: str, tmp_path: Path) -> No
 def test_a_call_outlives_the_goaway_of_a_server_that_stops(loop: str) -> None:
     async def main() -> None:
         methods = Methods()
-        server = grpc.aio.server()
+        server = new_server()
         server.add_generic_rpc_handlers([methods])
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

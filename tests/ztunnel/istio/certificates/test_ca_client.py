@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.ztunnel.identity.material import CART, WEB
+from xds.aio.server import new_server
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.identity.authority import CertificateAuthority
 from ztunnel.identity.csr import IdentityError
@@ -49,7 +50,7 @@ class Office:
         return IstioCertificateResponse(cert_chain=[leaf.public_bytes(Encoding.PEM).decode(), root])
 
     async def serve(self, address: str, hosts: list[str] | None = None) -> tuple[Any, int]:
-        server = grpc.aio.server()
+        server = new_server()
         handler = grpc.unary_unary_rpc_method_handler(
             self.create,
             request_deserializer=IstioCertificateRequest.FromString,

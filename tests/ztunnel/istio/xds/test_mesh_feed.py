@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from xds.aio.client import AdsClient
+from xds.aio.server import new_server
 from xds.errors import ConfigError
 from xds.model.mesh import Changes, Mesh
 from xds.proto import registry
@@ -236,7 +237,7 @@ class ControlPlane:
             request_deserializer=DeltaDiscoveryRequest.FromString,
             response_serializer=DeltaDiscoveryResponse.SerializeToString,
         )
-        self._server = grpc.aio.server()
+        self._server = new_server()
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service_name, {method: handler}),)
         )
