@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop bench bench-idle bench-scale fuzz proto promtool lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile bench bench-idle bench-scale fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -29,13 +29,16 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not compiled'
+	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled'
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
 
 interop: $(STAMP) ## the table of Envoy cases, in both roles
 	$(PY) -m tests.interop
+
+hostile: $(STAMP) ## every attack with a bystander beside it, against ours and against Envoy
+	$(PY) -m tests.hostile
 
 bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 	$(PY) -m bench.compare

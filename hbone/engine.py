@@ -59,6 +59,7 @@ from hbone.limits import (
     RECORD_BYTES,
     REFUND_UNITS,
     REQUEST_UNITS,
+    SINGLE_UNITS,
 )
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import Failure, FrameReader
@@ -433,6 +434,8 @@ class Engine:
                 self._pay(reader.work)
                 reader.work = 0
         except Failure as failure:
+            if self._peer_work is not None:  # which its next connection will find
+                self._peer_work.spend(now_s, reader.work)
             self.goaway(failure.code)
             self.failed = True
             self._unparsed = None
@@ -454,8 +457,16 @@ class Engine:
         self._window.join(share)
 
     def leave_share(self) -> None:
-        """Return the windows of this connection to its share; idempotent, and nothing without one."""
+        """Return the windows of this connection to its share; idempotent, and nothing without one.
+
+        Tunnels that carried nothing are charged here, too: who opens them and drops the connection has caused the
+        same work as who resets them.
+        """
         self._window.leave()
+        shared, self._peer_work = self._peer_work, None
+        if shared is not None and self._server:
+            idle = sum(stream.answered and stream.tunnel and not stream.used for stream in self._streams.values())
+            shared.spend(self._now, idle * IDLE_STREAM_UNITS)
 
     def charge_records(self, overhead: int) -> None:
         """Charge for ``overhead`` octets of TLS that carried no payload, with the next :meth:`receive_data`."""
@@ -479,7 +490,18 @@ class Engine:
         if shared is not None:
             shared.spend(now_s, units)
             pause_s = max(pause_s, shared.overdrawn_s)
+        if units > SINGLE_UNITS:
+            pause_s = max(pause_s, 2e-6 * units)
         self.pause_s = pause_s
+
+    def overdrawn_s(self, now_s: float) -> float:
+        """Return how long to read nothing more, as of now: answers of 200 may have paid since."""
+        self._work.spend(now_s, 0.0)
+        pause_s = self._work.overdrawn_s
+        if self._peer_work is not None:
+            self._peer_work.spend(now_s, 0.0)
+            pause_s = max(pause_s, self._peer_work.overdrawn_s)
+        return pause_s
 
     def _earn(self, units: int) -> None:
         self._work.earn(units)

@@ -172,6 +172,11 @@ class Poller:
             self._requeued.append(handler)
             self._schedule()
 
+    @property
+    def crowded(self) -> bool:
+        """Whether sockets wait in line for their next turn; one that has much to read joins them."""
+        return bool(self._requeued)
+
     def call_soon(self, waiting: Steppable) -> None:
         """Call ``waiting.step()`` in this turn, once its events are handled and no scratch buffer is in use."""
         if self._closed:

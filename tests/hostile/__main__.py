@@ -1,0 +1,102 @@
+"""``python -m tests.hostile``: every attack with a bystander beside it, against ours and against Envoy.
+
+Figures are of this machine and this minute, so that only columns of one run compare. Verdicts: the bystander's p99
+is below three times its p99 alone (of at least a millisecond), nothing of it failed, memory grew by less than the
+row allows, and who floods was told ENHANCE_YOUR_CALM. Status 1 when a row of ours has another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tests.hostile.attacks import ATTACKS, Attack, reset_handshakes, run
+from tests.hostile.bystander import Bystander, Latencies
+from tests.hostile.target import Target, envoy, ours
+
+_TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {"ours": ours, "envoy": envoy}
+_LEAST_S = 0.001
+
+
+def _alone(target: Target, seconds: float) -> Latencies:
+    with Bystander(target) as bystander:
+        time.sleep(seconds)
+    return bystander.seen
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"
+
+
+def _row(attack: Attack, open_target: Callable[[], AbstractContextManager[Target]], seconds: float) -> list[str]:
+    with open_target() as target:
+        alone = _alone(target, seconds)
+        before, cpu_s, growth = target.rss_bytes(), target.cpu_s(), 0
+        with Bystander(target) as bystander:
+            queue = run(attack, target, seconds)
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s:
+                time.sleep(0.1)
+                growth = max(growth, target.rss_bytes() - before)
+            seen = queue.get(timeout=60)
+        during, used_s = bystander.seen, target.cpu_s() - cpu_s
+    wrong = []
+    if during.p(0.99) > 3 * max(alone.p(0.99), _LEAST_S):
+        wrong.append("slow")
+    if during.failed:
+        wrong.append(f"{during.failed} failed")
+    if growth > attack.most_growth:
+        wrong.append("grows")
+    if attack.calm and not seen.ends["ENHANCE_YOUR_CALM"]:
+        wrong.append("not told")
+    return [
+        attack.row,
+        attack.name,
+        f"{_ms(alone.p(0.5))} / {_ms(alone.p(0.99))}",
+        f"{_ms(during.p(0.5))} / {_ms(during.p(0.99))}",
+        f"{_ms(alone.new_p(0.99))} / {_ms(during.new_p(0.99))}",
+        f"{used_s / seconds:.0%}",
+        f"{seen.sent / 1e6:.1f}",
+        f"{growth / 2**20:.0f}",
+        seen.told(),
+        ", ".join(wrong) or "ok",
+    ]
+
+
+def _handshakes(open_target: Callable[[], AbstractContextManager[Target]]) -> str:
+    with open_target() as target:
+        reset_handshakes(target, 500)
+        seen = _alone(target, 1.0)
+        tracebacks = target.log.read_text().count("Traceback")
+    return f"500 handshakes cut off by RST: {tracebacks} tracebacks, {seen.failed} failures of the bystander"
+
+
+def main() -> None:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each attack")
+    parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--target", choices=[*_TARGETS, "both"], default="both")
+    args = parser.parse_args()
+    bad = 0
+    columns = (
+        "row", "attack", "p50 / p99 alone, ms", "p50 / p99 during, ms", "new p99 alone / during, ms", "CPU",
+        "MB sent", "RSS, MiB", "told", "verdict",
+    )  # fmt: skip
+    for name in _TARGETS if args.target == "both" else (args.target,):
+        print(f"\n{name}\n\n| {' | '.join(columns)} |")
+        print("|---" * len(columns) + "|")
+        for attack in ATTACKS:
+            if args.only in attack.name:
+                row = _row(attack, _TARGETS[name], args.seconds)
+                bad += name == "ours" and row[-1] != "ok"
+                print(f"| {' | '.join(row)} |", flush=True)
+        print(f"\n{_handshakes(_TARGETS[name])}", flush=True)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The applications behind a proxy under attack: ``python -m tests.hostile.apps`` prints their ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+NAMES = ("echo", "sink", "unread", "speaks")
+
+
+def echo(sock: socket.socket) -> None:
+    """Answer everything with itself."""
+    while data := sock.recv(65_536):
+        sock.sendall(data)
+
+
+def sink(sock: socket.socket) -> None:
+    """Read to the end."""
+    buffer = bytearray(1 << 20)
+    while sock.recv_into(buffer):
+        pass
+
+
+def unread(sock: socket.socket) -> None:
+    """Read nothing."""
+    threading.Event().wait()
+
+
+def speaks(sock: socket.socket) -> None:
+    """Send without end."""
+    os.nice(19)  # of this thread: nobody waits for it
+    data = bytes(1 << 20)
+    while True:
+        sock.sendall(data)
+
+
+def _serve(listener: socket.socket, application: Callable[[socket.socket], None]) -> None:
+    def run(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError), sock:
+            application(sock)
+
+    while True:
+        sock, _ = listener.accept()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=run, args=(sock,), daemon=True).start()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    ports = {}
+    for application in (echo, sink, unread, speaks):
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        ports[application.__name__] = listener.getsockname()[1]
+        threading.Thread(target=_serve, args=(listener, application), daemon=True).start()
+    print(json.dumps(ports), flush=True)
+    with contextlib.suppress(EOFError):
+        input()
+
+
+if __name__ == "__main__":
+    main()

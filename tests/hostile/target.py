@@ -1,0 +1,160 @@
+"""What is attacked: a tunnel server of ours or a real Envoy, with the same applications behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.hbone.certificates import Authority
+
+SERVER, ATTACKER, BYSTANDER = "server", "attacker", "bystander"
+ENVOY = Path(sys.executable).parent / "envoy"
+_WAIT_S = 20.0
+
+_MANAGER = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+_BOOTSTRAP = """
+static_resources:
+  listeners:
+  - name: tunnels
+    address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
+    filter_chains:
+    - transport_socket:
+        name: tls
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext
+          require_client_certificate: true
+          common_tls_context:
+            alpn_protocols: [h2]
+            tls_certificates:
+            - certificate_chain: {{filename: {folder}/server.pem}}
+              private_key: {{filename: {folder}/server.key}}
+            validation_context: {{trusted_ca: {{filename: {folder}/root.pem}}}}
+      filters:
+      - name: hcm
+        typed_config:
+          "@type": {manager}
+          stat_prefix: tunnels
+          codec_type: HTTP2
+          http2_protocol_options: {{allow_connect: true, max_concurrent_streams: 200}}
+          upgrade_configs: [{{upgrade_type: CONNECT}}]
+          http_filters:
+          - name: router
+            typed_config: {{"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}}
+          route_config:
+            virtual_hosts:
+{hosts}
+  clusters:
+{clusters}
+"""
+_HOST = """
+            - name: {name}
+              domains: ["{name}:1"]
+              routes:
+              - match: {{connect_matcher: {{}}}}
+                route:
+                  cluster: {name}
+                  timeout: 0s
+                  upgrade_configs: [{{upgrade_type: CONNECT, connect_config: {{}}}}]
+"""
+_CLUSTER = """
+  - name: {name}
+    circuit_breakers: {{thresholds: [{{max_connections: 100000, max_pending_requests: 100000, max_requests: 100000}}]}}
+    load_assignment:
+      cluster_name: {name}
+      endpoints:
+      - lb_endpoints:
+        - endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that runs, and what its clients need."""
+
+    port: int
+    pid: int
+    folder: Path
+    log: Path
+
+    def rss_bytes(self) -> int:
+        """Memory that the process has resident."""
+        status = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(status[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_s(self) -> float:
+        """Processor time that it has used."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def ours(limits: Mapping[str, float] | None = None) -> Iterator[Target]:
+    """Run a server of ours; ``limits`` differ from the default."""
+    with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
+        given = json.dumps({"folder": str(folder), "ports": ports, "limits": dict(limits or {})})
+        command = [sys.executable, "-m", "tests.hostile.ours", given]
+        with _process(command, log.fileno()) as process:
+            assert process.stdout is not None
+            yield Target(int(process.stdout.readline()), process.pid, folder, folder / "log")
+
+
+@contextlib.contextmanager
+def envoy() -> Iterator[Target]:
+    """Run a real Envoy."""
+    with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        bootstrap = folder / "envoy.yaml"
+        bootstrap.write_text(
+            _BOOTSTRAP.format(
+                port=port,
+                manager=_MANAGER,
+                folder=folder,
+                hosts="".join(_HOST.format(name=name) for name in ports),
+                clusters="".join(_CLUSTER.format(name=name, port=each) for name, each in ports.items()),
+            )
+        )
+        command = [str(ENVOY), "-c", str(bootstrap), "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"]
+        with _process(command, log.fileno()) as process:
+            until = time.monotonic() + _WAIT_S
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < until, (folder / "log").read_text()
+                    time.sleep(0.05)
+            yield Target(port, process.pid, folder, folder / "log")
+
+
+@contextlib.contextmanager
+def _apps() -> Iterator[tuple[Path, dict[str, int]]]:
+    with tempfile.TemporaryDirectory(prefix="hostile") as name:
+        folder = Path(name)
+        authority = Authority()
+        (folder / "root.pem").write_bytes(authority.pem)
+        for who in (SERVER, ATTACKER, BYSTANDER):
+            leaf = authority.issue(f"spiffe://cluster.local/ns/hostile/sa/{who}")
+            (folder / f"{who}.pem").write_bytes(leaf.chain_pem)
+            (folder / f"{who}.key").write_bytes(leaf.key_pem)
+        with _process([sys.executable, "-m", "tests.hostile.apps"], None) as process:
+            assert process.stdout is not None
+            yield folder, json.loads(process.stdout.readline())
+
+
+@contextlib.contextmanager
+def _process(command: list[str], log: int | None) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,0 +1,59 @@
+"""Every attack for a moment: verdicts by counts and states; ``python -m tests.hostile`` has the figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.hostile.attacks import ATTACKS, Attack, reset_handshakes, run
+from tests.hostile.bystander import Bystander
+from tests.hostile.target import Target, ours
+
+pytestmark = pytest.mark.hostile
+
+#: A tenth of the defaults, so that budgets end within the moment.
+_LIMITS = {"work_burst": 20_000, "work_rate": 25_000.0, "stall_burst_s": 0.3}
+_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with ours(_LIMITS) as found:
+        # Its first requests, so that what is measured is not the memory of a process that starts.
+        with Bystander(found) as bystander:
+            _wait_for(lambda: len(bystander.seen.connections) >= 5 and len(bystander.seen.requests) >= 50)
+        yield found
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_bystander_is_served_beside(attack: Attack, target: Target) -> None:
+    before = target.rss_bytes()
+    with Bystander(target) as bystander:
+        queue = run(attack, target, _SECONDS)
+        seen = queue.get(timeout=60)
+        growth = target.rss_bytes() - before
+        # After the attack, too, and not only beside it.
+        done = len(bystander.seen.requests), len(bystander.seen.connections)
+        _wait_for(lambda: len(bystander.seen.requests) > done[0] and len(bystander.seen.connections) > done[1])
+    assert bystander.seen.failed == 0
+    assert seen.connections >= attack.connections
+    assert growth < attack.most_growth
+    if attack.calm:
+        assert seen.ends["ENHANCE_YOUR_CALM"] >= 1, seen
+
+
+def test_handshakes_cut_off_leave_no_traceback(target: Target) -> None:
+    reset_handshakes(target, 100)
+    with Bystander(target) as bystander:
+        _wait_for(lambda: len(bystander.seen.connections) >= 3)
+    assert bystander.seen.failed == 0
+    assert "Traceback" not in target.log.read_text()
