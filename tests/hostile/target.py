@@ -67,7 +67,8 @@ _HOST = """
 """
 _CLUSTER = """
   - name: {name}
-    circuit_breakers: {{thresholds: [{{max_connections: 100000, max_pending_requests: 100000, max_requests: 100000}}]}}
+    circuit_breakers:
+      thresholds: [{{max_connections: 100000, max_pending_requests: 100000, max_requests: 100000}}]
     load_assignment:
       cluster_name: {name}
       endpoints:
