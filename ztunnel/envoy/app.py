@@ -1,4 +1,4 @@
-"""The proxy as a whole: builds and owns every object, starts them in Envoy's order, takes them down again."""
+"""The proxy of Envoy's dialect: builds and owns every object, starts them in Envoy's order, and ends them."""
 
 import asyncio
 import logging
@@ -49,16 +49,16 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: Envoy's defaults, which cut tunnels; off unless the switch asks for them.
+#: Envoy's default timeouts, which cut tunnels; off unless a switch enables them.
 _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
-#: Ports of tunnels that come back to this proxy: to itself, and by the node's NAT rule for node-local ones.
+#: Ports of tunnels that lead back to this proxy: directly, and by the node's NAT rule for node-local ones.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
 
 class Proxy:
-    """One proxy process.
+    """One proxy process; :meth:`run` serves until :meth:`shut_down`.
 
-    Everything public is for the admin server and for tests.
+    Its public attributes serve the admin pages and tests.
     """
 
     def __init__(self, settings: Settings, bootstrap: BootstrapConfig, *, clock: Clock | None = None) -> None:
@@ -210,7 +210,7 @@ class Proxy:
         self.unknown_fields.value += count
 
     def _retire_cluster(self, cluster: LiveCluster) -> None:
-        """A cluster was replaced or removed: no new work, what runs ends by itself."""
+        """Retire a replaced or removed cluster: it gets no new work, and its connections end by themselves."""
         self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
 
     async def _close_cluster(self, cluster: LiveCluster) -> None:
@@ -223,20 +223,20 @@ class Proxy:
 
     @property
     def state(self) -> State:
-        """What ``/ready`` says."""
+        """The state that ``/ready`` shows."""
         return State.DRAINING if self.failing_health_checks or self._stop.is_set() else self._state
 
     def shut_down(self) -> None:
-        """Begin to drain, then end: SIGTERM, SIGINT and ``/quitquitquit``."""
+        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
         self._stop.set()
 
     # Running
 
     async def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until :meth:`shut_down`.
 
         Raises:
-            ConfigError, TproxyError: something static cannot be had.
+            ConfigError, TproxyError: a static resource is unusable, or a port is taken.
         """
         heap.expect_growth()
         loop = asyncio.get_running_loop()
@@ -278,7 +278,7 @@ class Proxy:
                 self.listeners.add_static(registry.pack(listener))
 
     async def _start(self) -> None:
-        """Clusters, then listeners; nothing listens before everything is warm."""
+        """Start clusters, then listeners; nothing listens before everything is warm."""
         self._discover(
             "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
         )
@@ -332,12 +332,12 @@ class Proxy:
             self.logs.writer.flush()
 
     async def _drain(self) -> None:
-        """Leave what is new to a successor, stop accepting, say GOAWAY, give what runs until the deadline."""
+        """Leave new connections to a successor, stop accepting, send GOAWAY, and wait until the deadline."""
         deadline_s = self.clock.monotonic() + self.settings.shutdown_s
         log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
         await self.listeners.hand_over()
         self.listeners.stop()
-        await asyncio.sleep(0)  # what was accepted just now enters the table
+        await asyncio.sleep(0)  # connections accepted just now enter the table
         for connection in self.connections:
             connection.leave()
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The bootstrap: what the proxy knows before any control plane speaks."""
+"""Reads the bootstrap: the configuration that the proxy starts with."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ _NOWHERE = "/dev/null"
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """Where LDS or CDS comes from, and how long its first answer may take (0: for ever)."""
+    """The source of LDS or CDS, and the time limit of its first answer (0: none)."""
 
     source: ConfigSource
     timeout_s: float
@@ -48,8 +48,8 @@ class GrpcTarget:
 
     Attributes:
         address: ``host:port`` or ``unix:/path``.
-        index: its place among the static clusters.
-        cluster: all of it.
+        index: its position among the static clusters.
+        cluster: the whole cluster.
     """
 
     address: str
@@ -59,7 +59,7 @@ class GrpcTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapConfig:
-    """A bootstrap, read.
+    """A parsed bootstrap.
 
     Attributes:
         message: as given, for the dump.
@@ -79,7 +79,7 @@ class BootstrapConfig:
     targets: Mapping[str, GrpcTarget]
 
     def check(self, source: ConfigSource) -> None:
-        """Refuse a source that this bootstrap does not lead to; a file may still come.
+        """Refuse a source that this bootstrap does not define; a file may still appear.
 
         Raises:
             ConfigError: in words for the operator.
@@ -115,7 +115,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read: {error}") from None
     parsed = parse_text(text, Bootstrap, faults=faults)
-    # As Envoy: what is static must be understood to the last field.
+    # As Envoy: every field of a static resource must be known.
     unknown = [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     if faults is not None:
         faults.extend(unknown)
@@ -125,14 +125,14 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
 
 
 def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) -> BootstrapConfig:
-    """What the proxy needs of a bootstrap.
+    """Return the parts of a bootstrap that the proxy uses.
 
     Args:
         message: the bootstrap.
-        faults: takes every fault, instead of the first being raised; what is at fault is left out.
+        faults: collects every fault, instead of raising the first; faulty parts are left out.
 
     Raises:
-        ConfigError: with the path of what is wrong.
+        ConfigError: with the path of the fault.
     """
     found: list[ConfigError] = [] if faults is None else faults
 
@@ -224,7 +224,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
-    """Refuse what Envoy would obey and this proxy does not, each by its name."""
+    """Refuse settings that Envoy obeys and this proxy does not, each by its name."""
     for field, _ in message.ListFields():
         with noting(field.name):
             if field.name not in _BOOTSTRAP:
@@ -297,7 +297,7 @@ def _discovery(dynamic: Bootstrap.DynamicResources, field: str) -> Discovery | N
 
 
 def _target(cluster: Cluster) -> str | None:
-    """Where a static cluster leads, as gRPC names it."""
+    """Return the target of a static cluster, in gRPC's syntax."""
     endpoints = [e.endpoint.address for g in cluster.load_assignment.endpoints for e in g.lb_endpoints]
     if len(endpoints) != 1:
         return None
@@ -312,7 +312,7 @@ def _target(cluster: Cluster) -> str | None:
 
 
 def bootstrap_for(control_plane: str, node: str, *, delta: bool, admin: SocketAddress | None) -> Bootstrap:
-    """The bootstrap of a proxy that knows nothing but its control plane and its node's name."""
+    """Return the bootstrap of a proxy that only has a control plane's address and its node's name."""
     message = Bootstrap()
     message.node.id = f"sidecar~0.0.0.0~ztunnel-{node}.istio-system~istio-system.svc.cluster.local"
     message.node.cluster = "ztunnel.istio-system"

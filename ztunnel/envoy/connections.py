@@ -1,4 +1,4 @@
-"""The table of live connections: what drains, re-checks and closes go through."""
+"""The table of live connections, which drains, policy checks and closes iterate over."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ class LiveConnection(ConnectionEntry):
     Attributes:
         id: unique in the process.
         info: its first hop.
-        owner: the listener it counts for.
-        chain: the filter chain that took it; ``None`` until one did.
-        leaving: it is to end as soon as what it carries has.
+        owner: the listener that counts it.
+        chain: its filter chain; ``None`` until one is chosen.
+        leaving: it ends as soon as its tunnels have ended.
         drain: sends the peer GOAWAY; ``None`` where the protocol has none, or the handshake is not over.
         counts: bytes moved so far, while bytes are relayed.
         inner: the hops behind internal listeners, outermost first.
@@ -36,14 +36,14 @@ class LiveConnection(ConnectionEntry):
         self.inner: Sequence[StreamInfo] = ()
 
     def leave(self) -> None:
-        """Have it end in order; one that is still in its handshake sends GOAWAY after it. Idempotent."""
+        """Drain the connection; during a handshake GOAWAY is sent after it. Idempotent."""
         self.leaving = True
         if self.drain is not None:
             self.drain()
 
 
 class Connections(ConnectionTable[LiveConnection]):
-    """All live connections, oldest first, and the numbers they have."""
+    """All live connections, oldest first, and the counter of their ids."""
 
     __slots__ = ("_numbers",)
 

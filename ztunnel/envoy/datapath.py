@@ -55,14 +55,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Limits that are Envoy's and bite tunnels; ``None`` leaves them off unless the configuration sets them."""
+    """Envoy's default timeouts, which cut tunnels; ``None`` disables one unless the configuration sets it."""
 
     route_s: float | None = None
     stream_idle_s: float | None = None
 
 
 class Datapath:
-    """Carries connections.
+    """Carries accepted connections to their end; its owner closes it.
 
     Args:
         listeners: for hand-off between listeners.
@@ -100,7 +100,7 @@ class Datapath:
     # Accepting
 
     def accepted(self, listener: LiveListener, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """Take an accepted socket; returns at once."""
+        """Carry an accepted socket, which this object closes; returns at once."""
         try:
             source, local = plain_address(peer), plain_address(sock.getsockname())
         except (OSError, ValueError):
@@ -156,7 +156,7 @@ class Datapath:
 
     @staticmethod
     def _cancel_current(info: StreamInfo) -> Abort:
-        """Return what ends a connection while nothing flows yet; the log line has the reason."""
+        """Return a function that ends a connection before its relay runs; the log line has the reason."""
         cancel = cancels_current_task()
 
         def abort(reason: str) -> None:
@@ -246,7 +246,7 @@ class Datapath:
         downstream: End,
         upstream: ClusterUpstream,
     ) -> None:
-        """Relay until both sides are done, then count the bytes of every hop."""
+        """Relay until both directions have ended, then count the bytes of every hop."""
         counts = ByteCounts()
         settings = proxy.model
         running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
@@ -275,7 +275,7 @@ class Datapath:
 
     @staticmethod
     def _note_end(hop: Hop, proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
-        """Enter flags and details of a relay that is over."""
+        """Set flags and details of an ended relay."""
         infos = [hop.info, *(inner.info for inner in upstream.hops)]
         flag: Flag | None = None
         details = ""
@@ -301,7 +301,7 @@ class Datapath:
     async def _accept_tls(
         self, info: StreamInfo, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> TlsSocket:
-        """Shake hands as the server, for chains that carry something else than tunnels inside."""
+        """Do the server's handshake, for chains that do not carry tunnels."""
         assert chain.tls is not None
         context = chain.tls.current
         if context is None:
@@ -469,7 +469,7 @@ class Datapath:
         if limit:
 
             def half_closed(end: End, limit_s: float = limit) -> None:
-                """Start the route timeout, which in Envoy runs from the end of the request."""
+                """Start the route timeout, which in Envoy runs from the request's END_STREAM."""
                 if end is tunnel:
                     timers.append(self._poller.loop.call_later(limit_s, running.abort, "response_timeout"))
 
@@ -508,7 +508,7 @@ class Datapath:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """End every connection."""
+        """End every connection; idempotent."""
         await self._tasks.close()
 
 
@@ -519,7 +519,7 @@ def _date_header(second: int) -> tuple[bytes, bytes]:
 
 
 def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:
-    """Enter what a handshake proved."""
+    """Store the peer's identity from a handshake."""
     dns: tuple[str, ...] = ()
     subject = ""
     if facts.certificate is not None:

@@ -1,8 +1,8 @@
-"""Why a connection would go where it goes: the decisions of the data path, taken again and written down. Pure.
+"""Explains the path that a connection would take: repeats the data path's decisions and records them. Pure.
 
-Reads the same objects by the same functions as the data path, but counts nothing, opens nothing and consults no
-balancer: every endpoint that may be chosen is followed. What the kernel decides (which listener a packet is
-diverted to) is not known here; the question may say which listener is meant.
+It uses the same objects and functions as the data path, but counts nothing, opens nothing and calls no balancer:
+every endpoint that may be chosen is followed. The kernel's decision, to which listener a packet is diverted, is
+not known here; the question may name the listener.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ztunnel.policy.engine import judge
 
 Answer = dict[str, Any]
 
-#: Internal listeners may lead to internal listeners; a loop of them is cut here.
+#: The limit of nested internal listeners, which ends a loop of them.
 _MOST_HOPS = 4
 _BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A connection that might be.
+    """A hypothetical connection.
 
     Attributes:
-        identity: of the client, where the connection arrives in a tunnel.
-        listener: name of the listener that takes it; empty lets :func:`first_listener` find one.
+        identity: the client's, if the connection arrives in a tunnel.
+        listener: name of the listener that accepts it; empty lets :func:`first_listener` find one.
     """
 
     source: SocketAddress
@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is in force.
+    """The current configuration.
 
     Attributes:
         listeners: active ones, in order.
@@ -68,7 +68,7 @@ class Configuration:
 
 
 def explain(question: Question, configuration: Configuration) -> Answer:
-    """The answer as plain values, ready for JSON.
+    """Return the answer as plain values, ready for JSON.
 
     Raises:
         LookupError: the question names a listener that is not there, or there is none that could take it.
@@ -95,10 +95,10 @@ def explain(question: Question, configuration: Configuration) -> Answer:
 
 
 def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tuple[LiveListener, str]:
-    """The socket listener that takes the connection, and why.
+    """Return the socket listener that accepts the connection, and the reason.
 
     Raises:
-        LookupError: none.
+        LookupError: there is none.
     """
     outside = [listener for listener in listeners if not listener.model.internal]
     if question.listener:
@@ -127,7 +127,7 @@ class _Explainer:
         self._configuration = configuration
 
     def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
-        """One listener: its filters, its chain, its policies, its cluster."""
+        """Explain one listener: its filters, its chain, its policies, its cluster."""
         answer: Answer = {"listener": listener.name, "address": listener.address_text}
         notes = list(_run_filters(listener, info))
         if notes:
@@ -167,7 +167,7 @@ class _Explainer:
         return answer
 
     def _terminated(self, chain: LiveChain, info: StreamInfo) -> Answer:
-        """A tunnel that ends here: its route, and the application behind it."""
+        """Explain a tunnel that ends here: its route, and the application behind it."""
         manager = chain.manager
         assert manager is not None
         info.method = "CONNECT"
@@ -235,7 +235,7 @@ class _Explainer:
         return answer
 
     def _inner(self, cluster: LiveCluster, host: Host, transport: object, outer: StreamInfo, depth: int) -> Answer:
-        """On through an internal listener, as :meth:`ztunnel.envoy.internal.InternalListeners.enter` does."""
+        """Continue at an internal listener, as :meth:`ztunnel.envoy.internal.InternalListeners.enter` does."""
         address = host.endpoint.address
         assert isinstance(address, InternalAddress)
         listener = next(
@@ -286,7 +286,7 @@ def _run_filters(listener: LiveListener, info: StreamInfo) -> Iterator[str]:
 
 
 def chain_reasons(listener: LiveListener, facts: ConnectionFacts, chain: LiveChain | None) -> Iterator[str]:
-    """The steps that lead to a chain, one line each."""
+    """Return the steps that lead to a chain, one line each."""
     if listener.model.matcher is not None:
         yield from _matcher_steps(listener.model.matcher, facts)
     elif chain is not None and chain.model is not listener.model.default_chain:
@@ -326,7 +326,7 @@ def _matcher_steps(matcher: Matcher, facts: ConnectionFacts) -> Iterator[str]:
 
 
 def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | None]:
-    """What each RBAC filter says, and the verdict when one denies."""
+    """Return the result of each RBAC filter, and the verdict if one denies."""
     shown: list[Answer] = []
     for rbac in chain.rbac:
         rules = rbac.model.rules
@@ -340,7 +340,7 @@ def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | N
 
 
 def _candidates(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
-    """Hosts that may be chosen with their priority, and why these."""
+    """Return the hosts that may be chosen with their priority, and the reason."""
     if cluster.model.discovery is Discovery.ORIGINAL_DST:
         return _original(cluster, info)
     hosts = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
@@ -391,7 +391,7 @@ def _server_tls(chain: LiveChain) -> Answer:
 
 
 def _verification(validation: Validation | None) -> list[str] | None:
-    """What is demanded of the peer's certificate; ``None`` demands nothing."""
+    """Return the requirements on the peer's certificate; None if there are none."""
     if validation is None or validation.trusted_ca_pem is None:
         return None
     names = [f"{san.san_type} {san.match.kind} {san.match.value}" for san in validation.san_matches]

@@ -66,8 +66,8 @@ class InternalListeners:
             address: the endpoint.
             outer: the hop that connects.
             metadata: what its transport socket passes on.
-            shared: and of its filter state, as ``ConnectionFacts.shared_state`` has it.
-            keep_options: carry the client's address on, which Envoy's internal connections lose.
+            shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+            keep_options: keep the client's address, which Envoy's internal connections lose.
         """
         listener = self.listeners.internal(address.listener)
         if listener is None:
@@ -122,7 +122,7 @@ class InternalListeners:
     ) -> ClusterUpstream | None:
         """Join a tunnel to a pod of this node in-process, if its far end is one.
 
-        Both handshakes are judged as TLS would: the client's certificate by the inbound chain's names, the
+        Both certificates are checked as in a handshake: the client's by the inbound chain's context, the
         server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
 
         Returns:

@@ -1,10 +1,10 @@
-"""How a hop ends: errors become response flags and details, and each hop is counted and logged exactly once.
+"""Turns errors into response flags and details, and counts and logs each hop exactly once.
 
 ::
 
     Refused                 the connection ends before bytes flow; carries flag and details
-    ├── NoFilterChain       nothing in the listener takes it
-    ├── Denied              authorization says no
+    ├── NoFilterChain       no filter chain of the listener matches
+    ├── Denied              a policy denies it
     ├── NoCluster           the chain names a cluster that does not exist (NC)
     ├── NoHealthyHost       the cluster has no host for it (UH)
     ├── Overflow            a circuit breaker is full (UO)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class NoFilterChain(Refused):
-    """No filter chain takes the connection."""
+    """No filter chain matches the connection."""
 
 
 class Denied(Refused):
@@ -67,7 +67,7 @@ class UpstreamFailed(Refused):
         reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
         status: of a refused tunnel, else 0.
         timed_out: the connect timeout passed.
-        final: not to be tried elsewhere, whatever the filter says.
+        final: no other host may be tried, whatever the filter's attempts.
     """
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE
@@ -85,10 +85,10 @@ class UpstreamFailed(Refused):
 
 @dataclass(slots=True, eq=False)
 class Hop:
-    """One hop on its way to its log line.
+    """One hop, until its log line is written.
 
     Attributes:
-        info: what is known.
+        info: the facts about it.
         filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
     """
 
@@ -99,7 +99,7 @@ class Hop:
     finished: bool = field(default=False)
 
     def refused(self, error: Refused) -> None:
-        """Note why the connection ends before bytes flow."""
+        """Record the reason why the connection ends before bytes flow."""
         if error.flag is not None:
             self.info.flags.add(error.flag)
         if error.details:
@@ -108,7 +108,7 @@ class Hop:
             self.info.upstream_failure = error.reason
 
     def finish(self) -> None:
-        """Write the log lines; a second call does nothing."""
+        """Write the log lines; idempotent."""
         if self.finished:
             return
         self.finished = True

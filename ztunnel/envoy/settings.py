@@ -1,4 +1,4 @@
-"""Settings of the process: flags and environment to one frozen value; every bad value is reported, together."""
+"""Reads flags and environment into one frozen value, and reports all bad values together."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _METRICS = SocketAddress("0.0.0.0", 15020)
 
 
 class TunnelSource(StrEnum):
-    """Whose address a tunnel's TCP connection carries when the configuration asks for the client's."""
+    """The source address of a tunnel's TCP connection when the configuration requests the client's."""
 
     CLIENT_POD = "client-pod"
     ENVOY = "envoy"
@@ -23,17 +23,17 @@ class TunnelSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """Where this proxy does better than the Envoy it takes its configuration from. ``ENVOY_COMPAT`` turns all off.
+    """The deliberate differences from Envoy; ``ENVOY_COMPAT`` turns all of them off.
 
     Attributes:
-        route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle hold where the configuration
-            is silent.
+        route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle apply where the configuration
+            sets none.
         node_local_shortcut: tunnels between two pods of this node are joined in-process.
-        early_data: the first bytes of a connection go along with its CONNECT, where the peer says that it holds
-            them until it has answered: one way to the peer and back less.
+        early_data: the first bytes of a connection are sent along with its CONNECT, if the peer announces that it
+            holds them until it has answered; that saves a round trip.
         check_authority: a tunnel may only name the pod it was opened to.
         judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
-        strict_tls: servers are verified even where the configuration forgot to.
+        strict_tls: servers are verified even if the configuration does not say so.
         tunnel_source: see there; Envoy loses the client's address on the way through an internal listener.
     """
 
@@ -48,15 +48,15 @@ class Switches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything ``ztunnel proxy`` is told from outside its bootstrap.
+    """The settings of ``ztunnel proxy`` outside its bootstrap.
 
     Attributes:
         bootstrap: path of an Envoy bootstrap; empty when ``control_plane`` is given.
         control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
         node: name of the node, for that bootstrap.
-        readiness, metrics: where to listen; ``None`` does not.
-        spin_us: how long to poll without sleeping after activity; 0 is off.
-        restart_epoch: how many generations came before; not 0: start beside the one that is running.
+        readiness, metrics: addresses to listen on; ``None`` disables one.
+        spin_us: time to poll without sleeping after activity; 0 is off.
+        restart_epoch: the number of earlier generations; if not 0, start beside the running one.
     """
 
     bootstrap: str = ""
@@ -137,7 +137,7 @@ _COMPAT = {
 
 
 def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
-    """Whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio mesh's proxy."""
+    """Return whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio proxy."""
     return any(flags.get(name) or env.get(VARIABLES[name][0]) for name in ("bootstrap", "control_plane"))
 
 

@@ -1,4 +1,4 @@
-"""Where resources come from, as the configuration says: the aggregated stream, a file, a stream of its own."""
+"""The sources of resources that the configuration names: the aggregated stream, a file, or a separate stream."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -20,7 +20,7 @@ _COUNTED = (
 
 
 class Sources:
-    """Sources of the process, made when first asked for.
+    """The sources of the process, each made on first use.
 
     Args:
         ads: the aggregated stream, if the bootstrap has one.
@@ -42,7 +42,7 @@ class Sources:
     def check(self, source: ConfigSource) -> None:
         """Refuse what :meth:`of` would refuse, without watching a file.
 
-        A resource is checked before anything is made of it: it is then refused as a whole, and nothing waits for a
+        A resource is checked before anything is made of it. It is refused as a whole, and nothing waits for a
         source that never answers.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How far the start of a proxy has come."""
+"""The states of a proxy from start to end."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""Everything known about one hop of one connection, from accept to its log line."""
+"""The facts about one hop of a connection, from accept to its log line."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +10,7 @@ from xds.model.facts import ConnectionFacts
 
 
 class Flag(StrEnum):
-    """Response flags, in the order several of them are printed."""
+    """Response flags, in the order in which logs print several."""
 
     NO_HEALTHY_UPSTREAM = "UH"
     UPSTREAM_CONNECT_FAILURE = "UF"
@@ -33,7 +33,7 @@ class Flag(StrEnum):
 
 
 class UpstreamOptions(NamedTuple):
-    """What ``original_src`` adds to sockets opened for a connection.
+    """The options that ``original_src`` adds to sockets opened for a connection.
 
     Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
     for every connection.
@@ -48,7 +48,7 @@ _NO_OPTIONS = UpstreamOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFacts:
-    """A finished handshake, for logs."""
+    """The facts of a finished handshake, for logs."""
 
     version: str = ""
     cipher: str = ""
@@ -60,7 +60,7 @@ class TlsFacts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamInfo:
-    """One hop. An internal hop is a second object of this kind, not a byte pipe.
+    """One hop. An internal hop is a second object of this class; no bytes pass between the two.
 
     Attributes:
         facts: addresses, metadata and identity, as matchers and policies see them.
@@ -110,7 +110,7 @@ class StreamInfo:
 
     @property
     def destination(self) -> SocketAddress:
-        """The downstream local address: where the connection was going."""
+        """The downstream local address: the destination that the client addressed."""
         return self.facts.destination
 
     @property
@@ -119,7 +119,7 @@ class StreamInfo:
         return self.remote_text or str(self.facts.source)
 
     def flags_text(self) -> str:
-        """Flags joined by comma in fixed order, ``-`` for none."""
+        """The flags joined by commas in fixed order, ``-`` for none."""
         if not self.flags:
             return "-"
         return ",".join(flag for flag in Flag if flag in self.flags)

@@ -1,6 +1,6 @@
-"""The server's end of a tunnel: which route a CONNECT takes, and the application behind it.
+"""The server's end of a tunnel: chooses the route of a CONNECT and connects to the application behind it.
 
-The same for a tunnel that came over the wire and for one that was joined in-process (``internal.shortcut``).
+It serves tunnels from the wire and those that were joined in-process (``internal.shortcut``) alike.
 """
 
 import random
@@ -31,7 +31,7 @@ _BODIES = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A refusal of a request."""
+    """The response that refuses a request."""
 
     status: int
     details: str
@@ -43,7 +43,7 @@ class RequestRefused(Exception):
     """The request is answered instead of becoming a tunnel.
 
     Attributes:
-        answer: what to say.
+        answer: the response.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -60,7 +60,7 @@ class Terminator:
         rng: picks among weighted clusters.
         check_authority: a tunnel may only name the pod it was opened to. Off (as Envoy), a client that may reach
             one pod of the node may reach all of them, judged by the first one's policy.
-        own_ports: ports a tunnel must not lead to: this proxy's listeners.
+        own_ports: the ports of this proxy's listeners, to which no tunnel may lead.
         judge_ports: policies' ports are the application's. Off (as Envoy), they are compared with the captured
             port, 15008, so that a DENY by port never holds for a tunnel.
     """
@@ -146,7 +146,7 @@ class Terminator:
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
         """Check that the request names the pod its connection was captured for, on a port that is not ours.
 
-        Where the configuration's header is absent the authority counts: ztunnels and waypoints of today send no
+        Without the configuration's header the authority counts: today's ztunnels and waypoints send no
         ``x-envoy-original-dst-host``.
         """
         config = cluster.model.original_dst

@@ -1,4 +1,4 @@
-"""``ztunnel proxy --validate``: every fault of a configuration, without serving it."""
+"""``ztunnel proxy --validate``: finds every fault of a configuration without serving it."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def faults_of_file(path: str) -> list[str]:
         message = parse_bootstrap(path, faults)
     except ConfigError as error:
         return [f"{path}: {error}"]
-    read = len(faults)  # what follows is found in what could be read
+    read = len(faults)  # the readable parts are checked nevertheless
     bootstrap = read_bootstrap(message, faults)
     return [f"{path}: {fault}" for fault in faults] + faults_of(bootstrap, path, unread=faults[:read])
 
@@ -87,7 +87,7 @@ def faults_of(
 
 
 def _at_fault(faults: Collection[ConfigError]) -> frozenset[str]:
-    """The resources that faults are in: ``static_resources.clusters[0]``, ``resources[3]``."""
+    """Return the resources that contain faults: ``static_resources.clusters[0]``, ``resources[3]``."""
     return frozenset(found[0] for fault in faults if (found := _RESOURCE.match(fault.path)))
 
 
@@ -104,7 +104,7 @@ class _Check:
         self._contexts: list[tuple[str, Role, ContextModel]] = []
 
     def control_plane(self, target: GrpcTarget, place: str) -> None:
-        """Check the TLS of the stream to it."""
+        """Check the TLS of the stream to the control plane."""
         try:
             tls_of(target, self._surroundings)
         except ConfigError as error:
@@ -113,7 +113,7 @@ class _Check:
             self.faults.append(f"{place}: {named}")
 
     def follow(self) -> None:
-        """Check the files that resources named: endpoints and secrets."""
+        """Check the files that resources name: endpoints and secrets."""
         while left := [path for path in self._wanted if path not in self._files]:
             for path in left:
                 self.file(path)
@@ -138,7 +138,7 @@ class _Check:
     def resources(
         self, place: str, bodies: Iterable[AnyMessage], at_fault: Collection[str], file: str = ""
     ) -> None:
-        """Check resources of any type, but for those that are known to be at fault.
+        """Check resources of any type, except those with known faults.
 
         Args:
             place: of the list, behind which the index is put.
@@ -157,7 +157,7 @@ class _Check:
                 self.faults.append(f"{where}: {error}")
 
     def contexts(self) -> None:
-        """Build every TLS context with the secrets that were found; what comes over a stream is still missing."""
+        """Build every TLS context with the secrets found; those that a stream delivers are still missing."""
         for place, role, model in self._contexts:
             try:
                 build(role, model, self._find)

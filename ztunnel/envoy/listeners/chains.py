@@ -1,4 +1,4 @@
-"""Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters looked up."""
+"""Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters resolved."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from ztunnel.policy.engine import judge, reads_port
 
 
 class LiveRbac:
-    """One RBAC filter."""
+    """An RBAC filter with its counters."""
 
     def __init__(self, model: Rbac, stats: Stats) -> None:
         self.model = model
@@ -33,10 +33,10 @@ class LiveRbac:
         self.reads_port = any(reads_port(rules) for rules in lists)
 
     def check(self, facts: ConnectionFacts) -> None:
-        """Judge a connection.
+        """Check a connection against the policy.
 
         Raises:
-            Denied: with the words of Envoy's termination details.
+            Denied: with the text of Envoy's termination details.
         """
         model = self.model
         if model.shadow is not None:
@@ -99,7 +99,7 @@ class LiveTcpProxy:
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         if model.tunneling is not None:
-            # A hostname that evaluates to nothing must stay empty, not become "-".
+            # A hostname without a value must stay empty, not become "-".
             self.hostname = renderer(model.tunneling.hostname, missing="")
             self.headers = tuple(
                 LiveHeader(header.name, renderer(header.value), header.action, header.keep_empty)
@@ -153,11 +153,11 @@ class LiveSsl:
         self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
 
     def updated_by_sds(self) -> None:
-        """Count a context that was built again because a secret changed."""
+        """Count a context that was rebuilt because a secret changed."""
         self.sds_updates.value += 1
 
     def negotiated(self, version: str, cipher: str, group: str | None) -> None:
-        """Count what a handshake agreed on."""
+        """Count the parameters of a finished handshake."""
         self.handshake.value += 1
         for kind, name in (("versions", version), ("ciphers", cipher), ("curves", group)):
             if name:
@@ -206,7 +206,7 @@ class LiveChain:
 
     @property
     def sinks(self) -> tuple[LogSink, ...]:
-        """Loggers of the terminal filter."""
+        """The loggers of the terminal filter."""
         if self.proxy is not None:
             return self.proxy.sinks
         return self.manager.sinks if self.manager is not None else ()
@@ -214,16 +214,17 @@ class LiveChain:
     def judge(self, info: StreamInfo, *, port_known: bool = True) -> None:
         """Run the RBAC filters in order.
 
-        Envoy waits for the first byte; nothing that is judged here depends on one, and waiting would let a
-        server that speaks first be heard by a client that is not allowed, so it is done at once.
+        Envoy waits for the first byte of the client. Here the filters run at once: none depends on a byte, and
+        with a protocol in which the server speaks first, waiting would send its bytes to a client that is not
+        allowed.
 
         Args:
             info: the connection.
-            port_known: its destination port is the application's. It is not while a tunnel has not asked yet:
-                filters that read the port are left to :meth:`judge_port` then.
+            port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
+                that read the port are left to :meth:`judge_port`.
 
         Raises:
-            Denied: by the first that does not allow.
+            Denied: by the first filter that does not allow it.
         """
         for rbac in self.rbac:
             if port_known or not rbac.reads_port:
@@ -233,7 +234,7 @@ class LiveChain:
         """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
 
         Raises:
-            Denied: by the first that does not allow.
+            Denied: by the first filter that does not allow it.
         """
         for rbac in self.rbac:
             if rbac.reads_port:
@@ -261,7 +262,7 @@ class LiveChain:
 
 
 def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:
-    """What goes on through internal connections, now that ``state`` has been set; see ``ConnectionFacts``."""
+    """Return the filter state that internal connections inherit once ``state`` is set; see ``ConnectionFacts``."""
     others = tuple([entry for entry in before if entry[0] != state.key])
     if state.shared is SharedWithUpstream.NONE:
         return others

@@ -1,4 +1,4 @@
-"""What a TLS ClientHello says before any handshake: server name and ALPN (RFC 8446, 4.1.2; RFC 6066; RFC 7301)."""
+"""Parses server name and ALPN of a TLS ClientHello (RFC 8446, 4.1.2; RFC 6066; RFC 7301)."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _SERVER_NAME, _ALPN = 0, 16
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """The extensions that choose a filter chain."""
+    """The extensions by which filter chains match."""
 
     server_name: str = ""
     alpn: tuple[str, ...] = ()
@@ -20,21 +20,21 @@ class NotTls(Exception):
 
 
 class NeedMore(Exception):
-    """The ClientHello is longer than what is here."""
+    """The bytes end before the ClientHello does."""
 
 
 def parse_client_hello(data: bytes) -> ClientHello:
-    """Read a ClientHello from the first bytes of a connection.
+    """Parse a ClientHello from the first bytes of a connection.
 
     Raises:
-        NeedMore: the bytes are a proper beginning of one.
+        NeedMore: the bytes are the beginning of one.
         NotTls: they are something else, or over :data:`MAX_BYTES`.
     """
     return _hello(_Reader(_handshake(data)))
 
 
 def _handshake(data: bytes) -> bytes:
-    """The ClientHello message out of its records."""
+    """Return the ClientHello message from its records."""
     message = b""
     position = 0
     while True:

@@ -1,4 +1,4 @@
-"""What listener filters do to a connection before its filter chain is chosen."""
+"""Runs listener filters, which change the facts about a connection before its filter chain is chosen."""
 
 from collections.abc import Mapping
 
@@ -18,11 +18,11 @@ _METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS",
 
 
 class FilterClosed(Exception):
-    """A listener filter closes the connection; the text says why."""
+    """A listener filter closes the connection; the text is the reason."""
 
 
 def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
-    """Run a filter that reads no bytes, on a socket's or an internal connection alike.
+    """Run a filter that reads no bytes, for an accepted or an internal connection.
 
     ``OriginalDst`` on a socket is :func:`restore`'s; on an internal connection it reads the metadata and filter
     state that an ``internal_upstream`` transport socket passed on. What is missing or does not parse is
@@ -59,7 +59,7 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo) -> None:
 
 
 def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
-    """``original_dst`` on a socket: the address the client dialled, before any interception rewrote it.
+    """Run ``original_dst`` on a socket: restore the address that the client dialled, before interception.
 
     Args:
         end: the accepted socket.
@@ -78,7 +78,7 @@ def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
 
 
 async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
-    """``tls_inspector``: server name and ALPN of a ClientHello, without consuming it."""
+    """Run ``tls_inspector``: read server name and ALPN of a ClientHello without consuming it."""
     seen = b""
     while True:
         more = await end.peek(client_hello.MAX_BYTES, seen=len(seen))
@@ -101,7 +101,7 @@ async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
 
 
 async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:
-    """``http_inspector``: tells cleartext HTTP/2, HTTP/1.1 and HTTP/1.0 by their first line."""
+    """Run ``http_inspector``: recognise cleartext HTTP/2, HTTP/1.1 and HTTP/1.0 by the first line."""
     if info.facts.transport_protocol == "tls":
         return
     seen = b""
@@ -128,7 +128,7 @@ async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:
 
 
 async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: StreamInfo) -> None:
-    """``proxy_protocol``: believe a PROXY header and remove it from the bytes.
+    """Run ``proxy_protocol``: apply a PROXY header and remove it from the bytes.
 
     Raises:
         FilterClosed: a malformed or disallowed header, or none where one is demanded.
@@ -178,5 +178,5 @@ def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | Non
 
 
 def plain_address(name: tuple[str, int]) -> SocketAddress:
-    """What ``getpeername`` and ``getsockname`` return, canonical."""
+    """Return the result of ``getpeername`` or ``getsockname`` without IPv4 mapping."""
     return SocketAddress(canonical(name[0]), name[1])

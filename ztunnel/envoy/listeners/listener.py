@@ -1,4 +1,4 @@
-"""Listeners at run time: sockets, chains, and what counts as theirs.
+"""Listeners at run time: sockets, filters, chains and counters.
 
 Updates follow Envoy: a change of chains or matcher only is made in place (unchanged chains keep their
 connections, the others drain), any other change makes a new listener that takes over the sockets while the old
@@ -41,7 +41,7 @@ Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSocket:
-    """The listening socket of one address of a listener.
+    """Bind the socket of one address of a listener; it listens later.
 
     Raises:
         tproxy.errors.TproxyError: port taken, capability missing.
@@ -56,7 +56,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        backlog=0,  # bound now, so that a taken port refuses the listener; it listens when everything is warm
+        backlog=0,  # bound now, so that the listener is refused if the port is taken; it listens when everything is warm
     )
     for option in model.socket_options:
         if option.state != "prebind":
@@ -64,7 +64,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
                 sock.setsockopt(option.level, option.name, option.value)
             else:
                 sock.setsockopt(option.level, option.name, option.value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what it accepts inherits it
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     bound = sock.getsockname()
     return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
 
@@ -82,10 +82,10 @@ class LiveListener:
 
     Attributes:
         body: message as sent, for dumps.
-        sockets: what it accepts on; moves to the successor on an update.
-        draining: it was replaced or removed; its connections run out.
-        filters: listener filters in their order; ``None`` where ECDS has not brought one.
-        reads_bytes: one of them waits for bytes of the client.
+        sockets: the sockets that it accepts on; they move to the successor on an update.
+        draining: it was replaced or removed, and its connections end by themselves.
+        filters: listener filters in their order; ``None`` for one that ECDS has not delivered.
+        reads_bytes: one of the filters waits for bytes of the client.
 
     Raises:
         ConfigError: the TLS context of a chain cannot be built; with its place.
@@ -145,22 +145,22 @@ class LiveListener:
 
     @property
     def live_chains(self) -> list[LiveChain]:
-        """Every chain, the default one last."""
+        """All chains, the default one last."""
         return list(self.chains.values())
 
     def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
-        """The chain that takes a connection."""
+        """Return the chain that matches a connection; None if there is none."""
         chain = self.model.chain_for(facts)
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """The filter in a place; of one that ECDS configures, what has arrived or its default, else ``None``."""
+        """Return a filter; of one that ECDS configures, the delivered or the default version, else ``None``."""
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter
 
     def discover(self, place: str, found: ListenerFilter | None) -> None:
-        """ECDS brought the configuration of a filter, or removed it."""
+        """Apply a filter's configuration from ECDS, or its removal."""
         if found is None:
             self._discovered.pop(place, None)
         else:
@@ -174,7 +174,7 @@ class LiveListener:
         )
 
     def options_for(self, info: StreamInfo) -> UpstreamOptions:
-        """What the listener's ``original_src`` filter would give a connection."""
+        """Return the socket options that the listener's ``original_src`` filter gives a connection."""
         for entry in self.model.listener_filters:
             if isinstance(entry.filter, OriginalSrc):
                 return UpstreamOptions(source=info.source.host, mark=entry.filter.mark)
@@ -186,7 +186,7 @@ class LiveListener:
         self.cx_active.stored += 1
 
     def closed(self) -> None:
-        """Count the end of one."""
+        """Count the end of a connection."""
         self.cx_active.stored -= 1
         self.cx_destroy.value += 1
 
@@ -197,14 +197,14 @@ class LiveListener:
 
     @property
     def address_text(self) -> str:
-        """The address as ``/listeners`` prints it."""
+        """Return the address as ``/listeners`` prints it."""
         if self.model.internal:
             return f"envoy://{self.name}/"
         addresses = [sock.address for sock in self.sockets] or list(self.model.addresses)
         return ",".join(map(str, addresses))
 
     def stop(self) -> None:
-        """Accept what is there, and no more; connections live on."""
+        """Accept queued connections and then no more; open ones continue. Idempotent."""
         for sock in self.sockets:
             sock.accept_queued()
             sock.close()

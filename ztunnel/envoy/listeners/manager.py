@@ -1,4 +1,4 @@
-"""All listeners: static ones, those LDS brings, and the change from one version of a listener to the next."""
+"""Manages all listeners: static ones, those from LDS, and the replacement of one version by the next."""
 
 import asyncio
 import logging
@@ -47,9 +47,9 @@ RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """What ECDS or RDS brought under one name, for dumps.
+    """The versions of a resource from ECDS or RDS, for dumps.
 
-    ``good`` is what is in force since ``at``; ``failure`` a later version that was refused.
+    ``good`` is current since ``at``; ``failure`` is a later version that was refused.
     """
 
     good: Resource | None = None
@@ -70,12 +70,12 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
 
 
 class ListenerManager:
-    """Listeners by name.
+    """Creates, replaces and drains listeners by name.
 
     Args:
-        table: those that serve; written here only.
-        accepted: takes each accepted socket.
-        drain_s: how long a drained connection may live.
+        table: the active listeners; only this class changes it.
+        accepted: called with each accepted socket.
+        drain_s: the time that connections of a drained listener have to end.
     """
 
     def __init__(
@@ -136,27 +136,27 @@ class ListenerManager:
 
     @property
     def active(self) -> list[LiveListener]:
-        """Listeners that serve, in the order of arrival."""
+        """The active listeners, in the order of arrival."""
         return list(self._table)
 
     @property
     def warming(self) -> list[LiveListener]:
-        """Listeners that wait for secrets, routes or extension configurations."""
+        """The listeners that wait for secrets, routes or extension configurations."""
         return list(self._warming.values())
 
     @property
     def draining(self) -> list[LiveListener]:
-        """Listeners that were replaced or removed and still have connections."""
+        """The listeners that were replaced or removed and still have connections."""
         return list(self._draining)
 
     def is_static(self, name: str) -> bool:
-        """Whether a listener comes from the bootstrap."""
+        """Return whether a listener comes from the bootstrap."""
         return name in self._static
 
     # Applying
 
     def add_static(self, body: AnyMessage) -> None:
-        """A listener of ``static_resources``.
+        """Add a listener of ``static_resources``.
 
         Raises:
             ConfigError: it cannot be obeyed.
@@ -214,7 +214,7 @@ class ListenerManager:
             return
         big = current is not None and len(current.chains) > _MANY_CHAINS
         if big or len(resource.body.value) > _BIG_BYTES:
-            # The outbound listener of a big mesh takes a second; connections go on meanwhile.
+            # The outbound listener of a big mesh takes a second to compile; connections are served meanwhile.
             model = await asyncio.to_thread(self._compile, resource.body)
         else:
             model = self._compile(resource.body)
@@ -249,7 +249,7 @@ class ListenerManager:
                 )
 
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
-        """A version of a listener, its sockets bound; nothing accepts yet.
+        """Return a version of a listener with bound sockets; it accepts nothing yet.
 
         An update that leaves the frame alone keeps the chains that did not change.
         """
@@ -286,7 +286,7 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
-        # Before the task: an error of asking refuses the resource that is being applied.
+        # Before the task starts: an error of subscribing refuses the resource that is being applied.
         waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:
@@ -316,7 +316,10 @@ class ListenerManager:
             done.set()
 
     def _subscribe(self, listener: LiveListener) -> list[asyncio.Event]:
-        """Ask for what the listener needs by ECDS and RDS; events tell when it is here or its time is up."""
+        """Subscribe to the listener's resources from ECDS and RDS.
+
+        The events are set when each has arrived or its time limit has passed.
+        """
         events: list[asyncio.Event] = []
         subscriptions = self._subscriptions.setdefault(listener, [])
         for entry in listener.model.listener_filters:
@@ -431,13 +434,13 @@ class ListenerManager:
             log.info("listener %s replaced, the old one drains", new.name)
 
     def start(self) -> None:
-        """Begin to listen, with every listener that is warm; later ones join as they warm."""
+        """Start listening on all warm listeners; later ones start when they are warm."""
         self._listening = True
         for listener in self._table:
             self._start(listener)
 
     async def warmed(self) -> None:
-        """Wait until every listener known so far is warm, or was superseded or refused."""
+        """Wait until every listener known so far is warm, superseded or refused."""
         while self._warming:
             await self._warmed_one.wait()
 
@@ -461,7 +464,7 @@ class ListenerManager:
             self._drain_listener(listener)
 
     def _discard(self, listener: LiveListener) -> None:
-        """Drop a version that never served; what it shares with the active one stays."""
+        """Drop a version that never served; parts that it shares with the active one stay."""
         active = self._table.get(listener.name)
         shared = set(map(id, active.sockets)) if active is not None else set()
         for sock in listener.sockets:
@@ -485,7 +488,7 @@ class ListenerManager:
         self._tasks.start(self._drain(listener, listener.live_chains), f"draining {listener.name}")
 
     def _drain_chains(self, successor: LiveListener, chains: list[LiveChain]) -> None:
-        """Connections of changed chains run out, except those the new chains would not let in any more."""
+        """Drain connections of changed chains, and end those that the new chains would not allow."""
         if not chains:
             return
         leaving = set(map(id, chains))
@@ -531,11 +534,11 @@ class ListenerManager:
             self._unsubscribe(listener)
 
     async def hand_over(self) -> None:
-        """Before :meth:`stop`: see :func:`ztunnel.runtime.accepting.hand_over`."""
+        """Prepare for :meth:`stop`, see :func:`ztunnel.runtime.accepting.hand_over`."""
         await hand_over([sock for listener in self._table for sock in listener.sockets])
 
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
-        """Stop accepting, at once; connections live on (``/drain_listeners``, shutdown).
+        """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
         What ``keep`` does not spare does not accept again, later versions of it included.
         """
@@ -547,7 +550,7 @@ class ListenerManager:
                 self._stops.value += 1
 
     async def close(self) -> None:
-        """Stop everything."""
+        """Stop accepting and cancel all tasks; idempotent."""
         self.stop()
         await self._tasks.close()
         for listener in [*self._table, *self._warming.values(), *self._draining]:

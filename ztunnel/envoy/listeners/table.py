@@ -10,7 +10,7 @@ from ztunnel.envoy.listeners.listener import LiveListener
 
 
 class ListenerTable:
-    """Active listeners, in the order of arrival."""
+    """The active listeners, in the order of arrival."""
 
     def __init__(self) -> None:
         self._active: dict[str, LiveListener] = {}
@@ -28,7 +28,7 @@ class ListenerTable:
         return self._active.get(name)
 
     def put(self, listener: LiveListener) -> None:
-        """Add a listener, or put it in the place of its predecessor."""
+        """Add a listener, or replace the one of its name."""
         self._active[listener.name] = listener
         self._index()
 
@@ -66,5 +66,5 @@ class ListenerTable:
 
     @property
     def own_ports(self) -> Collection[int]:
-        """Ports this proxy listens on."""
+        """Return the ports that this proxy listens on."""
         return self._by_port.keys()

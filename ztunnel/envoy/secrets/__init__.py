@@ -1,1 +1,1 @@
-"""Secrets of Envoy's dialect: fetched by SDS, built into TLS contexts, used to verify peers."""
+"""Secrets of Envoy's dialect: fetches them by SDS, makes TLS contexts from them, and verifies peers."""

@@ -1,4 +1,4 @@
-"""TLS contexts in use: built when their secrets are here, built anew before a changed secret is accepted."""
+"""TLS contexts in use: made when their secrets have arrived, and again before a changed secret is accepted."""
 
 import logging
 from collections.abc import Callable
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def hardened(context: ContextModel) -> ContextModel:
-    """A client's context that verifies its server, whatever the configuration forgot.
+    """Return a client's context that verifies its server even if the configuration does not.
 
-    The generator of 2022 gave upstream contexts no validation at all. Where the certificate is a workload
-    identity from SDS, the root is asked for under the name the same generator uses (``ROOTCA``), and the server
-    must show an identity of the same trust domain.
+    The control plane of 2022 sent upstream contexts without any validation. If the certificate is a workload
+    identity from SDS, the root is requested under the name that this control plane uses (``ROOTCA``), and the
+    server must present an identity of the same trust domain.
     """
     if context.validation is not None or context.validation_ref is not None:
         return context
@@ -41,7 +41,7 @@ def hardened(context: ContextModel) -> ContextModel:
 
 
 class LiveContext:
-    """One context of the configuration with its secrets filled in.
+    """A context of the configuration with its current secrets.
 
     Args:
         role: client or server.
@@ -54,11 +54,11 @@ class LiveContext:
         ConfigError: it is unusable by itself or with the secrets that are here; nothing stays subscribed to.
 
     Attributes:
-        current: what the next handshake uses; ``None`` while a secret is missing.
-        validation: how the peer is verified, the SDS part merged in; ``None`` verifies nothing.
-        generation: goes up with each rebuild; part of the key of pooled connections, so that a rotated
-            certificate is used by new connections while old ones live on.
-        local_uri_sans: identities of the own certificate.
+        current: the context for the next handshake; ``None`` while a secret is missing.
+        validation: the check of the peer, with its part from SDS; ``None`` verifies nothing.
+        generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
+            use a rotated certificate while old connections continue.
+        local_uri_sans: the identities of its own certificate.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class LiveContext:
         self._secrets = secrets
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
-        # Before anything is subscribed to: what is refused asks for nothing. Static and earlier secrets are found.
+        # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
+        # found.
         self._use(build(role, model, secrets.find))
         try:
             for ref in model.secret_refs:
@@ -100,7 +101,7 @@ class LiveContext:
 
     @property
     def certificate(self) -> Certificate | None:
-        """The own certificate in use."""
+        """The certificate that it presents."""
         source = self.model.certificate
         if isinstance(source, SecretRef):
             secret = self._secrets.find(source)
@@ -109,9 +110,9 @@ class LiveContext:
 
     @property
     def party(self) -> Party | None:
-        """What agreements without a handshake are judged by; ``None``: only a handshake can tell.
+        """The context as a party of an agreement without a handshake; ``None`` if only a handshake can decide.
 
-        Made when first asked for, because few contexts are those of tunnels within one node.
+        Made on first use, because few contexts are those of tunnels within one node.
         """
         if self._party is None:
             self._party = (self._make_party(),)
@@ -133,7 +134,7 @@ class LiveContext:
         return Party(Credentials(chain, tuple(certificates_in(validation.trusted_ca_pem))), accepts)
 
     async def settled(self) -> None:
-        """Wait until every secret is here or its time is up."""
+        """Wait until every secret has arrived or its time limit has passed."""
         await settled(self._handles)
 
     def close(self) -> None:
@@ -187,5 +188,5 @@ def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
 
 
 def certificates_in(pem: bytes | None) -> list[x509.Certificate]:
-    """Every certificate of a PEM text; none of ``None``."""
+    """Return the certificates in a PEM text; none for ``None``."""
     return x509.load_pem_x509_certificates(pem) if pem else []

@@ -1,4 +1,4 @@
-"""Secrets by name, from wherever the configuration says, shared by everything that uses them."""
+"""Secrets by name, from the sources that the configuration names, shared by all users."""
 
 import asyncio
 import logging
@@ -26,13 +26,13 @@ TYPE_URL = registry.type_url(tls_pb2.Secret)
 
 
 class SecretUser(Protocol):
-    """What uses a secret."""
+    """A user of a secret."""
 
     def prepare(self, handle: "SecretHandle", secret: Secret) -> Callable[[], None]:
-        """Make ready for a new version, without using it yet; return what takes it into use.
+        """Prepare for a new version without using it yet; return a function that makes it current.
 
         Raises:
-            ConfigError: this user cannot use it. No user then does, and the version is refused.
+            ConfigError: this user cannot use it. The version is then refused for all users.
         """
 
 
@@ -64,7 +64,7 @@ class SecretHandle:
 
 
 class SecretStore:
-    """Every secret in use. A secret is subscribed to while something uses it."""
+    """All secrets in use. A secret is subscribed to while it has users."""
 
     def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
         self._sources = sources
@@ -76,16 +76,16 @@ class SecretStore:
 
     @property
     def dynamic(self) -> list[SecretHandle]:
-        """Secrets from SDS, by name."""
+        """Return the secrets from SDS, by name."""
         return sorted(self._handles.values(), key=lambda handle: handle.ref.name)
 
     @property
     def static(self) -> list[SecretHandle]:
-        """Secrets of the bootstrap, by name."""
+        """Return the secrets of the bootstrap, by name."""
         return [self._static[name] for name in sorted(self._static)]
 
     def add_static(self, body: AnyMessage) -> None:
-        """A secret of ``static_resources``.
+        """Add a secret of ``static_resources``.
 
         Raises:
             ConfigError: unusable.
@@ -112,7 +112,7 @@ class SecretStore:
         return handle.secret if handle is not None else None
 
     def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
-        """Use a secret; ``user`` is asked about each later version before it is accepted.
+        """Use a secret; ``user`` prepares for each later version before that is accepted.
 
         Raises:
             ConfigError: there is no such source; :meth:`check` first.
@@ -138,7 +138,7 @@ class SecretStore:
         return handle
 
     def release(self, handle: SecretHandle, user: SecretUser) -> None:
-        """Stop using a secret; ``user`` is what :meth:`acquire` was given."""
+        """Stop using a secret; ``user`` is the argument of :meth:`acquire`."""
         handle.users.remove(user)
         key = (handle.ref.name, handle.ref.source)
         if not handle.users and self._handles.get(key) is handle:
@@ -154,7 +154,7 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
         if not found:
             if handle.ref.name in update.removed:
-                # As Envoy: what was delivered stays in force; what never was ends the wait.
+                # As Envoy: a delivered version stays current; without one the wait ends.
                 handle.settled.set()
             return
         resource = found[0]
@@ -178,7 +178,7 @@ class SecretStore:
             check_secret(secret)
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
-        # All users or none: what one of them cannot use is refused as a whole, and the good version stays.
+        # All users or none: a version that one of them cannot use is refused, and the good version stays.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
         handle.body = body
@@ -191,6 +191,6 @@ class SecretStore:
 
 
 async def settled(handles: Iterable[SecretHandle]) -> None:
-    """Wait until each secret is here or its time is up."""
+    """Wait until each secret has arrived or its time limit has passed."""
     for handle in handles:
         await handle.settled.wait()

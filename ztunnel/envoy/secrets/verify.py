@@ -1,4 +1,4 @@
-"""Judging a peer's certificate beyond its chain, and refusing unusable key material early. Pure."""
+"""Verifies a peer's certificate beyond its chain, and refuses unusable key material early. Pure."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ Names = tuple[tuple[str, str], ...]
 
 @lru_cache(maxsize=1024)  # a mesh's workloads come again and again
 def subject_alt_names(certificate: x509.Certificate) -> Names:
-    """The (type, text) of each subject alternative name; types as in :class:`SanMatch`.
+    """Return (type, text) of each subject alternative name; types as in :class:`SanMatch`.
 
     Raises:
         ValueError: the extension does not parse.
@@ -53,9 +53,9 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
 
 
 def peer_verifier(validation: Validation) -> Callable[[Sequence[x509.Certificate]], str | None] | None:
-    """A hook for the handshake: the reason to refuse a chain (leaf first), or ``None``.
+    """Return a check for the handshake, which returns the reason to refuse a chain (leaf first) or ``None``.
 
-    Returns ``None`` when ``validation`` says nothing beyond trusted roots.
+    Returns ``None`` if ``validation`` demands nothing beyond trusted roots.
     """
     if not validation.restricts:
         return None
@@ -85,7 +85,7 @@ def _pinned(leaf: x509.Certificate, hashes: Sequence[str], spki: Sequence[str]) 
 
 
 def san_matches(match: SanMatch, kind: str, text: str) -> bool:
-    """Whether one name of a certificate satisfies one matcher; a wildcard DNS name stands for one label."""
+    """Return whether a name of a certificate satisfies a matcher; ``*`` in a DNS name stands for one label."""
     if "\x00" in text or match.san_type not in (kind, "any"):
         return False
     if kind == "dns" and text.startswith("*.") and match.match.kind == "exact":
@@ -129,7 +129,7 @@ def _check_certificate(secret: Certificate) -> None:
     try:
         key = load_pem_private_key(secret.key_pem, secret.password)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        # Never the library's words: they may quote the input.
+        # The library's text is not used: it may quote the input, a key.
         reason = "not a private key in PEM, or the wrong password"
         raise _unusable(reason, "private_key", secret.key_file) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -162,5 +162,5 @@ def unlocked(certificate: Certificate) -> Certificate:
 
 
 def leaf_of(secret: Certificate) -> x509.Certificate:
-    """The certificate itself, without its chain."""
+    """Return the certificate itself, without its chain."""
     return x509.load_pem_x509_certificates(secret.chain_pem)[0]
