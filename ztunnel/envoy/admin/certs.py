@@ -1,4 +1,4 @@
-"""``/certs``: the certificates of every TLS context in use."""
+"""Makes ``/certs``: the certificates of every TLS context in use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KINDS = {"uri": "uri", "dns": "dns", "ip": "ip_address"}
 
 
 def page(proxy: InspectedProxy) -> Page:
-    """The answer of ``/certs``."""
+    """Return the page."""
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
     shown = [_context(context, now) for context in contexts_in_use(proxy)]
     return text(format_json({"certificates": shown}), content_type=JSON)
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Every TLS context that has its secrets: those of clusters, then those of listeners' chains."""
+    """Iterate over the TLS contexts with all secrets: those of clusters, then those of listeners' chains."""
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -36,7 +36,7 @@ def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
 
 
 def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
-    """Roots and own certificates of every context."""
+    """Iterate over the roots and own certificates of every context."""
     for context in contexts_in_use(proxy):
         yield from _roots(context)
         yield from _own(context)[:1]
@@ -85,7 +85,7 @@ def _names(certificate: x509.Certificate) -> list[dict[str, str]]:
 
 
 def _serial(number: int) -> str:
-    """Hexadecimal, whole bytes (as OpenSSL's BN_bn2hex)."""
+    """Return a serial number in hexadecimal, in whole bytes as OpenSSL's BN_bn2hex."""
     digits = f"{number:x}"
     return digits if len(digits) % 2 == 0 else f"0{digits}"
 

@@ -1,4 +1,4 @@
-"""``/clusters``: every host of every cluster that serves, as this process sees it; as lines or as JSON."""
+"""Makes ``/clusters``: every host of every active cluster with its state, as lines or as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _count(host: Host, name: str) -> int:
 
 
 def text_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
-    """``<cluster>::...`` lines, one cluster at a time, one host at a time."""
+    """Iterate over lines ``<cluster>::...``, host by host."""
     for cluster in _shown(proxy, shown):
         name = printable(cluster.model.name)
         yield "".join(f"{name}::{line}\n" for line in _cluster_lines(cluster))
@@ -77,7 +77,7 @@ def _host_lines(host: Host, priority: int) -> Iterator[str]:
 
 
 def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
-    """Every host with its priority, those of ORIGINAL_DST (priority 0) last."""
+    """Iterate over every host with its priority, those of ORIGINAL_DST (priority 0) last."""
     for priority, level in enumerate(cluster.hosts.levels):
         for group in level.groups:
             yield from ((host, priority) for host in group.hosts)
@@ -87,7 +87,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
 
 
 def _service_name(cluster: LiveCluster) -> str:
-    """The name endpoints are asked for by, where it is not the cluster's own."""
+    """Return the name by which endpoints are requested, if it is not the cluster's."""
     return cluster.model.eds_name if cluster.model.eds_name != cluster.model.name else ""
 
 
@@ -95,7 +95,7 @@ def _service_name(cluster: LiveCluster) -> str:
 
 
 def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
-    """``{"cluster_statuses": [...]}``, one cluster at a time; ``{}`` without any."""
+    """Iterate over pieces of ``{"cluster_statuses": [...]}``, cluster by cluster; ``{}`` without any."""
     before = '{\n "cluster_statuses": [\n  '
     for cluster in _shown(proxy, shown):
         yield before
@@ -105,7 +105,7 @@ def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
 
 
 def status(cluster: LiveCluster) -> admin.ClusterStatus:
-    """One element of ``cluster_statuses``."""
+    """Return an element of ``cluster_statuses``."""
     model = cluster.model
     message = admin.ClusterStatus(
         name=model.name,

@@ -1,4 +1,4 @@
-"""The admin server's pages by path: what each answers, which need POST, which parameters they take.
+"""The admin server's pages by path, with their handlers, methods and parameters.
 
 :data:`COMMANDS` is the table that the dispatcher, ``/help`` and the home page read.
 """
@@ -108,7 +108,7 @@ def _memory(_: Asked) -> Page:
 
 
 def _init_dump(asked: Asked) -> Page:
-    """What the start waits for; empty once it is over."""
+    """Return the targets that the start waits for; empty once it is over."""
     proxy = asked.proxy
     message = admin.UnreadyTargetsDumps()
     waiting = [f"Cluster {cluster.model.name}" for cluster in readiness.unready_clusters(proxy)]

@@ -1,6 +1,6 @@
-"""``/config_dump``: which messages are shown (``resource``, ``mask``, ``name_regex``, ``include_eds``), as JSON.
+"""Makes ``/config_dump``: selects messages (``resource``, ``mask``, ``name_regex``, ``include_eds``), prints JSON.
 
-The page is made element by element, since the dump of a large mesh takes seconds: see :func:`pieces`.
+The page is made element by element, because the dump of a large mesh takes seconds: see :func:`pieces`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ztunnel.envoy.admin.dump import Dump
 from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.http.page import JSON, PLAIN, Deferred, Page, Piece, Query, text
 
-#: Elements of more bytes on the wire are turned into text outside the event loop. 32 KiB take about 10 ms.
+#: Elements with more encoded bytes are printed outside the event loop. 32 KiB take about 10 ms.
 _LARGE_BYTES = 16 * 1024
 
 
 class Refused(Exception):
-    """Parameters that cannot be obeyed; carries the answer."""
+    """The parameters are invalid; carries the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def page(proxy: InspectedProxy, query: Query) -> Page:
-    """The answer of ``/config_dump``."""
+    """Return the answer to a request."""
     try:
         shown = _name_filter(query.get("name_regex"))
         dumps = dump.dumps(proxy, include_eds="include_eds" in query, shown=shown)
@@ -67,7 +67,7 @@ def _name_filter(expression: str | None) -> dump.Shown:
 
 
 def re2_reason(expression: str, error: re.error) -> str:
-    """What is wrong with an expression, in RE2's words where the common cases allow."""
+    """Return the fault of an expression, in RE2's words for common cases; None if there is none."""
     match error.msg.partition(",")[0]:
         case "missing )":
             return f"missing ): {expression}"
@@ -85,7 +85,7 @@ def re2_reason(expression: str, error: re.error) -> str:
 
 
 def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
-    """The elements of the repeated field ``name`` of whichever dump has one."""
+    """Return the elements of the repeated field ``name`` of the dump that has it."""
     for each in dumps:
         field = each.message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
@@ -106,7 +106,7 @@ def _mask_of(paths: Iterable[str]) -> FieldMask:
 
 
 def _masked(dumps: Iterable[Dump], mask: str) -> list[Message]:
-    """Every dump that has all the paths of the mask, cut down to them."""
+    """Return the dumps that have all paths of the mask, restricted to them."""
     fields = _mask_of(mask.split(","))
     found = [_trimmed(each.complete(), fields) for each in dumps if _fits(fields, each.message)]
     if not found:
@@ -121,7 +121,7 @@ def _trimmed(message: Message, mask: FieldMask) -> Message:
 
 
 def _masked_element(element: Message, mask: str) -> Message:
-    """An element cut down to the mask, whose paths may lead into its one ``Any`` (``cluster.name``)."""
+    """Return an element restricted to the mask, whose paths may lead into its ``Any`` (``cluster.name``)."""
     outer: list[str] = []
     inner: dict[str, list[str]] = {}
     for path in mask.split(","):
@@ -172,10 +172,10 @@ def _unusable(paths: Iterable[str]) -> Refused:
 
 
 def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
-    """The text of a ``ConfigDump`` of ``dumps``, equal to printing it whole, in pieces.
+    """Iterate over pieces of the text of a ``ConfigDump``, equal to printing it as a whole.
 
-    Lists of a dump are given out element by element. Elements are never changed once they are in a dump (bodies of
-    resources are replaced, never edited), so a large one may be printed in a thread while the proxy goes on.
+    Lists are printed element by element. Elements never change once they are in a dump (bodies of resources are
+    replaced, never edited), so a large one may be printed in a thread while the proxy serves.
     """
     before = '{\n "configs": [\n'
     for each in dumps:
@@ -186,7 +186,7 @@ def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
 
 
 def _typed(each: Dump) -> Iterator[Piece]:
-    """One element of ``configs``, two levels deep."""
+    """Iterate over pieces of one element of ``configs``, two levels deep."""
     message = each.message
     yield f'  {{\n   "@type": "{registry.type_url(message)}"'
     for field, value in message.ListFields():
@@ -222,7 +222,7 @@ def _indented(message: Message, indent: str) -> str:
 
 
 def _field(message: Message, name: str) -> Piece:
-    """A field that is no list of messages, printed inside a message of its own to get its JSON form."""
+    """Return the JSON of a field that is no list of messages, printed as the only field of a message."""
     alone = type(message)()
     _mask_of([name]).MergeMessage(message, alone)
 

@@ -1,4 +1,4 @@
-"""``/connections`` and ``/explain``: what this proxy carries, and why it would carry something else."""
+"""Makes ``/connections`` and ``/explain``: the live connections, and the path that a connection would take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def connections_page(proxy: InspectedProxy) -> Page:
-    """Every live connection, oldest first."""
+    """Return the page of live connections, oldest first."""
     return Page(content_type=JSON, body=_connection_pieces(proxy))
 
 
@@ -71,7 +71,7 @@ _USAGE = "usage: /explain?source=IP[:PORT]&destination=IP:PORT[&identity=SPIFFE 
 
 
 def explain_page(proxy: InspectedProxy, query: Query) -> Page:
-    """Where a connection would go, decision by decision."""
+    """Return the page that explains the path of a connection, decision by decision."""
     try:
         question = Question(
             source=_source(query.get("source") or ""),
@@ -94,7 +94,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
 
 
 def _source(given: str) -> SocketAddress:
-    """An address, with or without a port."""
+    """Parse an address, with or without a port."""
     try:
         return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What is in force, as the messages of ``envoy.admin.v3``: the content of ``/config_dump``.
+"""Returns the current configuration as messages of ``envoy.admin.v3``, the content of ``/config_dump``.
 
-Messages only; which of them are shown and how they print is :mod:`ztunnel.envoy.admin.config_dump`. The order
-here is the order of the page (Envoy's: alphabetical by internal keys). Every call builds anew.
+:mod:`ztunnel.envoy.admin.config_dump` selects and prints them. The order here is the order of the page (Envoy's:
+alphabetical by internal keys). Every call makes the messages anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ztunnel.envoy.secrets.store import SecretHandle
     from ztunnel.envoy.upstream.manager import Failure
 
-#: Whether the object of a name is shown.
+#: Returns whether the object of a name is shown.
 Shown = Callable[[str], bool]
 
 _HEALTH = {
@@ -52,16 +52,16 @@ _HEALTH = {
 
 
 def everything(_: str) -> bool:
-    """No restriction by name."""
+    """Accept every name."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """One top-level dump, as far as it is made.
+    """A top-level dump whose lists are made on demand.
 
     Attributes:
-        message: the dump, but for ``lists``.
+        message: the dump without ``lists``.
         lists: (field, elements) in the order of field numbers; they follow what ``message`` holds. Elements are
             made when asked for, so that a page of many thousand does not hold the event loop.
     """
@@ -70,14 +70,14 @@ class Dump:
     lists: tuple[tuple[str, Iterable[Message]], ...] = ()
 
     def complete(self) -> Message:
-        """All of it; asks for the elements, which can be asked for once."""
+        """Return the complete message; consumes the elements, so it can be called once."""
         for name, elements in self.lists:
             getattr(self.message, name).extend(elements)
         return self.message
 
 
 def dumps(proxy: InspectedProxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Dump]:
-    """Every top-level dump, in order."""
+    """Return all top-level dumps, in order."""
     yield Dump(bootstrap(proxy))
     yield Dump(clusters(proxy, shown))
     if _wanted_extensions(proxy):
@@ -91,7 +91,7 @@ def dumps(proxy: InspectedProxy, *, include_eds: bool, shown: Shown = everything
 
 
 def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
-    """The bootstrap as given."""
+    """Return the bootstrap as given."""
     return admin.BootstrapConfigDump(bootstrap=proxy.bootstrap.message, last_updated=timestamp(proxy.started_at))
 
 
@@ -99,7 +99,7 @@ def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
 
 
 def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
-    """Static clusters, dynamic ones that serve and ones that warm; a refused version is at its last good one."""
+    """Return static, active and warming clusters; a refused version is shown with its last good one."""
     manager = proxy.clusters
     dump = admin.ClustersConfigDump(version_info=manager.version)
     failures = dict(manager.failures)
@@ -133,7 +133,7 @@ def _dynamic_cluster(
 
 
 def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """The hosts in use of every cluster that serves; no versions and no times, as in Envoy."""
+    """Return the hosts in use of every active cluster; without versions and times, as in Envoy."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
         admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
@@ -150,7 +150,7 @@ def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
 
 
 def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignment:
-    """The hosts in use: one block per priority and locality, one per address of an ORIGINAL_DST cluster."""
+    """Return a cluster's hosts in use, by priority and locality; by address for ORIGINAL_DST."""
     assignment = live_assignment(cluster)
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=assignment.cluster_name)
     hosts = {host.endpoint.key: host for host in cluster.all_hosts}
@@ -182,7 +182,7 @@ def _endpoint(entry: endpoint_pb2.LbEndpoint, endpoint: Endpoint, host: Host | N
 
 
 def health_of(endpoint: Endpoint, host: Host | None) -> core.HealthStatus.ValueType:
-    """Health as it counts: an ejected host is unhealthy, one whose health nobody stated is healthy."""
+    """Return a host's effective health: ejected is unhealthy, unknown is healthy."""
     return core.UNHEALTHY if host is not None and host.ejected else _HEALTH[endpoint.health]
 
 
@@ -212,7 +212,7 @@ def address_message(message: core.Address, address: EndpointAddress) -> None:
 
 
 def listeners(proxy: InspectedProxy, shown: Shown) -> admin.ListenersConfigDump:
-    """Static listeners, and for each dynamic name its active, warming, draining and refused version."""
+    """Return static listeners, and for each dynamic name its active, warming, draining and refused version."""
     manager = proxy.listeners
     dump = admin.ListenersConfigDump(version_info=manager.version)
     by_name: dict[str, admin.ListenersConfigDump.DynamicListener] = {}
@@ -250,7 +250,7 @@ def _listener_state(listener: LiveListener) -> admin.ListenersConfigDump.Dynamic
 
 
 def extensions(proxy: InspectedProxy, shown: Shown) -> admin.EcdsConfigDump:
-    """Extension configurations that arrived by ECDS for a listener that is still there."""
+    """Return the extension configurations from ECDS for existing listeners."""
     dump = admin.EcdsConfigDump()
     for name in sorted(_wanted_extensions(proxy)):
         if shown(name):
@@ -292,7 +292,7 @@ def _delivered(
 
 
 def routes(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Route tables inlined in listeners, once per chain that has one, and those from RDS."""
+    """Return route tables inlined in listeners, once per chain that has one, and those from RDS."""
     inlined = (
         admin.RoutesConfigDump.StaticRouteConfig(
             route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)
@@ -330,7 +330,7 @@ def _inlined_routes(body: AnyMessage) -> Iterable[route_pb2.RouteConfiguration]:
 
 
 def secrets(proxy: InspectedProxy, shown: Shown) -> admin.SecretsConfigDump:
-    """Secrets by name, certificates before validation contexts; the page redacts them."""
+    """Return secrets by name, certificates before validation contexts; the page redacts them."""
     dump = admin.SecretsConfigDump()
     for handle in proxy.secrets.static:
         if shown(handle.ref.name):
@@ -371,7 +371,7 @@ def _error_state(failure: Failure) -> admin.UpdateFailureState:
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """A moment in whole milliseconds, as dumps print it."""
+    """Return a time in whole milliseconds, as dumps print it."""
     message = Timestamp()
     message.FromMilliseconds(int(seconds * 1000))
     return message

@@ -1,4 +1,4 @@
-"""``/help`` and the home page, from the table of commands."""
+"""Makes ``/help`` and the home page from the table of commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ztunnel.http.page import Page
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One query parameter; a ``flag`` counts by being there."""
+    """A query parameter; a ``flag`` is set by its presence."""
 
     name: str
     text: str
@@ -21,7 +21,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One path; ``mutates`` demands POST."""
+    """The page of one path; one that ``mutates`` requires POST."""
 
     path: str
     text: str
@@ -31,7 +31,7 @@ class Command:
 
 
 def help_text(commands: Iterable[Command]) -> str:
-    """The table as ``/help`` prints it."""
+    """Return the table as ``/help`` prints it."""
     lines = ["admin commands are:\n"]
     for command in commands:
         lines.append(f"  {command.path}{' (POST)' if command.mutates else ''}: {command.text}\n")
@@ -68,7 +68,7 @@ _TAIL = """\
 
 
 def home_page(commands: Iterable[Command]) -> str:
-    """A form per command: links where nothing changes, buttons where something does."""
+    """Return the home page: a link for each page, and a button for each one that mutates."""
     rows = [_rows(command) for command in commands if command.path != "/"]
     return _HEAD + "".join(rows) + _TAIL
 

@@ -1,4 +1,4 @@
-"""What admin pages read of the proxy, and change: an interface, so that pages need not import the application."""
+"""The interface by which admin pages read and change the proxy, so that they need not import the application."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class InspectedProxy(Protocol):
 
     @property
     def state(self) -> State:
-        """How far the start has come."""
+        """The state of the start."""
 
     def shut_down(self) -> None:
         """Begin to drain, then end."""
 
 
 class Drain(Protocol):
-    """See :meth:`ztunnel.envoy.admin.server.AdminServer.drain`."""
+    """The type of :meth:`ztunnel.envoy.admin.server.AdminServer.drain`."""
 
     def __call__(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
         """Drain listeners."""
@@ -56,7 +56,7 @@ class Drain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request to the admin server, with what it may need to be answered."""
+    """A request to the admin server, with the objects that its handler may use."""
 
     proxy: InspectedProxy
     drain: Drain

@@ -1,11 +1,11 @@
-"""``/logging``: Envoy's vocabulary over Python's loggers."""
+"""Makes ``/logging``: shows and changes Python's loggers in Envoy's terms."""
 
 import logging
 from collections.abc import Iterable
 
 from ztunnel.http.page import Page, Query, text
 
-#: The packages whose loggers are ours to set.
+#: The packages whose loggers the page sets.
 PACKAGES = ("hbone", "tproxy", "xds", "ztunnel")
 OFF = logging.CRITICAL + 10
 LEVELS = {
@@ -27,7 +27,7 @@ levels: {" ".join(LEVELS)}{" "}
 
 
 def page(query: Query) -> Page:
-    """Change levels if asked to, then show them."""
+    """Change levels if a parameter says so, then return the page."""
     try:
         change(query)
     except ValueError as error:
@@ -36,7 +36,7 @@ def page(query: Query) -> Page:
 
 
 def change(query: Query) -> None:
-    """Obey one parameter: ``level``, ``paths``, or the name of a logger; all of it or nothing.
+    """Apply one parameter, ``level``, ``paths`` or the name of a logger, completely or not at all.
 
     Raises:
         ValueError: an unknown logger or level.
@@ -75,7 +75,7 @@ def _known(name: str) -> str:
 
 
 def _set_all(name: str, level: int) -> None:
-    """Set a logger, and let those below it follow."""
+    """Set a logger's level, and let those below it inherit it."""
     logging.getLogger(name).setLevel(level)
     for below in names():
         if below.startswith(f"{name}."):
@@ -83,17 +83,17 @@ def _set_all(name: str, level: int) -> None:
 
 
 def names() -> list[str]:
-    """Our loggers, sorted; the packages themselves always."""
+    """Return our loggers, sorted, always including the packages."""
     known: Iterable[str] = list(logging.root.manager.loggerDict)
     return sorted({*PACKAGES, *(name for name in known if name.partition(".")[0] in PACKAGES)})
 
 
 def active() -> str:
-    """The answer: every logger with the level in force."""
+    """Return the page: every logger with its current level."""
     lines = [f"  {name}: {level_name(logging.getLogger(name).getEffectiveLevel())}\n" for name in names()]
     return "active loggers:\n" + "".join(lines)
 
 
 def level_name(level: int) -> str:
-    """The word for a number; numbers in between belong to the next louder word."""
+    """Return the name of a level; a number between two belongs to the more severe one."""
     return next((word for word, bound in LEVELS.items() if level <= bound), "off")

@@ -1,4 +1,4 @@
-"""The scrape port: ``/metrics`` and ``/stats/prometheus``, in the format the scraper asks for."""
+"""Answers the scrape port: ``/metrics`` and ``/stats/prometheus``, in the format that the scraper requests."""
 
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.http.page import PLAIN, Page, PageRequest, text

@@ -1,4 +1,4 @@
-"""What the process knows about itself: memory, version, certificates about to expire; and ``server.*`` gauges."""
+"""Reports memory, version and certificates' expiry of the process, and registers the ``server.*`` gauges."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _STATUS = Path("/proc/self/status")
 
 
 def version() -> str:
-    """Like Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``; there is no commit in a distribution."""
+    """Return the version as Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit."""
     library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
     return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{library.replace(' ', '-')}"
 
 
 def memory() -> dict[str, int]:
-    """Bytes by the field names of ``/memory``; what CPython has no notion of is 0.
+    """Return bytes by the field names of ``/memory``; fields without an equivalent in CPython are 0.
 
     ``allocated`` is anonymous resident memory, ``heap_size`` the data segment, ``total_physical_bytes`` all
     resident memory.
@@ -42,7 +42,7 @@ def memory() -> dict[str, int]:
 
 
 def days_until_first_expiry(proxy: InspectedProxy) -> int:
-    """Whole days until the first certificate in use expires, 0 when one has; the largest value without any."""
+    """Return the whole days until a certificate in use expires; 0 after that, the largest value without any."""
     from ztunnel.envoy.admin.certs import certificates_in_use
 
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
@@ -51,7 +51,7 @@ def days_until_first_expiry(proxy: InspectedProxy) -> int:
 
 
 def register(proxy: InspectedProxy) -> None:
-    """Enter the gauges of ``server.`` that need the operating system or the whole proxy."""
+    """Register the gauges of ``server.`` that read the operating system or the whole proxy."""
     scope = proxy.stats.scope("server")
     scope.gauge("memory_allocated", lambda: float(memory()["allocated"]))
     scope.gauge("memory_heap_size", lambda: float(memory()["heap_size"]))

@@ -1,4 +1,4 @@
-"""``/healthz/ready``: whether the node's traffic can be carried, in the words of Rust ztunnel's server."""
+"""Answers ``/healthz/ready``: whether the proxy can carry the node's traffic, in Rust ztunnel's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_NAMES = 10
 
 
 def page(proxy: InspectedProxy, request: PageRequest) -> Page:
-    """Answer of the readiness server."""
+    """Return the answer of the readiness server."""
     if request.path != "/healthz/ready":
         return text("", 404, PLAIN)
     if request.method not in ("GET", "HEAD"):
@@ -29,7 +29,7 @@ def page(proxy: InspectedProxy, request: PageRequest) -> Page:
 
 
 def pending(proxy: InspectedProxy) -> list[str]:
-    """What the start still waits for, sorted; never empty before the proxy is live."""
+    """Return the tasks that the start waits for, sorted; never empty before the proxy is live."""
     waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
     waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
     if not waiting:
@@ -40,5 +40,5 @@ def pending(proxy: InspectedProxy) -> list[str]:
 
 
 def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:
-    """Clusters that wait for endpoints or secrets; a static one is in use while it does."""
+    """Return the clusters that wait for endpoints or secrets; static ones are in use meanwhile."""
     return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

@@ -1,7 +1,8 @@
-"""What people, scrapers and kubelets ask the proxy: the admin, the readiness and the metrics server.
+"""The HTTP servers of the proxy: admin, readiness and metrics.
 
-This is the shell around pages: it binds, and it owns what outlives a request (a graceful drain). Every page is
-made by :mod:`ztunnel.envoy.admin.commands` and below from what is in force at that moment; nothing is kept.
+This module binds the ports and owns work that outlives a request (a graceful drain).
+:mod:`ztunnel.envoy.admin.commands` and the modules below make every page from the current state; nothing is
+cached.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class AlreadyRunning(PortTaken):
 
 
 class AdminServer:
-    """The three servers of one proxy, from ``async with`` on.
+    """Serves the three ports of one proxy while entered.
 
     The bootstrap's ``admin.address`` wins over the setting; an address that is ``None`` is not served.
 
     Attributes:
-        admin, readiness, metrics: the addresses really bound; ``None`` when off.
+        admin, readiness, metrics: the bound addresses; ``None`` if off.
 
     Raises:
         PortTaken: from ``async with``; names the address.
@@ -93,7 +94,7 @@ class AdminServer:
     def drain(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
         """Drain listeners: stop accepting now, or after the drain time (``graceful``), or never (``skip_exit``).
 
-        A graceful drain begins by telling peers to finish (GOAWAY); new connections are still taken meanwhile.
+        A graceful drain begins with GOAWAY to the peers; new connections are still accepted meanwhile.
         """
 
         def concerns(listener: object) -> bool:

@@ -1,4 +1,4 @@
-"""``/server_info``: version, state and settings, in the shape of ``envoy.admin.v3.ServerInfo``."""
+"""Makes ``/server_info``: version, state and settings, in the format of ``envoy.admin.v3.ServerInfo``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _64_BIT = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
 def server_info(proxy: InspectedProxy) -> dict[str, Any]:
-    """The page's object; of ``command_line_options`` every field is there (as Envoy)."""
+    """Return the page's object; ``command_line_options`` has every field, as Envoy's."""
     uptime = f"{int(proxy.clock.monotonic() - proxy.started)}s"
     return {
         "version": version(),

@@ -56,7 +56,8 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        backlog=0,  # bound now, so that the listener is refused if the port is taken; it listens when everything is warm
+        # Bound now, so that the listener is refused if the port is taken. It listens when everything is warm.
+        backlog=0,
     )
     for option in model.socket_options:
         if option.state != "prebind":

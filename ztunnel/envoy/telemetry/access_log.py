@@ -1,6 +1,6 @@
-"""Access logs of Envoy's dialect: rendered lines, written by the process's :class:`LogWriter`.
+"""Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes.
 
-Lines are written when 64 KiB are kept or after a flush interval (10 s unless set otherwise, as Envoy).
+Lines are written when 64 KiB are queued or after a flush interval (by default 10 s, as Envoy's).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,20 +15,20 @@ from ztunnel.runtime.log_writer import LogFile, LogWriter, WriteCounts
 
 @dataclass(frozen=True, slots=True)
 class LogSink:
-    """One configured logger: how a line is rendered, and the file that takes it."""
+    """A configured logger: the renderer of its lines, and their file."""
 
     render: Renderer
     file: LogFile
     writer: LogWriter
 
     def write(self, line: bytes) -> None:
-        """Keep one line; called once per finished hop."""
+        """Queue one line; called once per finished hop."""
         if self.file.append(line):
             self.writer.hand_over(self.file)
 
 
 def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
-    """One line per logger about a finished hop.
+    """Write one line per logger about a finished hop.
 
     A listener and the filter behind it usually print the same values: they are read once for all of them.
     """
@@ -46,7 +46,7 @@ def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
 
 
 class AccessLogs:
-    """Every access log of the process.
+    """All access logs of the process.
 
     Args:
         stats: gets ``filesystem.*`` and ``access_log_file.dropped``.

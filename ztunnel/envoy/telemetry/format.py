@@ -1,4 +1,4 @@
-"""Rendering of format strings: a parsed format becomes one function of a :class:`StreamInfo`."""
+"""Renders format strings: turns a parsed format into a function of a :class:`StreamInfo`."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _FRACTION = re.compile(r"%([1-9])f")
 
 
 def renderer(text: FormatString, *, missing: str = "-") -> Renderer:
-    """A function that prints ``text`` for one hop.
+    """Return a function that renders ``text`` for a hop.
 
     Args:
         text: the parsed format.
@@ -47,13 +47,13 @@ def _alone(read: Reader, missing: str) -> Renderer:
 
 
 class Line:
-    """A text format with commands in it, as a function of a hop; in two steps, for formats that share values.
+    """A text format with commands, as a function of a hop, in two steps for formats that share values.
 
-    One call per command and one look for unprintable characters per line take 5 microseconds for the line of
-    2022; a call per part and a look per value took 20 (twice per connection; ``bench.compare --only crr``).
+    One call per command and one check for unprintable characters per line take 5 microseconds for the line of
+    2022. A call per part and a check per value took 20 (twice per connection; ``bench.compare --only crr``).
 
     Attributes:
-        values: what the commands print for a hop; the same object in lines with the same commands.
+        values: returns the commands' values for a hop; the same object in lines with the same commands.
     """
 
     __slots__ = ("_line_end", "_plain", "_template", "values")
@@ -67,14 +67,14 @@ class Line:
         self._plain = literals.removesuffix(self._line_end).isprintable()
 
     def __call__(self, info: StreamInfo) -> str:
-        """The line of a hop."""
+        """Return the line of a hop."""
         return self.of(self.values(info))
 
     def of(self, values: tuple[str, ...]) -> str:
-        """The line that :attr:`values` gave."""
+        """Return the line for the result of :attr:`values`."""
         line = self._template % values
         if not (self._plain and line.isprintable()):
-            # A name from the network must not be able to write a line, or a colour, of its own.
+            # A name from the network must not be able to forge a line or send codes to a terminal.
             line = self._template % tuple([_UNSAFE.sub(_escaped, value) for value in values])
         return line + self._line_end
 
@@ -86,7 +86,7 @@ def _values(commands: tuple[Command, ...], missing: str) -> Callable[[StreamInfo
 
 
 def log_renderer(log: AccessLog) -> Renderer:
-    """A function that prints one line of an access log, its line end included."""
+    """Return a function that renders one line of an access log, with its newline."""
     missing = "" if log.omit_empty else "-"
     if isinstance(log.format, FormatString):
         return renderer(log.format, missing=missing)
@@ -94,7 +94,7 @@ def log_renderer(log: AccessLog) -> Renderer:
 
 
 def value_reader(command: Command) -> Reader:
-    """The value of one command, ``None`` when there is none; cut to the command's length."""
+    """Return a function for the value of one command, ``None`` if there is none, cut to the command's length."""
     read = (
         _READERS_WITH_ARGUMENT[command.name](command.argument)
         if _takes_argument(command)
@@ -147,7 +147,7 @@ _NUMERIC = frozenset(
 
 
 def _typed(command: Command) -> Callable[[StreamInfo], str | int | None]:
-    """A lone command keeps its type in JSON: numbers are numbers, nothing is null."""
+    """Return a function for the value of a lone command, which keeps its type in JSON; no value is null."""
     read = value_reader(command)
     if command.name not in _NUMERIC:
         return read
@@ -296,7 +296,7 @@ def _header(name: str) -> Reader:
 
 
 def _request_headers(argument: str) -> Reader:
-    """``REQ(X?Y)``: the first of the two that there is."""
+    """Return a function for ``REQ(X?Y)``: the first of the two headers that is present."""
     readers = [_header(name.lower()) for name in argument.split("?")]
     if len(readers) == 1:
         return readers[0]

@@ -1,12 +1,12 @@
-"""Metrics for Prometheus, in two forms.
+"""Makes metrics for Prometheus, in two formats.
 
-* :func:`envoy_text`: what Envoy's ``/stats/prometheus`` on the admin port prints, byte for byte, filters included.
+* :func:`envoy_text`: the text of Envoy's ``/stats/prometheus`` on the admin port, byte for byte, with its filters.
 * :func:`scraped`: families for the scrape port, where :mod:`ztunnel.http.exposition` negotiates the format.
 
 Metric names are Envoy's in every form, so that dashboards made for Envoy work and a name does not depend on what
 the scraper accepts.
 
-Everything is given out family by family: a page of many thousand samples is made in slices.
+Pages are made family by family, so that many thousand samples do not block the loop.
 """
 
 import math
@@ -33,7 +33,7 @@ AnyMetric = Counter | Gauge | Histogram
 
 
 def families(metrics: Iterable[AnyMetric]) -> dict[tuple[str, str], list[AnyMetric]]:
-    """Metrics by (family, kind), sorted; the family without ``envoy_``."""
+    """Return metrics by (family, kind), sorted; families are without ``envoy_``."""
     found: dict[tuple[str, str], list[AnyMetric]] = {}
     for metric in metrics:
         found.setdefault((metric.family, type(metric).__name__.lower()), []).append(metric)
@@ -48,11 +48,11 @@ def families(metrics: Iterable[AnyMetric]) -> dict[tuple[str, str], list[AnyMetr
 def envoy_text(
     metrics: Iterable[AnyMetric], texts: Iterable[TextReadout] = (), *, summaries: bool = False
 ) -> Iterator[str]:
-    """Pieces of Envoy's ``/stats/prometheus``: counters, gauges, text readouts (as gauges of 0), histograms.
+    """Iterate over Envoy's ``/stats/prometheus``: counters, gauges, text readouts (as gauges of 0), histograms.
 
     Args:
-        metrics: what to print.
-        texts: printed as gauges whose label ``text_value`` holds the text.
+        metrics: the metrics to print.
+        texts: printed as gauges with the text in the label ``text_value``.
         summaries: histograms as summaries of quantiles instead of buckets.
     """
     kinds = ("counter", "gauge", "histogram")
@@ -69,7 +69,7 @@ def envoy_text(
 
 
 def number(value: float) -> str:
-    """A value as Envoy prints it: whole numbers without a fraction."""
+    """Return a value as Envoy prints it: whole numbers without a fraction."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return "nan" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
@@ -110,7 +110,7 @@ def _summary(name: str, metric: Histogram) -> str:
 
 
 def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
-    """(upper bound, values up to it); bounds as Envoy prints them, or as OpenMetrics wants them (``1.0``)."""
+    """Iterate over (upper bound, number of values up to it); bounds as Envoy's or as OpenMetrics' (``1.0``)."""
     seen = 0
     for bound, count in zip(BUCKETS, metric.counts, strict=False):
         seen += count
@@ -119,7 +119,7 @@ def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
 
 
 def _labels(labels: Labels) -> str:
-    """``{a="b"}``; an empty set prints as ``{}``, as Envoy's does."""
+    """Return labels as ``{a="b"}``; an empty set is ``{}``, as Envoy's."""
     return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
 
 

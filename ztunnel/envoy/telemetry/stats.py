@@ -1,10 +1,10 @@
 """Counters, gauges, histograms and text readouts, named as Envoy names them.
 
-A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and hands out the objects; on the data path
-there is only ``counter.value += 1``. What exists thousands of times and is mostly never touched (the statistics of
-a cluster) is declared for its scope and made when touched; no page can tell the difference. Each object knows two
-names: the dotted one of ``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag
-extraction, which cuts SPIFFE cluster names at their first dot, a label holds the whole name.
+A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns the objects; the data path only
+does ``counter.value += 1``. Metrics that exist thousands of times and are mostly unused (a cluster's) are declared
+for their scope and made on first use; pages show them all the same. Each object has two names: the dotted one of
+``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag extraction, which cuts SPIFFE
+cluster names at their first dot, a label has the whole name.
 """
 
 import re
@@ -26,7 +26,7 @@ BUCKETS = (
 
 @dataclass(slots=True, eq=False)
 class Counter:
-    """Goes up. Add to :attr:`value` directly."""
+    """A number that only increases; callers add to :attr:`value` directly."""
 
     name: str
     family: str
@@ -35,13 +35,13 @@ class Counter:
 
     @property
     def used(self) -> bool:
-        """Whether it was ever touched (``usedonly``)."""
+        """Whether it was ever used (``usedonly``)."""
         return self.value != 0
 
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """Goes up and down. ``read``, when there is one, is asked at each look instead."""
+    """A number that may change; with ``read`` that function returns it for each page."""
 
     name: str
     family: str
@@ -51,7 +51,7 @@ class Gauge:
 
     @property
     def value(self) -> float:
-        """The value now."""
+        """The current value."""
         return self.read() if self.read is not None else self.stored
 
     @value.setter
@@ -66,7 +66,7 @@ class Gauge:
 
 @dataclass(slots=True, eq=False)
 class TextReadout:
-    """A text, read when asked for."""
+    """A text, read for each page."""
 
     name: str
     read: Callable[[], str]
@@ -74,7 +74,7 @@ class TextReadout:
 
 @dataclass(slots=True, eq=False)
 class Histogram:
-    """Distribution of values, by the buckets above."""
+    """A distribution of values, by the buckets above."""
 
     name: str
     family: str
@@ -93,16 +93,16 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values were recorded."""
+        """The number of recorded values."""
         return sum(self.counts)
 
     @property
     def used(self) -> bool:
-        """Whether anything was recorded."""
+        """Whether a value was recorded."""
         return self.count != 0
 
     def quantile(self, share: float) -> float:
-        """Value at ``share`` (0 to 1), interpolated inside its bucket; NaN when empty."""
+        """Return the value at ``share`` (0 to 1), interpolated inside its bucket; NaN if empty."""
         count = self.count
         if not count:
             return float("nan")
@@ -122,11 +122,11 @@ Metric = Counter | Gauge | Histogram
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A metric that every scope of some kind has, made or not.
+    """A metric that every scope of a kind has, whether it is made or not.
 
     Attributes:
-        name: below the scope's prefix.
-        read: reads the value off the owner that :meth:`Scope.declare` names, where the owner counts.
+        name: its name below the scope's prefix.
+        read: reads the value from the owner that :meth:`Scope.declare` names, if the owner counts.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Declared:
 
 
 class OnTouch(Generic[M]):
-    """An attribute that makes its metric when first read; the owner has a ``scope`` and a ``__dict__``."""
+    """An attribute that makes its metric on first use; the owner has a ``scope`` and a ``__dict__``."""
 
     def __init__(self, kind: type[M], name: str) -> None:
         self.declared = Declared(name, kind)
@@ -153,12 +153,12 @@ class OnTouch(Generic[M]):
 
 
 def declared_in(owner: type) -> tuple[Declared, ...]:
-    """Every :class:`OnTouch` of a class, for :meth:`Scope.declare`."""
+    """Return every :class:`OnTouch` of a class, for :meth:`Scope.declare`."""
     return tuple(each.declared for each in vars(owner).values() if isinstance(each, OnTouch))
 
 
 class Stats:
-    """Every metric of the process, by dotted name."""
+    """All metrics of the process, by dotted name."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -166,12 +166,12 @@ class Stats:
         self._declared: dict[tuple[str, int], tuple[Scope, tuple[Declared, ...], object]] = {}
 
     def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> "Scope":
-        """A scope whose dotted names begin with ``prefix.``.
+        """Return a scope whose dotted names begin with ``prefix.``.
 
         Args:
             prefix: dotted; colons are replaced as Envoy does (``spiffe://x`` becomes ``spiffe_x``).
             family: begin of the Prometheus names, when the prefix holds what the labels say.
-            labels: of every metric in the scope.
+            labels: the labels of every metric in the scope.
         """
         clean = sanitised(prefix)
         return Scope(self, f"{clean}." if clean else "", family or clean.replace(".", "_"), labels)
@@ -185,7 +185,7 @@ class Stats:
 
     @property
     def texts(self) -> list[TextReadout]:
-        """Text readouts, by name."""
+        """The text readouts, by name."""
         texts = dict(self._texts)
         for scope, declared, owner in self._declared.values():
             for each in declared:
@@ -195,7 +195,7 @@ class Stats:
         return [texts[name] for name in sorted(texts)]
 
     def add(self, metric: Metric) -> Metric:
-        """Register a metric; the one already there of the same name and kind wins."""
+        """Register a metric and return it, or the existing one of the same name and kind."""
         found = self._metrics.get(metric.name)
         if type(found) is type(metric):
             return found
@@ -207,13 +207,13 @@ class Stats:
         self._texts[text.name] = text
 
     def declare(self, scope: "Scope", declared: tuple[Declared, ...], owner: object) -> tuple[str, int]:
-        """Show what a scope has; returns the key for :meth:`remove`."""
+        """Show a scope's declared metrics; return the key for :meth:`remove`."""
         key = (scope.prefix, id(declared))
         self._declared[key] = (scope, declared, owner)
         return key
 
     def remove(self, names: Iterable[str | tuple[str, int]]) -> None:
-        """Forget metrics, texts and declarations (of a cluster or listener that is gone)."""
+        """Remove metrics, texts and declarations, of a cluster or listener that is gone; idempotent."""
         for name in names:
             if isinstance(name, tuple):
                 self._declared.pop(name, None)
@@ -222,14 +222,14 @@ class Stats:
                 self._texts.pop(name, None)
 
     def reset_counters(self) -> None:
-        """``POST /reset_counters``."""
+        """Set all counters to 0, for ``POST /reset_counters``."""
         for metric in self._metrics.values():
             if isinstance(metric, Counter):
                 metric.value = 0
 
 
 class Scope:
-    """Metrics with a common prefix and labels; knows which they are, so that :meth:`close` removes no others."""
+    """Metrics with a common prefix and labels; :meth:`close` removes those and no others."""
 
     __slots__ = ("_closed", "_family", "_labels", "_names", "_stats", "prefix")
 
@@ -249,13 +249,13 @@ class Scope:
         self._closed = False
 
     def counter(self, name: str) -> Counter:
-        """The counter ``<prefix>.<name>``."""
+        """Return the counter ``<prefix>.<name>``."""
         metric = self._add(Counter(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Counter)
         return metric
 
     def gauge(self, name: str, read: Callable[[], float] | None = None) -> Gauge:
-        """The gauge ``<prefix>.<name>``; ``read`` replaces an earlier one."""
+        """Return the gauge ``<prefix>.<name>``; ``read`` replaces an earlier one."""
         metric = self._add(Gauge(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Gauge)
         if read is not None:
@@ -263,27 +263,27 @@ class Scope:
         return metric
 
     def histogram(self, name: str) -> Histogram:
-        """The histogram ``<prefix>.<name>``."""
+        """Return the histogram ``<prefix>.<name>``."""
         metric = self._add(Histogram(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Histogram)
         return metric
 
     def text(self, name: str, read: Callable[[], str]) -> None:
-        """A text readout ``<prefix>.<name>``."""
+        """Register the text readout ``<prefix>.<name>``."""
         self._names.add(self.prefix + name)
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
-        """A scope below this one, with the same labels; it closes with this one."""
+        """Return a scope below this one, with the same labels; it closes with this one."""
         clean = sanitised(name)
         return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self._names)
 
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
-        """Have metrics that are made when touched; a later owner of the same scope replaces this one."""
+        """Declare metrics that are made on first use; a later owner of the same scope replaces this one."""
         self._names.add(self._stats.declare(self, declared, owner))
 
     def untouched(self, declared: Declared, owner: object) -> Metric:
-        """A declared metric as a page shows it, kept by nobody."""
+        """Return a declared metric for a page, without storing it."""
         name, family = self.prefix + declared.name, self._family_of(declared.name)
         read = None if declared.read is None else partial(declared.read, owner)
         if declared.kind is Counter:
@@ -291,7 +291,7 @@ class Scope:
         return Gauge(name, family, self._labels, read=read)
 
     def close(self) -> None:
-        """Forget everything made through the scope; what is touched later is counted for nobody."""
+        """Remove all metrics of the scope; counts after that appear on no page. Idempotent."""
         self._stats.remove(self._names)
         self._closed = True
 
@@ -306,31 +306,31 @@ class Scope:
 
 
 def sanitised(name: str) -> str:
-    """A name as part of a dotted name: ``://`` and ``:`` become ``_`` (as Envoy)."""
+    """Return a name as part of a dotted name: ``://`` and ``:`` become ``_``, as in Envoy."""
     return name.replace("://", "_").replace(":", "_")
 
 
 @lru_cache(maxsize=4096)
 def prometheus_name(name: str) -> str:
-    """A dotted name as a Prometheus metric name, without Envoy's prefix."""
+    """Return a dotted name as a Prometheus metric name, without Envoy's prefix."""
     return re.sub(r"[^a-zA-Z0-9_:]", "_", name)
 
 
 def cluster_scope(stats: Stats, name: str) -> Scope:
-    """``cluster.<name>.``."""
+    """Return the scope ``cluster.<name>.``."""
     return stats.scope(f"cluster.{name}", family="cluster", labels=(("envoy_cluster_name", name),))
 
 
 def listener_scope(stats: Stats, address: str) -> Scope:
-    """``listener.<ip>_<port>.``, or ``listener.envoy_internal_<name>.`` for an internal listener."""
+    """Return the scope ``listener.<ip>_<port>.``, or ``listener.envoy_internal_<name>.`` for an internal one."""
     return stats.scope(f"listener.{address}", family="listener", labels=(("envoy_listener_address", address),))
 
 
 def tcp_scope(stats: Stats, prefix: str) -> Scope:
-    """``tcp.<stat prefix>.``."""
+    """Return the scope ``tcp.<stat prefix>.``."""
     return stats.scope(f"tcp.{prefix}", family="tcp", labels=(("envoy_tcp_prefix", prefix),))
 
 
 def http_scope(stats: Stats, prefix: str) -> Scope:
-    """``http.<stat prefix>.``."""
+    """Return the scope ``http.<stat prefix>.``."""
     return stats.scope(f"http.{prefix}", family="http", labels=(("envoy_http_conn_manager_prefix", prefix),))

@@ -1,4 +1,4 @@
-"""``/stats`` as Envoy prints it, as text and as JSON. Pure: metrics in, pieces of text out."""
+"""Makes Envoy's ``/stats``, as text, JSON and HTML. Pure: metrics in, pieces of text out."""
 
 import json
 import math
@@ -15,7 +15,7 @@ _SLICE = 200  # lines per piece
 
 
 class Kind(StrEnum):
-    """``type=``."""
+    """The values of ``type=``."""
 
     ALL = "All"
     COUNTERS = "Counters"
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Buckets(StrEnum):
-    """``histogram_buckets=``; ``UNSET`` is the summary."""
+    """The values of ``histogram_buckets=``; ``UNSET`` is the summary."""
 
     UNSET = ""
     CUMULATIVE = "cumulative"
@@ -36,7 +36,7 @@ class Buckets(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which metrics are shown and how."""
+    """The parameters that select metrics and their format."""
 
     kind: Kind = Kind.ALL
     pattern: "re.Pattern[str] | None" = None
@@ -46,7 +46,7 @@ class Choice:
     hidden_only: bool = False
 
     def takes(self, name: str) -> bool:
-        """Whether a metric of that name is shown. No metric here is hidden."""
+        """Return whether a metric of this name is shown. No metric here is hidden."""
         if self.hidden_only:
             return False
         return self.pattern is None or (self.pattern.search(name) is not None) != self.invert
@@ -54,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What is shown, sorted by name."""
+    """The selected metrics, sorted by name."""
 
     texts: list[TextReadout]
     numbers: list[Counter | Gauge]
@@ -62,7 +62,7 @@ class Chosen:
 
 
 def chosen(stats: Stats, choice: Choice) -> Chosen:
-    """Apply a choice."""
+    """Return the metrics that a choice selects."""
     texts = [readout for readout in stats.texts if choice.takes(readout.name)]
     numbers: list[Counter | Gauge] = []
     histograms: list[Histogram] = []
@@ -92,7 +92,7 @@ def chosen(stats: Stats, choice: Choice) -> Chosen:
 
 
 def text_pieces(found: Chosen, buckets: Buckets = Buckets.UNSET) -> Iterator[str]:
-    """``name: value`` lines: texts, then counters and gauges, then histograms."""
+    """Iterate over lines ``name: value``: texts, then counters and gauges, then histograms."""
     yield from _joined(_lines(found, buckets))
 
 
@@ -137,7 +137,7 @@ def _counts(metric: Histogram, *, cumulative: bool) -> Iterator[tuple[float, int
 
 
 def _filled(metric: Histogram) -> Iterator[tuple[float, float, int]]:
-    """(lower bound, width, count) of the buckets that hold something."""
+    """Return (lower bound, width, count) of the non-empty buckets."""
     for index, count in enumerate(metric.counts):
         if count:
             low = BUCKETS[index - 1] if index else 0.0
@@ -156,7 +156,7 @@ def _joined(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _whole(value: float) -> str:
-    """Counters and gauges are unsigned whole numbers in Envoy."""
+    """Return a value as an unsigned whole number, as Envoy's counters and gauges are."""
     return str(value) if isinstance(value, int) else str(int(value)) if math.isfinite(value) else "0"
 
 
@@ -164,7 +164,7 @@ def _whole(value: float) -> str:
 
 
 def json_pieces(found: Chosen, buckets: Buckets = Buckets.UNSET) -> Iterator[str]:
-    """``{"stats":[...]}`` on one line, no newline at the end."""
+    """Iterate over pieces of ``{"stats":[...]}``, on one line without a newline at the end."""
     yield '{"stats":['
     yield from _joined(_with_commas(_entries(found, buckets)))
     yield "]}"
@@ -226,7 +226,7 @@ def _with_commas(parts: Iterable[str]) -> Iterator[str]:
 
 
 def html_pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The text page for a browser."""
+    """Iterate over the text page for a browser."""
     yield "<!DOCTYPE html>\n<html lang='en'><head><meta charset='UTF-8'><title>stats</title></head><body><pre>\n"
     for piece in lines:
         yield escape(piece)

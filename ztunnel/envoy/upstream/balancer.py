@@ -1,4 +1,4 @@
-"""Which host is next.
+"""Chooses the next host of a cluster. Pure.
 
 :class:`Balancer` picks a priority level by its load, then (with locality weights) a locality, then a host by
 the cluster's policy. Randomness and time are arguments, so a test can replay every choice.
@@ -21,11 +21,11 @@ class Picker(Protocol):
     """A policy over one fixed list of hosts."""
 
     def pick(self, hash_key: int | None, now: float) -> Host:
-        """The next host. ``hash_key`` is the connection's hash, when its filter computes one."""
+        """Return the next host; ``hash_key`` is the connection's hash, if its filter computes one."""
 
 
 class Balancer:
-    """Chooses hosts of one cluster; :meth:`update` after every change of its host set."""
+    """Chooses hosts of one cluster; its owner calls :meth:`update` after every change of the host set."""
 
     __slots__ = ("_hosts", "_loads", "_pickers", "_rng", "_settings")
 
@@ -37,13 +37,17 @@ class Balancer:
         self._pickers: dict[tuple[int, str, int], Picker] = {}
 
     def update(self) -> None:
-        """Take note that hosts, weights or health changed."""
+        """Apply changed hosts, weights or health."""
         self._loads = None
         self._pickers.clear()
 
     @property
     def _level_loads(self) -> list[LevelLoad]:
-        """Made for the first choice after an update: most clusters of a big mesh are updated more than used."""
+        """Return the load of each level.
+
+        Computed for the first choice after an update: most clusters of a big mesh are updated more often than
+        used.
+        """
         if self._loads is None:
             hosts = self._hosts
             self._loads = spread(
@@ -56,7 +60,7 @@ class Balancer:
 
     @property
     def panicking(self) -> bool:
-        """Whether any level that takes load ignores health."""
+        """Whether any level with load ignores health."""
         return any(load.panic and load.healthy for load in self._level_loads)
 
     def choose(
@@ -66,12 +70,12 @@ class Balancer:
         hash_key: int | None = None,
         avoid: frozenset[Host] = frozenset(),
     ) -> Host | None:
-        """The host for one connection, ``None`` when no host is usable.
+        """Return the host for a connection, or None if no host is usable.
 
         Args:
             now: monotonic seconds.
-            hash_key: of the connection, for RING_HASH and MAGLEV; they choose at random without one.
-            avoid: hosts to pass over if any other will do (earlier attempts of the same connection).
+            hash_key: the connection's hash, for RING_HASH and MAGLEV; without one they choose at random.
+            avoid: hosts to choose only if there is no other, those of earlier attempts of the connection.
         """
         level = self._choose_level(hash_key)
         if level is None:
@@ -110,7 +114,7 @@ class Balancer:
         return picker
 
     def _choose_locality(self, level: PriorityLevel, kind: str) -> int:
-        """Index of a locality by effective weight: its weight cut in proportion to its unusable hosts."""
+        """Return the index of a random locality, by its weight reduced in proportion to its unusable hosts."""
         weights = []
         for index, group in enumerate(level.groups):
             usable = len(_usable(level, index, kind))
@@ -128,7 +132,7 @@ class Balancer:
 
 
 def in_subset(host: Host, subset: Mapping[str, object]) -> bool:
-    """Whether a host's ``envoy.lb`` metadata holds every key of ``subset`` with an equal value."""
+    """Return whether a host's ``envoy.lb`` metadata has every key of ``subset`` with an equal value."""
     metadata = host.endpoint.metadata.get("envoy.lb", {})
     return all(key in metadata and metadata[key] == value for key, value in subset.items())
 
@@ -141,7 +145,7 @@ def _usable(level: PriorityLevel, locality: int, kind: str) -> list[Host]:
 
 
 def make_picker(settings: Balancing, hosts: Sequence[Host], rng: random.Random) -> Picker:
-    """The picker of a policy over a non-empty list of hosts."""
+    """Return a policy's picker for a non-empty list of hosts."""
     match settings.policy:
         case LbPolicy.RANDOM:
             return _Random(hosts, rng)
@@ -165,7 +169,7 @@ def _equal_weights(hosts: Sequence[Host]) -> bool:
 
 
 class _RoundRobin:
-    """A plain ring; the start differs from process to process, so that many proxies do not march in step."""
+    """Picks hosts in turn. The first one is random, so that many proxies do not choose the same host in step."""
 
     def __init__(self, hosts: Sequence[Host], rng: random.Random) -> None:
         self._hosts = hosts
@@ -187,7 +191,7 @@ class _Random:
 
 
 class _LeastRequest:
-    """The least busy of a few chosen at random ("power of two choices")."""
+    """Picks the least busy of a few random hosts ("power of two choices")."""
 
     def __init__(self, hosts: Sequence[Host], choices: int, rng: random.Random) -> None:
         self._hosts = hosts
@@ -199,7 +203,7 @@ class _LeastRequest:
 
 
 class _Weighted:
-    """Earliest deadline first: a host comes round every ``cost / weight``."""
+    """Picks the host with the earliest deadline, which advances by ``cost / weight`` with each pick."""
 
     def __init__(
         self, hosts: Sequence[Host], slow_start: SlowStart, rng: random.Random, cost: Callable[[Host], float]
@@ -235,7 +239,7 @@ class _Weighted:
 
 
 class _Ring:
-    """Ketama-like ring: each host has points in proportion to its weight."""
+    """Picks by a Ketama-like ring, on which each host has points in proportion to its weight."""
 
     def __init__(self, hosts: Sequence[Host], smallest: int, largest: int, rng: random.Random) -> None:
         self._rng = rng
@@ -255,7 +259,7 @@ class _Ring:
 
 
 class _Maglev:
-    """Maglev table (Eisenbud et al., 2016): hosts fill slots in turn, each along its own permutation."""
+    """Picks by a Maglev table (Eisenbud et al., 2016): hosts fill slots in turn, each by its own permutation."""
 
     def __init__(self, hosts: Sequence[Host], size: int, rng: random.Random) -> None:
         self._rng = rng
@@ -289,5 +293,5 @@ class _Maglev:
 
 
 def source_hash(host: str) -> int:
-    """The hash policy ``source_ip``: of the client's address text."""
+    """Return the hash of the policy ``source_ip``, of the text of the client's address."""
     return xxhash.xxh64_intdigest(host.encode())

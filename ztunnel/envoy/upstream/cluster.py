@@ -1,4 +1,4 @@
-"""One cluster at run time: its hosts and who chooses among them, its limits, its TLS contexts, its statistics."""
+"""A cluster at run time: its hosts and balancers, its limits, its TLS contexts, its statistics."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
 
 @dataclass(frozen=True, slots=True)
 class Surround:
-    """What every cluster needs from the process."""
+    """The objects of the process that every cluster uses."""
 
     sources: Sources
     secrets: SecretStore
@@ -61,7 +61,7 @@ class Surround:
 
 
 class ClusterStats:
-    """Counters of one cluster, each made when first touched: most clusters of a big mesh never carry anything."""
+    """Counters of one cluster, each made on first use: most clusters of a big mesh never carry anything."""
 
     __slots__ = ("__dict__", "scope")
 
@@ -89,7 +89,7 @@ class ClusterStats:
         self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
 
     def declare(self) -> None:
-        """Show them, in place of those of an earlier version."""
+        """Show the counters on pages, in place of an earlier version's."""
         self.scope.declare(_COUNTED, self)
 
 
@@ -97,7 +97,7 @@ _COUNTED = declared_in(ClusterStats)
 
 
 class Breaker:
-    """Counts what is in use against the limits of priority DEFAULT."""
+    """Counts resources in use, and compares them with the limits of priority DEFAULT."""
 
     __slots__ = ("connections", "limits", "pending", "requests")
 
@@ -109,10 +109,10 @@ class Breaker:
 
 
 class LiveCluster:
-    """A cluster of the configuration, alive.
+    """A cluster of the configuration with its hosts and connections' limits.
 
     Attributes:
-        warm: set when it may serve: secrets and endpoints are here, or their time is up.
+        warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
 
     Raises:
         ConfigError: a TLS context cannot be built; with its place.
@@ -158,7 +158,7 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Before the statistics are shown: those of the version that serves stay where this one is refused.
+        # Before the statistics are shown: if this version is refused, those of the active one stay.
         self._build_contexts(surround)
         self.stats.declare()
         self.breaker = Breaker(model)
@@ -203,7 +203,7 @@ class LiveCluster:
     # Life
 
     def start(self) -> None:
-        """Begin to find endpoints and wait for secrets; :attr:`warm` tells when it is done."""
+        """Start discovering endpoints and waiting for secrets; :attr:`warm` is set when that is done."""
         model = self.model
         match model.discovery:
             case Discovery.STATIC:
@@ -243,7 +243,7 @@ class LiveCluster:
         self.warm.set()
 
     async def close(self) -> None:
-        """Stop finding endpoints and let go of secrets; connections are the owner's to drain."""
+        """Stop discovering endpoints and release secrets; the owner drains connections. Idempotent."""
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
@@ -342,23 +342,23 @@ class LiveCluster:
 
     @property
     def healthy_count(self) -> int:
-        """``membership_healthy``; hosts of ORIGINAL_DST count as healthy."""
+        """The number of healthy hosts, ``membership_healthy``; those of ORIGINAL_DST count as healthy."""
         return self.hosts.healthy_count or len(self._original)
 
     # Choice
 
     @property
     def all_hosts(self) -> list[Host]:
-        """Every host, those of ORIGINAL_DST included."""
+        """Return all hosts, those of ORIGINAL_DST included."""
         return [*self.hosts.hosts, *(host for host, _ in self._original.values())]
 
     def context(self, model: ContextModel) -> LiveContext:
-        """The live context of one of this cluster's transport sockets."""
+        """Return the live context of one of this cluster's transport sockets."""
         return self._contexts[id(model)]
 
     @property
     def contexts(self) -> list[LiveContext]:
-        """Every TLS context of the cluster."""
+        """All TLS contexts of the cluster."""
         return list(self._contexts.values())
 
     def choose(
@@ -369,13 +369,13 @@ class LiveCluster:
         hash_source: bool = False,
         avoid: frozenset[Host] = frozenset(),
     ) -> Host | None:
-        """The host for one connection; ``None`` when there is none.
+        """Return the host for a connection, or None if there is none.
 
         Args:
-            info: the hop that asks; ORIGINAL_DST reads its address from there.
-            subset: endpoint metadata to restrict to, where the cluster is divided into subsets.
+            info: the hop; ORIGINAL_DST reads the address from it.
+            subset: the endpoint metadata to require, if the cluster is divided into subsets.
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
-            avoid: hosts that failed this connection already.
+            avoid: hosts that already failed for this connection.
         """
         now = self._surround.clock.monotonic()
         if self.model.discovery is Discovery.ORIGINAL_DST:
@@ -391,7 +391,7 @@ class LiveCluster:
         return balancer.choose(now, hash_key=key, avoid=avoid)
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
-        """The balancer of a subset, as ``lb_subset_config`` divides the cluster; all hosts without one."""
+        """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""
         division = self.model.subsets
         if division is None:
             return self._balancer
@@ -427,10 +427,10 @@ class LiveCluster:
         return found[0]
 
     def original_address(self, info: StreamInfo) -> SocketAddress | None:
-        """Where an ORIGINAL_DST cluster sends a connection: the first of these that says so.
+        """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
 
-        Filter state, metadata, request header, restored destination; the port may be overridden. A header that
-        is not ``ip:port`` is counted and passed over, as in Envoy.
+        It is the first of filter state, metadata, request header and restored destination. The port may be
+        overridden. A header that is not ``ip:port`` is counted and ignored, as in Envoy.
         """
         config = self.model.original_dst
         assert config is not None
@@ -449,14 +449,14 @@ class LiveCluster:
         return address
 
     def transport_socket(self, host: Host) -> TransportSocket:
-        """How to talk to a host; counts which match chose it."""
+        """Return the transport socket for a host, and count the match that chose it."""
         name, socket = self.model.transport_socket_for(host.endpoint.metadata)
         if name:
             self.stats.scope.counter(f"{name}.total_match_count").value += 1
         return socket
 
     def report(self, host: Host, result: Result) -> None:
-        """Tell outlier detection how an attempt on a host ended."""
+        """Pass the outcome of an attempt on a host to outlier detection."""
         if self.outlier is not None:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
 
@@ -483,7 +483,7 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
 
 
 def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
-    """``assignment`` with each name replaced by its addresses."""
+    """Return ``assignment`` with each name replaced by its addresses."""
     groups = []
     for group in assignment.groups:
         endpoints: list[Endpoint] = []
@@ -518,7 +518,7 @@ def _metadata_text(info: StreamInfo, namespace: str, path: tuple[str, ...]) -> s
 
 
 def live_assignment(cluster: LiveCluster) -> LoadAssignment:
-    """The hosts in use, as one locality group per address (ORIGINAL_DST) or as assigned; for dumps."""
+    """Return the hosts in use for dumps: as assigned, or one locality per address for ORIGINAL_DST."""
     groups = []
     for priority, level in enumerate(cluster.hosts.levels):
         for group in level.groups:

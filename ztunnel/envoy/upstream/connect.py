@@ -1,9 +1,9 @@
-"""From a hop and its TCP proxy to an open upstream: pick a cluster, pick a host, open a socket or a tunnel.
+"""Opens the upstream of a hop and its TCP proxy: picks a cluster and a host, opens a socket or a tunnel.
 
-An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`Hop` with its
-own counters and log line, but no byte ever passes between the two. A tunnel whose far end is a pod of this
-very node is, with the short cut on, joined to that pod's inbound chain in-process as well, and judged there
-exactly as if it had arrived on the wire.
+An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`Hop` with its own
+counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of this
+node is also joined to that pod's inbound chain in-process. The chain's checks are those for a tunnel from the
+wire.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: Of Envoy's tunnels: what the TLS context is made from, and the socket options.
+#: The part of a pool's key that is of Envoy's dialect: the source of the TLS context, and the socket options.
 _Key = PoolKey[LiveContext | None, UpstreamOptions]
 
 
@@ -104,10 +104,10 @@ class Connector:
         Args:
             hop: the connection.
             proxy: its filter.
-            client: whose first bytes a tunnel may take along.
+            client: the downstream end, whose first bytes may be sent along with a CONNECT.
 
         Raises:
-            Refused: nothing could be opened; ``hop`` has the flags.
+            Refused: no attempt succeeded; ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
         name = info.facts.filter_state.get(CLUSTER_OVERRIDE) or pick_cluster(model.clusters, self._rng)
@@ -138,7 +138,7 @@ class Connector:
             await self._back_off(proxy, verdict.failures)
 
     async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
-        """Wait before another attempt: exponential with full jitter, as Envoy's ``backoff_options``."""
+        """Wait before the next attempt, exponentially with full jitter, as Envoy's ``backoff_options``."""
         base = proxy.model.backoff_base_s
         if base:
             longest = proxy.model.backoff_max_s or base * 10
@@ -181,7 +181,7 @@ class Connector:
         transport: TransportSocket,
         client: End | None,
     ) -> ClusterUpstream:
-        """Continue at an internal listener. Whatever goes wrong behind it reads ``Invalid argument`` here."""
+        """Continue at an internal listener; any failure behind it reads ``Invalid argument`` here, as in Envoy."""
         outer = hop.info
         metadata = {}
         shared: tuple[tuple[str, bool], ...] = ()
@@ -225,7 +225,7 @@ class Connector:
         transport: TransportSocket,
         client: End | None,
     ) -> ClusterUpstream:
-        """Open a CONNECT stream; waits for its 200."""
+        """Open a CONNECT stream, and wait for its 200."""
         info = hop.info
         if cluster.model.http2 is None:
             raise UpstreamFailed("tunnels need HTTP/2, which the cluster does not speak")
@@ -328,7 +328,7 @@ class Connector:
 
     @property
     def pools(self) -> dict[LiveCluster, Pool]:
-        """Pools in use, for statistics and drain."""
+        """Return the pools in use, for statistics and drain."""
         return self._pools
 
 

@@ -1,6 +1,6 @@
-"""Plain sockets to hosts of clusters: TCP, TLS where the cluster says so, pipes; counted and limited.
+"""Opens sockets to hosts of clusters: TCP, TLS if the cluster has it, and pipes; counts and limits them.
 
-What a TCP proxy does with them is in ``connect.py``, what a tunnel's end does in ``terminate.py``.
+``connect.py`` uses them for a TCP proxy, ``terminate.py`` for a tunnel's end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClusterUpstream(Upstream):
     """An open upstream of a cluster.
 
     Attributes:
-        hops: the in-process hops behind the one that asked, outermost first; they end with it.
+        hops: the in-process hops behind the caller's, outermost first; they end with it.
     """
 
     __slots__ = ("hops",)
@@ -61,7 +61,7 @@ class Dialler:
         address: SocketAddress,
         transport: TransportSocket,
     ) -> ClusterUpstream:
-        """Open a TCP connection to a host, with TLS where the cluster says so.
+        """Open a TCP connection to a host, with TLS if the cluster has it.
 
         Raises:
             Overflow: the cluster has too many connections.
@@ -75,7 +75,7 @@ class Dialler:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         inner = transport.inner if isinstance(transport, InternalUpstream) else transport
-        # Before the first await: a burst must not slip past the limits.
+        # Counted before the first await, so that a burst cannot exceed the limits.
         breaker.connections += 1
         breaker.pending += 1
         try:
@@ -116,7 +116,7 @@ class Dialler:
     async def connect(
         self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
     ) -> socket.socket:
-        """Connect by TCP with the cluster's socket options, in the client's name where ``options`` say so.
+        """Connect by TCP with the cluster's socket options, and from the client's address if ``options`` say so.
 
         Raises:
             TproxyError: refused, unreachable, not within the cluster's connect timeout.
@@ -203,7 +203,7 @@ def ready_context(cluster: LiveCluster, transport: RawBuffer | ContextModel) -> 
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
-    """Return an error of a library in the words of logs, counted."""
+    """Count an error of a library, and return it as a failure with the text for logs."""
     if isinstance(error, UpstreamFailed):
         return error
     if isinstance(error, TlsError):

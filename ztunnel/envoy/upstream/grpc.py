@@ -1,4 +1,4 @@
-"""How gRPC reaches the static clusters of a bootstrap, in plain text or with the TLS that they say."""
+"""Connects gRPC to the static clusters of a bootstrap, in plain text or with their TLS."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,10 +18,10 @@ from ztunnel.envoy.telemetry.stats import Stats, cluster_scope
 
 
 def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | None:
-    """The TLS of a cluster, None for plain text.
+    """Return the TLS of a cluster, or None for plain text.
 
     Raises:
-        ConfigError: it cannot be obeyed, or would believe any server; with the place in the bootstrap.
+        ConfigError: it is unusable, or would accept any server; with the path in the bootstrap.
     """
     try:
         cluster = compile_cluster(target.cluster, surroundings)
@@ -67,7 +67,7 @@ class GrpcClusters:
         self._contexts: dict[str, LiveContext] = {}
 
     def connect(self, name: str) -> Callable[[], AbstractAsyncContextManager[Channel]]:
-        """How to reach a cluster; see :data:`xds.aio.client.Connect`."""
+        """Return the function that connects to a cluster; see :data:`xds.aio.client.Connect`."""
 
         @asynccontextmanager
         async def connect() -> AsyncIterator[Channel]:
@@ -98,7 +98,7 @@ class GrpcClusters:
         return live
 
     def close(self) -> None:
-        """Let go of secrets."""
+        """Release the secrets; idempotent."""
         for context in self._contexts.values():
             context.close()
         self._contexts.clear()

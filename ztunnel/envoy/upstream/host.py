@@ -1,4 +1,4 @@
-"""One upstream host, and a cluster's hosts by priority and locality."""
+"""Upstream hosts, and a cluster's hosts by priority and locality."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """An endpoint with what this process has seen of it.
+    """An endpoint with its state in this process.
 
-    It survives EDS updates that leave its address unchanged, so counters, ejection and slow start go on.
+    It survives EDS updates that leave its address unchanged, so counters, ejection and slow start continue.
     Counter names are those of ``/clusters``.
     """
 
@@ -27,22 +27,22 @@ class Host:
 
     @property
     def active(self) -> int:
-        """Work in flight: what least-request balancing compares."""
+        """The number of open connections and streams, which least-request balancing compares."""
         return self.cx_active + self.rq_active
 
     @property
     def healthy(self) -> bool:
-        """Usable without reservation."""
+        """Whether it is healthy and not ejected."""
         return not self.ejected and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
 
     @property
     def degraded(self) -> bool:
-        """Usable only when healthy capacity is short."""
+        """Whether it is used only if too few hosts are healthy."""
         return not self.ejected and self.endpoint.health is Health.DEGRADED
 
     @property
     def flags(self) -> str:
-        """``health_flags`` of ``/clusters``."""
+        """The ``health_flags`` of ``/clusters``."""
         flags = []
         if self.ejected:
             flags.append("/failed_outlier_check")
@@ -58,7 +58,7 @@ class Host:
 
 @dataclass(slots=True)
 class HostGroup:
-    """Hosts of one locality at one priority. ``weight`` 0 means unset."""
+    """The hosts of one locality at one priority; ``weight`` 0 means unset."""
 
     locality: Locality
     weight: int
@@ -67,7 +67,7 @@ class HostGroup:
 
 @dataclass(slots=True)
 class PriorityLevel:
-    """One priority: its localities, and the partition of its hosts by usability."""
+    """The hosts of one priority, by locality and by usability."""
 
     groups: list[HostGroup]
     hosts: Sequence[Host] = ()
@@ -75,7 +75,7 @@ class PriorityLevel:
     degraded: Sequence[Host] = ()
 
     def refresh(self) -> None:
-        """Partition anew; after any change of health or ejection."""
+        """Partition the hosts anew; called after any change of health or ejection."""
         hosts = (
             self.groups[0].hosts if len(self.groups) == 1 else [h for group in self.groups for h in group.hosts]
         )
@@ -87,7 +87,7 @@ class PriorityLevel:
 
 
 class HostSet:
-    """All hosts of a cluster."""
+    """The hosts of a cluster by priority."""
 
     __slots__ = ("_by_address", "levels", "overprovisioning", "weighted_health")
 
@@ -102,15 +102,15 @@ class HostSet:
 
     @property
     def hosts(self) -> Sequence[Host]:
-        """Every host, in configured order."""
+        """All hosts, in configured order."""
         return list(self._by_address.values())
 
     def get(self, address: EndpointAddress) -> Host | None:
-        """The host at an address, if there is one."""
+        """Return the host at an address, or None."""
         return self._by_address.get(address)
 
     def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
-        """Make the hosts those of ``assignment``; returns the hosts that are gone.
+        """Make the hosts those of ``assignment``, and return the removed ones.
 
         A host whose address stays keeps its object; its endpoint (health, weight, metadata) is replaced.
         """
@@ -138,7 +138,7 @@ class HostSet:
         return [host for address, host in old.items() if address not in self._by_address]
 
     def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
-        """A set of the same host objects, those that ``keep`` accepts only."""
+        """Return a set of those of the same host objects that ``keep`` accepts."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
         part.weighted_health = self.weighted_health
@@ -162,10 +162,10 @@ class HostSet:
 
     @property
     def healthy_count(self) -> int:
-        """``membership_healthy``."""
+        """The number of healthy hosts, ``membership_healthy``."""
         return sum(len(level.healthy) for level in self.levels)
 
     @property
     def degraded_count(self) -> int:
-        """``membership_degraded``."""
+        """The number of degraded hosts, ``membership_degraded``."""
         return sum(len(level.degraded) for level in self.levels)

@@ -1,8 +1,8 @@
-"""All clusters: static ones, those CDS brings, and the change from one version of a cluster to the next.
+"""Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
 
-A changed cluster warms beside the old one and takes its place when it may serve; what the old one carries runs
-on. A cluster that cannot be obeyed leaves the old version in force and is reported, and its neighbours in the
-same update are applied.
+A changed cluster warms beside the old one and replaces it when it may serve; connections of the old one continue.
+If a cluster is refused, its old version stays current, the refusal is reported, and the other clusters of the
+update are applied.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ TYPE_URL = registry.type_url(cluster_pb2.Cluster)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A version of a resource that was refused, for ``error_state`` in dumps."""
+    """A refused version of a resource, for ``error_state`` in dumps."""
 
     name: str
     body: AnyMessage
@@ -38,12 +38,12 @@ class Failure:
 
 
 class ClusterManager:
-    """Clusters by name.
+    """Creates, replaces and retires clusters by name.
 
     Args:
         surround: what clusters need from the process.
-        surroundings: what configuration may refer to.
-        retired: takes a cluster that was replaced or removed; it drains its pools and closes it.
+        surroundings: the names that configuration may refer to.
+        retired: called with each replaced or removed cluster, which it drains and closes.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class ClusterManager:
         self._removed = scope.counter("cluster_removed")
 
     def get(self, name: str) -> LiveCluster | None:
-        """The cluster that serves under a name."""
+        """Return the active cluster of a name, or None."""
         return self._active.get(name)
 
     @property
     def active(self) -> list[LiveCluster]:
-        """Clusters that serve, by name."""
+        """The active clusters, by name."""
         return [self._active[name] for name in sorted(self._active)]
 
     @property
     def warming(self) -> list[LiveCluster]:
-        """Clusters that wait for secrets or endpoints, by name."""
+        """The clusters that wait for secrets or endpoints, by name."""
         return [self._warming[name] for name in sorted(self._warming)]
 
     def add_static(self, body: AnyMessage) -> None:
-        """A cluster of ``static_resources``.
+        """Add a cluster of ``static_resources``.
 
         Raises:
             ConfigError: it cannot be obeyed.
@@ -98,7 +98,7 @@ class ClusterManager:
             await cluster.warm.wait()
 
     async def receive(self, update: Update) -> None:
-        """Apply a CDS update; returns when what it changed is warm (Envoy holds the ACK back as long).
+        """Apply a CDS update; returns when the changed clusters are warm (Envoy delays the ACK as long).
 
         Raises:
             UpdateRejected: names each cluster that was refused; the others are applied.
@@ -202,6 +202,6 @@ class ClusterManager:
         self.failures.pop(name, None)
 
     async def close(self) -> None:
-        """Close every cluster."""
+        """Close every cluster; idempotent."""
         everything = [*self._active.values(), *self._warming.values()]
         await asyncio.gather(*(cluster.close() for cluster in everything))

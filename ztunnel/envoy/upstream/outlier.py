@@ -1,7 +1,7 @@
-"""Outlier detection: which hosts to leave out for a while. Pure; time is an argument.
+"""Outlier detection: ejects failing hosts for a while. Pure; time is an argument.
 
-A connect failure counts as a 5xx, a tunnel refused with 502, 503 or 504 also as a gateway failure, a success
-resets the row (as Envoy's TCP proxy reports them).
+As reported by Envoy's TCP proxy, a connect failure counts as a 5xx, a tunnel refused with 502, 503 or 504 also as
+a gateway failure, and a success resets the number of consecutive failures.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ztunnel.envoy.upstream.host import Host
 
 
 class Result(Enum):
-    """How an attempt ended."""
+    """The outcome of an attempt."""
 
     SUCCESS = "success"
     CONNECT_FAILURE = "connect failure"
@@ -52,12 +52,12 @@ class OutlierDetector:
         self.ejections_overflow = 0
 
     def forget(self, host: Host) -> None:
-        """The host left the cluster."""
+        """Drop the state of a host that left the cluster; idempotent."""
         if self._monitors.pop(host, None) is not None and host.ejected:
             self.ejections_active -= 1
 
     def report(self, host: Host, result: Result, hosts: Sequence[Host], now: float) -> None:
-        """One attempt on ``host`` ended; ``hosts`` are all hosts of the cluster."""
+        """Record the outcome of an attempt on ``host``; ``hosts`` are all hosts of the cluster."""
         settings = self._settings
         monitor = self._monitors.setdefault(host, _Monitor())
         monitor.requests += 1
@@ -82,7 +82,7 @@ class OutlierDetector:
             self._eject(host, settings.enforcing_consecutive_5xx, hosts, now)
 
     def tick(self, hosts: Sequence[Host], now: float) -> None:
-        """Every ``interval_s``: bring hosts back, judge success rates, begin a new interval."""
+        """Return ejected hosts, evaluate success rates and begin a new interval; called every ``interval_s``."""
         returned = False
         for host, monitor in self._monitors.items():
             if host.ejected and now >= monitor.ejected_until:

@@ -1,4 +1,4 @@
-"""How load spreads over priority levels and localities (Envoy's arithmetic, in whole percent)."""
+"""Computes the spread of load over priority levels and localities, in whole percent, as Envoy does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ztunnel.envoy.upstream.host import Host, PriorityLevel
 
 @dataclass(frozen=True, slots=True)
 class LevelLoad:
-    """Share of one level, in percent of all choices. ``panic``: choose among all its hosts, health or not."""
+    """The share of a level in percent of all choices; with ``panic`` it uses all hosts, even unhealthy ones."""
 
     healthy: int
     degraded: int
@@ -18,12 +18,12 @@ class LevelLoad:
 def spread(
     levels: Sequence[PriorityLevel], overprovisioning: float, panic_threshold: float, *, weighted: bool = False
 ) -> list[LevelLoad]:
-    """Load of each priority level.
+    """Return the load of each priority level.
 
-    A level takes ``usable / all * overprovisioning`` of what is left; healthy hosts of every level are asked
-    before degraded ones of any. Levels whose usable share is under ``panic_threshold`` percent panic, but only
-    when all levels together cannot take 100 %. With every level in panic, load follows the number of hosts.
-    ``weighted``: what is usable counts by weight, not by number (panic goes by number all the same).
+    A level takes ``usable / all * overprovisioning`` of the remaining load; healthy hosts of all levels come
+    before degraded ones of any. Levels whose usable share is under ``panic_threshold`` percent panic, but only if
+    all levels together cannot take 100 %. With every level in panic, load follows the number of hosts. With
+    ``weighted`` usable hosts count by weight; panic still goes by number.
     """
     size = _weight if weighted else len
     healthy = [_availability(size(level.healthy), size(level.hosts), overprovisioning) for level in levels]
