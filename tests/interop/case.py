@@ -43,7 +43,7 @@ class Case(Generic[SiteT]):
         stimulus: in a few words.
         run: applies it and says what was seen, in words that compare.
         expected: by column; a column that is absent does not apply.
-        early: takes long and disturbs nobody: started with the site, so that its wait costs nothing.
+        early: takes long and disturbs no other case; it starts with the site, so that its wait costs nothing.
     """
 
     number: str

@@ -87,7 +87,7 @@ class Credentials:
         }
 
     def server(self, account: str, peers: Config | None = None) -> Config:
-        """A server's transport socket; takes everybody of the trust domain unless told."""
+        """A server's transport socket; by default accepts every identity of the trust domain."""
         kind = "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext"
         peers = peers or {"prefix": f"spiffe://{TRUST_DOMAIN}/"}
         common = self.tls(account, peers)
@@ -112,7 +112,7 @@ def static(name: str, endpoint: Config, **more: Any) -> Config:
 
 
 def original_dst(name: str, **config: Any) -> Config:
-    """Whoever the connection, or a header, is for."""
+    """A cluster of the connection's original destination, or of the one that a header names."""
     return {
         "name": name,
         "type": "ORIGINAL_DST",
@@ -123,7 +123,7 @@ def original_dst(name: str, **config: Any) -> Config:
 
 
 def http2(requests: int = 0) -> Config:
-    """A cluster that is spoken to by HTTP/2; drains a connection after so many requests, if any."""
+    """A cluster that uses HTTP/2; ``requests`` limits the requests per connection, 0 does not."""
     kind = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     options: Config = {
         "@type": f"type.googleapis.com/{kind}",

@@ -1,6 +1,6 @@
 """HBONE ends that are no proxy of ours: waypoints, gateways, and clients that say what they like.
 
-They are whoever they want to be: their certificates are signed by the mesh's own authority.
+They may have any identity, because the mesh's own authority signs their certificates.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class HboneEnds:
         settings: ConnectionSettings | None = None,
         crashes: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[None]:
-        """A server in a place, as a service account; with another ``status`` nobody gets a tunnel.
+        """A server in a place, as a service account; with another ``status`` it refuses every tunnel.
 
         While it ``crashes``, its connections end with whatever they are asked.
         """

@@ -34,7 +34,7 @@ HELLO = b"hello world"
 
 
 async def eventually(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-    """The first true value of a condition, which somebody else makes true."""
+    """Poll a condition that other tasks change; return its first true value."""
     end = asyncio.get_running_loop().time() + wait_s
     while True:
         value = condition()
@@ -150,12 +150,12 @@ class AmbientMesh:
         folder: for sockets, logs and the mesh file.
         mesh: what the mesh file says beyond nodes and pods, whose addresses are known only here.
         pods: more about each pod, as the mesh file says it.
-        captured: pods the agents enrol; all unless told.
+        captured: pods that the agents enrol; all by default.
         env: more environment of the proxies.
         local: the proxies get their mesh from a local file with this content, made once addresses are known, and
             only certificates from the control plane.
         dedicated: a proxy in each captured pod instead of one per node.
-        resolv_conf: what the proxies read as ``/etc/resolv.conf``; the host's unless told.
+        resolv_conf: the proxies' ``/etc/resolv.conf``; the host's by default.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class AmbientMesh:
         captured = [pod for pod in worker.pods.values() if pod.name in self.captured]
         if self.dedicated:
             for pod in captured:
-                # Only for the rules: nobody answers the announcement.
+                # Only for the rules: no proxy answers the announcement.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
                         await agent.enrol(self.described(pod))
@@ -305,7 +305,7 @@ class AmbientMesh:
             await agent.enrol(self.described(pod))
 
     def start_proxy(self, worker: Worker, place: Place | None = None, **env: str) -> "subprocess.Popen[bytes]":
-        """A proxy process, as Istio's chart starts it; in the node's namespace unless told."""
+        """A proxy process, as Istio's chart starts it; by default in the node's namespace."""
         name = worker.place.name
         place = place or worker.place
         socket = f"unix:{self.folder}/xds.sock"

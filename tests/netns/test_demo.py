@@ -1,4 +1,4 @@
-"""``make demo``'s program: everything as promised, and nothing left behind, also when interrupted."""
+"""``make demo``'s program meets its expectations and leaves nothing behind, also when interrupted."""
 
 import os
 import signal

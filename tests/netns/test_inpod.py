@@ -1,4 +1,4 @@
-"""One pod with its own rules: what is redirected where, what is not, and what becomes of open connections."""
+"""One pod with its own rules: redirected connections, exempt ones, and open connections during a change."""
 
 import asyncio
 import contextlib

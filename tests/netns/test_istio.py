@@ -1,4 +1,4 @@
-"""Who is captured and who is not: what becomes a tunnel, what stays plain, and what both sides say about it."""
+"""Captured pods and others: which connections become tunnels, which stay plain, and the logs of both sides."""
 
 import asyncio
 import socket

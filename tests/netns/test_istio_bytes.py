@@ -1,4 +1,4 @@
-"""Bytes between applications: every one, in order, to the end, however either side ends."""
+"""Bytes between applications arrive completely and in order, whichever way either side ends."""
 
 import asyncio
 import contextlib

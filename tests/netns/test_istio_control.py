@@ -1,4 +1,4 @@
-"""The control plane away, back, asked on demand, and reached by TLS."""
+"""The control plane unreachable and back, used on demand, and reached by TLS."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What is not let in: by policy, by who comes, by what a tunnel names, and calls made to confuse the proxy."""
+"""Refused connections: by policy, by the peer's identity, by the tunnel's target, and malicious calls."""
 
 import asyncio
 from collections.abc import Mapping

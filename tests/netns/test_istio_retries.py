@@ -1,4 +1,4 @@
-"""An endpoint that fails before it has answered is replaced by another; verdicts are not shopped around for."""
+"""An endpoint that fails before its answer is replaced by another; after a verdict no other is tried."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Tunnels that never leave the node: nobody can tell from logs, metrics and denials that they were not there."""
+"""Tunnels within the node have the logs, metrics and denials of tunnels over the wire."""
 
 import asyncio
 import re

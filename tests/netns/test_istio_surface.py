@@ -1,4 +1,4 @@
-"""Around the data path of a running node proxy: its own tunnel, its end, pods that come and go, strangers."""
+"""A running node proxy beside its data path: its own tunnel, its end, pods that start and stop, strangers."""
 
 import asyncio
 import contextlib

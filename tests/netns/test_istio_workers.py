@@ -1,4 +1,4 @@
-"""Several processes that are one proxy: connections spread, and everything said and shown once."""
+"""Several processes act as one proxy: connections are spread, and logs and pages show everything once."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The lab itself: up fast, both IP versions, nothing left behind however it ends."""
+"""The lab itself: quick to start, both IP versions, and nothing left behind on every way to end."""
 
 import asyncio
 import contextlib

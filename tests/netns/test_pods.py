@@ -1,4 +1,4 @@
-"""The pod manager with real listeners in real namespaces: nothing is left over, and a full node is up at once."""
+"""The pod manager with real listeners in real namespaces: no leaks, and a full node starts at once."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Options, errors and leaks of the sockets; what needs capture is in test_interception."""
+"""Options, errors and leaks of the sockets; tests that need capture are in test_interception."""
 
 import asyncio
 import contextlib
