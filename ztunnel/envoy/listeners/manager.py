@@ -303,7 +303,7 @@ class ListenerManager:
                 del self._warming[listener.name]
                 self._promote(listener)
         except Exception as error:
-            # Our bug. The response was answered long ago, so that nobody is left to refuse it to; but the start of
+            # A bug of ours. The response was answered long ago and can no longer be refused; but the start of
             # the proxy waits for every listener that warms, and must not wait for this one.
             log.exception("listener %s cannot become active", listener.name)
             reason = f"internal error: {type(error).__name__}: {error}"
