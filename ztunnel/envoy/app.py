@@ -46,6 +46,7 @@ from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -244,6 +245,11 @@ class Proxy:
             loop.add_signal_handler(number, self.shut_down)
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.writer.close)
+            server = self.stats.scope("server")
+            delays = LoopDelays(
+                misses=server.counter("watchdog_miss"), stalls=server.counter("watchdog_mega_miss")
+            )
+            stack.enter_context(Watchdog(delays))
             stack.callback(self.poller.close)
             stack.callback(self._memory_trimmer.close)
             stack.push_async_callback(self._close_pools)

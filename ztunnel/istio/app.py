@@ -46,6 +46,7 @@ from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.istio.workers.main import WorkerPod, Workers
@@ -286,6 +287,7 @@ class IstioProxy:
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
+            stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
             stack.callback(self.poller.close)
             stack.callback(self._memory_trimmer.close)
             if isinstance(self.authority, IstioCertificateAuthority):

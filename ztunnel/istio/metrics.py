@@ -20,6 +20,7 @@ from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
+from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,8 @@ class Counts:
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     over_budget: int = 0
+    loop_stalls: int = 0
+    loop_late_s: float = 0.0
 
 
 #: Counters that only the main process has.
@@ -247,6 +250,7 @@ class Metrics:
         self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         self.connect_retries = 0
+        self.loop = LoopDelays()
         self.gauges: dict[str, Gauge] = {}
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
@@ -347,6 +351,8 @@ class Metrics:
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             over_budget=self.over_budget,
+            loop_stalls=self.loop.stalls.value,
+            loop_late_s=self.loop.late_s,
         )
         every = list(self._traffic.values())
         for start in range(0, len(every), _SERIES_PER_PART):
@@ -399,6 +405,8 @@ class Metrics:
                 self.sockets_open[reporter] += count
         self.connect_retries += part.connect_retries
         self.over_budget += part.over_budget
+        self.loop.stalls.value += part.loop_stalls
+        self.loop.late_s += part.loop_late_s
 
     def page_with(self) -> "Metrics":
         """Return a copy, to which the counts of other processes are added for one page."""

@@ -382,3 +382,14 @@ def test_what_a_lost_process_counted_stays_and_its_connections_are_closed() -> N
     main.changed(gone("a"), [])
     assert main.expire(100.0 + EXPIRY_S - 1) == 0
     assert main.expire(100.0 + EXPIRY_S + 1) == 1
+
+
+def test_the_stalls_of_every_process_are_added() -> None:
+    main, worker = Metrics("1.0", 10), Metrics("1.0", 10)
+    main.loop.stalls.value, main.loop.late_s = 1, 0.5
+    worker.loop.stalls.value, worker.loop.late_s = 2, 3.0
+    page = main.page_with()
+    for part in worker.counts():
+        page.add(part)
+    assert (page.loop.stalls.value, page.loop.late_s) == (3, 3.5)
+    assert main.loop.stalls.value == 1

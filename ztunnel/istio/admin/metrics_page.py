@@ -155,6 +155,21 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         [((), metrics.over_budget)],
         (),
     )
+    yield _family(
+        "ztunnel_loop_stalls",
+        "counter",
+        "Times that an event loop stood still for more than a second (unstable)",
+        [((), metrics.loop.stalls.value)],
+        (),
+    )
+    yield _family(
+        "ztunnel_loop_late_seconds",
+        "counter",
+        "Seconds that a timer of two beats a second was late, in all (unstable)",
+        [((), round(metrics.loop.late_s, 6))],
+        (),
+        "seconds",
+    )
     for name, gauge in metrics.gauges.items():
         yield _family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -58,6 +59,7 @@ from ztunnel.runtime import heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,8 @@ class _Carrier:
         )
         self.pods: dict[int, _Pod] = {}
         self.replica = MeshReplica(self.mesh)
+        self._stack = ExitStack()
+        self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
         self._tasks = Tasks("worker")
         self._tasks.start(self._sweep(), "metrics sweep")
         self.mesh.watch(self._mesh_changed)
@@ -218,6 +222,7 @@ class _Carrier:
         self._memory_trimmer.close()
         self.poller.close()
         self._connection_counts.close()
+        self._stack.close()
         self.logs.flush()
         self._writer.close()
 

@@ -1,0 +1,173 @@
+"""Watches the event loop of a process: a stall is logged with the stack that caused it, and counted.
+
+A timer on the loop beats every :data:`BEAT_S`; a thread checks that it did. Only the thread can report while the
+loop stands still, and only then does the loop's stack show why. The loop counts: each beat knows how late it is.
+A stall that ends is one further line with its length.
+
+A process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) is late everywhere, so
+its stack would accuse whatever the loop did at that moment. The thread notices that it was late itself while the
+process used no processor, and reports no stack. A C function that keeps the interpreter's lock also delays the
+thread, but uses the processor; its caller is still at the top of the stack then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from ztunnel.runtime.log_writer import Count, PlainCount
+
+log = logging.getLogger(__name__)
+
+#: Between two beats, and between two checks.
+BEAT_S: Final = 0.5
+#: A delay that is reported. Envoy calls it a mega miss and has the same default.
+STALL_S: Final = 1.0
+#: A delay that is counted only; Envoy's watchdog_miss.
+MISS_S: Final = 0.2
+#: The innermost frames of the stack that the report has.
+_FRAMES: Final = 25
+#: The part of a delay of the thread that the process must have used a processor in, to count as running.
+_RAN: Final = 0.5
+
+
+@dataclass(slots=True)
+class LoopDelays:
+    """How late the beats of one loop were.
+
+    Attributes:
+        misses: beats more than ``MISS_S`` late.
+        stalls: beats more than ``STALL_S`` late.
+        late_s: seconds that all beats were late together.
+    """
+
+    misses: Count = field(default_factory=PlainCount)
+    stalls: Count = field(default_factory=PlainCount)
+    late_s: float = 0.0
+
+
+class Watchdog:
+    """Watches the loop that it is entered on, until it is left; for one ``with`` only.
+
+    Args:
+        delays: receives the counts.
+        flush: called by the thread after a report. Log lines that wait for a timer of the loop would wait for the
+            end of the stall, which may never come.
+        stall_s, beat_s: see the constants; tests give shorter ones.
+    """
+
+    def __init__(
+        self,
+        delays: LoopDelays,
+        *,
+        flush: Callable[[], object] = lambda: None,
+        stall_s: float = STALL_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._delays = delays
+        self._flush = flush
+        self._stall_s = stall_s
+        self._beat_s = beat_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = threading.Event()
+        self._check = _Check(stall_s=stall_s, beat_s=beat_s)
+        self._due_s = 0.0
+        self._cpu_s = 0.0
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._watched = 0
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._watched = threading.get_ident()
+        now_s = time.monotonic()
+        self._check.beat_s_at = now_s
+        self._arm(now_s)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop the timer and the thread."""
+        self._stopped.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.join()
+
+    # In the loop
+
+    def _arm(self, now_s: float) -> None:
+        self._due_s, self._cpu_s = now_s + self._beat_s, time.process_time()
+        self._timer = self._loop.call_later(self._beat_s, self._beat)
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        self._check.beat_s_at = now_s
+        late_s = max(0.0, now_s - self._due_s)
+        delays = self._delays
+        delays.late_s += late_s
+        if late_s > MISS_S:
+            delays.misses.value += 1
+        if late_s > self._stall_s:
+            delays.stalls.value += 1
+            log.warning(
+                "event loop stood still for %.2fs, of which the process ran %.2fs; nothing was served meanwhile",
+                late_s,
+                time.process_time() - self._cpu_s,
+            )
+        self._arm(now_s)
+
+    # In the thread
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._beat_s):
+            if self._check.stalled(time.monotonic(), time.process_time()):
+                self._report()
+
+    def _report(self) -> None:
+        frame = sys._current_frames().get(self._watched)
+        stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else "no frame\n"
+        log.error("event loop stands still for more than %gs, in:\n%s", self._stall_s, stack.rstrip())
+        self._flush()
+
+
+class _Check:
+    """Decides for each check of the thread whether a stall begins that is to be reported. Pure.
+
+    Attributes:
+        beat_s_at: time of the last beat, written by the loop.
+    """
+
+    def __init__(self, *, stall_s: float, beat_s: float) -> None:
+        self.beat_s_at = 0.0
+        self._stall_s = stall_s
+        self._beat_s = beat_s
+        self._reported_at_s: float | None = None
+        self._last_s: float | None = None
+        self._last_cpu_s = 0.0
+
+    def stalled(self, now_s: float, cpu_s: float) -> bool:
+        """Return True once per stall.
+
+        Args:
+            now_s: monotonic seconds.
+            cpu_s: processor seconds of the process so far.
+        """
+        last_s, self._last_s = self._last_s, now_s
+        last_cpu_s, self._last_cpu_s = self._last_cpu_s, cpu_s
+        beat_s = self.beat_s_at
+        if now_s - beat_s <= self._beat_s + self._stall_s or beat_s == self._reported_at_s:
+            return False
+        if last_s is not None:
+            gap_s = now_s - last_s
+            if gap_s > self._beat_s + self._stall_s and cpu_s - last_cpu_s < _RAN * gap_s:
+                return (
+                    False  # the process was stopped; if the loop does not beat now either, the next check says so
+                )
+        self._reported_at_s = beat_s
+        return True
