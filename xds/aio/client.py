@@ -202,23 +202,31 @@ class _Stream:
         while True:
             await self._wake.wait()  # nothing to ask for, no stream
             try:
-                await self._one_stream()
-            except Exception as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    # A read that is cancelled raises the failure of its call if that came in the same turn.
-                    raise asyncio.CancelledError from error
-                broken = self._why(error)
-                self.stats.ended[broken.end] += 1
-                self._backoff.ended(broken.end)
-                self._lost(broken)
-            finally:
-                self.state.stream_closed()
-                if self.stats.connected_state:
-                    self.stats.connected_state = 0
-                    self.stats.lost_at_s = asyncio.get_running_loop().time()
+                await self._stream_until_it_ends()
+            except Exception:
+                # Our bug, in what follows a stream. A failure of this task would end its group, and that the
+                # process, which serves on with the configuration that it has.
+                logger.exception("the end of a stream was not handled target=%s", self._name)
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
+
+    async def _stream_until_it_ends(self) -> None:
+        try:
+            await self._one_stream()
+        except Exception as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # A read that is cancelled raises the failure of its call if that came in the same turn.
+                raise asyncio.CancelledError from error
+            broken = self._why(error)
+            self.stats.ended[broken.end] += 1
+            self._backoff.ended(broken.end)
+            self._lost(broken)
+        finally:
+            self.state.stream_closed()
+            if self.stats.connected_state:
+                self.stats.connected_state = 0
+                self.stats.lost_at_s = asyncio.get_running_loop().time()
 
     def _why(self, error: Exception) -> StreamBroken:
         if isinstance(error, StreamBroken):

@@ -122,6 +122,10 @@ class _File:
             failure = ConfigError(f"cannot be read: {error.strerror}")
         except ConfigError as error:
             failure = error
+        except Exception as error:
+            # Our bug, or a library's. A failure of this task would end its group, and that the process.
+            logger.exception("configuration file not read path=%s", self.path)
+            failure = ConfigError(f"internal error: {type(error).__name__}")
         else:
             unknown = content.unknown_fields
             if not unknown:

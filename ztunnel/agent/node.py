@@ -146,7 +146,7 @@ class NodeAgent:
                 # Pods that left meanwhile keep their rules. Refusing to start would affect all others as well.
                 log.error("record of enrolled pods not usable error=%s", error)
         await self._server.__aenter__()
-        self._tasks.start(self._keep(), "keep")
+        self._tasks.keep(self._keep, "keep")
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -161,7 +162,7 @@ class ZdsServer:
 
     async def __aenter__(self) -> Self:
         self._listener = Listener(self.path)
-        self._tasks.start(self._accept(self._listener), "accept")
+        self._tasks.keep(partial(self._accept, self._listener), "accept")
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -259,7 +259,7 @@ class Proxy:
             stack.push_async_callback(self._tasks.close)
             await stack.enter_async_context(AdminServer(self))
             await stack.enter_async_context(self._files)
-            self._tasks.start(self._flush_logs(), "access log flush")
+            self._tasks.keep(self._flush_logs, "access log flush")
             stack.callback(self._grpc.close)
             for stream in self._streams.values():
                 await stack.enter_async_context(stream)

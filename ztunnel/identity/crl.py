@@ -153,7 +153,7 @@ class RevocationFile:
     async def __aenter__(self) -> Self:
         self._seen = file_state(self._path)
         self._load()
-        self._tasks.start(self._poll(), "poll")
+        self._tasks.keep(self._poll, "poll")
         return self
 
     async def __aexit__(self, *exception: Any) -> None:

@@ -42,7 +42,7 @@ from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.istio.xds.control import ControlPlane
 from ztunnel.istio.zds.manager import PodManager, check_privileges
 from ztunnel.istio.zds.pods import PodInfo, PodUid
-from ztunnel.runtime import heap
+from ztunnel.runtime import heap, tasks
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
@@ -129,11 +129,11 @@ class IstioProxy:
             ask=self.control.ask if self.control.on_demand else None,
         )
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
-        tasks = {STATE_MANAGER}
+        awaited = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
-            tasks.add(POD_MANAGER)  # covers the proxies of all pods
+            awaited.add(POD_MANAGER)  # covers the proxies of all pods
         else:
-            tasks |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
+            awaited |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
         self.workers: Workers | None = None
         if config.worker_threads > 1:
             from ztunnel.istio.workers.main import Workers  # most nodes have one process and save the memory
@@ -141,8 +141,8 @@ class IstioProxy:
             self.workers = Workers(
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
             )
-            tasks.add(WORKERS)
-        self.readiness = Readiness(tasks)
+            awaited.add(WORKERS)
+        self.readiness = Readiness(awaited)
         self._own: list[PodProxy | WorkerPod] = []
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
@@ -199,6 +199,11 @@ class IstioProxy:
             "counter",
             "Log lines lost because they could not be written (unstable)",
             lambda: self.writer.counts.dropped.value,
+        )
+        gauges["ztunnel_task_restarts"] = Gauge(
+            "counter",
+            "Background tasks of the main process that failed and were started again (unstable)",
+            lambda: tasks.restarts.value,
         )
         gauges["ztunnel_xds_staleness_seconds"] = Gauge(
             "gauge",
@@ -302,7 +307,7 @@ class IstioProxy:
             if self.workers is not None:
                 await stack.enter_async_context(self.workers)
             await stack.enter_async_context(self.control)
-            self._tasks.start(self._sweep(), "metrics sweep")
+            self._tasks.keep(self._sweep, "metrics sweep")
             start = self._tasks.start(self._start_serving(stack), "start")
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()

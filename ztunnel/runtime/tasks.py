@@ -2,21 +2,31 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
 
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.started_task import StartedTask
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.log_writer import PlainCount
 
 log = logging.getLogger(__name__)
+
+#: The waits before a kept task starts again; guesses between a blind minute and a full log.
+_FIRST_RESTART_S: Final = 0.1
+_LONGEST_RESTART_S: Final = 15.0
+#: How often kept tasks of this process failed and were started again.
+restarts: Final = PlainCount()
 
 
 class Tasks:
     """The tasks and fibers of one object, which closes them when it ends.
 
-    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. Each task reaches
-    its first await before it can be cancelled, so that its ``finally`` releases the resources it was given.
+    A task that fails is a bug of ours: it is logged with its traceback, and the others continue. What the process
+    cannot be without for the rest of its life, such as a connection to the control plane or an accept loop, is
+    started by :meth:`keep`, and again when it fails. Each task reaches its first await before it can be cancelled,
+    so that its ``finally`` releases the resources it was given.
     """
 
     def __init__(self, owner: str) -> None:
@@ -35,6 +45,41 @@ class Tasks:
         self._running.add(task)
         task.add_done_callback(self._done)
         return task
+
+    def keep(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        name: str,
+        *,
+        first_s: float = _FIRST_RESTART_S,
+    ) -> asyncio.Task[Any]:
+        """Run ``work()`` as a task, again after each failure, until it returns or the owner closes.
+
+        Not for what carries connections: half of a connection's state cannot be continued by a second attempt.
+
+        Args:
+            work: called for each attempt; it releases in its ``finally`` what an attempt holds.
+            name: for logs.
+            first_s: the wait before the second attempt; later ones double up to 15 s, and begin anew once an
+                attempt has lasted longer than that.
+        """
+        return self.start(self._kept(work, name, Backoff(first_s, _LONGEST_RESTART_S)), name)
+
+    async def _kept(self, work: Callable[[], Coroutine[Any, Any, Any]], name: str, backoff: Backoff) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            began_s = loop.time()
+            try:
+                await work()
+            except Exception as error:
+                if loop.time() - began_s > backoff.limit_s:
+                    backoff.reset()
+                wait_s = backoff.next()
+                restarts.value += 1
+                log.error("task %s: %s failed and starts again in %gs", self._owner, name, wait_s, exc_info=error)
+                await asyncio.sleep(wait_s)
+            else:
+                return
 
     def run(self, poller: Poller, work: Coroutine[Any, Any, None], name: str) -> Fiber:
         """Run ``work`` as a fiber, which resumes in the turns of ``poller``; for work on connections."""

@@ -447,3 +447,30 @@ def test_a_bug_in_delivery_makes_a_new_stream(delta: bool, caplog: pytest.LogCap
 
     run(main)
     assert sum("delivery" in record.getMessage() for record in said(caplog) if record.exc_info) == 1
+
+
+def test_a_bug_in_what_follows_a_stream_ends_neither_the_client_nor_its_owner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The group of the client's task would cancel the task that entered it, which is the whole proxy's."""
+
+    async def main() -> None:
+        receiver = Receiver()
+        port = free_port()
+        failed = asyncio.Event()
+        async with client(f"127.0.0.1:{port}") as ads:
+
+            def fail(broken: object) -> None:
+                failed.set()
+                raise LookupError("a bug")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(ads._stream, "_lost", fail)
+                ads.subscribe(CDS, None, receiver)
+                await failed.wait()
+            async with server([f"127.0.0.1:{port}"]) as serving:
+                serving.publish("node-1", snapshot(Cluster(name="c1")))
+                assert await receiver.names() == ["c1"]
+
+    run(main)
+    assert "the end of a stream was not handled" in caplog.text

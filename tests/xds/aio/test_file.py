@@ -279,3 +279,25 @@ def test_the_reference_configuration_is_delivered() -> None:
             assert names[-1] == "BlackHoleCluster"
 
     run(main)
+
+
+def test_a_bug_of_the_parser_leaves_the_last_good_file_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The group of the file's task would cancel the task that entered it, which is the whole proxy's."""
+
+    async def main() -> None:
+        path = tmp_path / "cds.yaml"
+        path.write_text(clusters("first"))
+        receiver = Receiver()
+        async with FileSource() as files:
+            files.at(str(path)).subscribe(CDS, None, receiver)
+            assert await receiver.names() == ["first"]
+            with monkeypatch.context() as patched:
+                patched.setattr("xds.aio.file.parse_file", lambda path, data: 1 // 0)
+                rename_onto(path, clusters("second"))
+                await until(lambda: "configuration file not read" in caplog.text)
+            rename_onto(path, clusters("third"))
+            assert await receiver.names() == ["third"]
+
+    run(main)

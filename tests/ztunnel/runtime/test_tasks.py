@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from hbone.aio.poller import Poller
-from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.tasks import Tasks, restarts
 
 RUNNERS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
@@ -63,3 +63,46 @@ def test_a_task_that_fails_is_logged_and_the_others_go_on(
     run(main())
     assert "task owner: fails failed" in caplog.text
     assert "a bug" in caplog.text
+
+
+@RUNNERS
+def test_a_kept_task_that_fails_starts_again(run: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        attempts = 0
+        again = asyncio.Event()
+
+        async def work() -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts < 4:
+                raise LookupError("a bug")
+            again.set()
+            await asyncio.Event().wait()
+
+        before = restarts.value
+        tasks = Tasks("owner")
+        kept = tasks.keep(work, "works", first_s=0.001)
+        async with asyncio.timeout(30):
+            await again.wait()
+        assert restarts.value - before == 3
+        assert not kept.done()
+        await tasks.close()
+        assert kept.cancelled()
+
+    run(main())
+    assert "task owner: works failed and starts again" in caplog.text
+
+
+@RUNNERS
+def test_a_kept_task_that_returns_is_over(run: Callable[..., None]) -> None:
+    async def main() -> None:
+        tasks = Tasks("owner")
+
+        async def work() -> None:
+            pass
+
+        await tasks.keep(work, "returns")
+        await asyncio.sleep(0)
+        assert len(tasks) == 0
+
+    run(main())

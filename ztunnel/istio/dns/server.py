@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from xds.model.mesh import Mesh
@@ -122,7 +123,7 @@ class DnsServer:
         for sock in udp:
             loop.add_reader(sock, self._datagrams, sock)
         for sock in tcp:
-            self._tasks.start(self._accept(sock), "accept")
+            self._tasks.keep(partial(self._accept, sock), "accept")
 
     async def close(self) -> None:
         """Stop at once and close the sockets; idempotent."""

@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, Self
 
 from tproxy.aio.netns import Netns
@@ -208,7 +209,7 @@ class Workers:
             self._node.revocations.watch(self._revocations_changed)
         self._node.metrics.processes = lambda: [worker.process.pid for worker in self._running.values()]
         for index in range(self.count):
-            self._tasks.start(self._keep(index), f"worker {index}")
+            self._tasks.keep(partial(self._keep, index), f"worker {index}")
         return self
 
     async def __aexit__(self, *exception: object) -> None:

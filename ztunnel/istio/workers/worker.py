@@ -133,7 +133,7 @@ class _Carrier:
         self._stack = ExitStack()
         self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
         self._tasks = Tasks("worker")
-        self._tasks.start(self._sweep(), "metrics sweep")
+        self._tasks.keep(self._sweep, "metrics sweep")
         self.mesh.watch(self._mesh_changed)
         connection_counts.set(begin.index, 0)
 

@@ -142,7 +142,7 @@ class PodManager:
         return found
 
     async def __aenter__(self) -> Self:
-        self._connecting = self._tasks.start(self._keep_connected(), "agent")
+        self._connecting = self._tasks.keep(self._keep_connected, "agent")
         return self
 
     async def __aexit__(self, *exception: object) -> None:
