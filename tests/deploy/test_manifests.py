@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.programs import needed
+from ztunnel.http import liveness
 from ztunnel.istio.config import ProxyMode
 from ztunnel.istio.environment import config_from
 
@@ -131,6 +132,11 @@ def test_the_container_is_started_and_probed_as_istios(container: Object) -> Non
     assert "command" not in container
     assert container["ports"] == [{"containerPort": 15020, "name": "ztunnel-stats", "protocol": "TCP"}]
     assert container["readinessProbe"] == {"httpGet": {"port": 15021, "path": "/healthz/ready"}}
+    live = container["livenessProbe"]
+    assert live["httpGet"] == {"port": 15021, "path": "/healthz/live"}
+    # A restart ends every connection of the node: not for less than a minute without an answer.
+    assert live["periodSeconds"] * live["failureThreshold"] >= 60
+    assert live["timeoutSeconds"] > liveness._TURN_S
     assert container["resources"] == {"requests": {"cpu": "200m", "memory": "512Mi"}}
 
 

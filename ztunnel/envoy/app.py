@@ -238,6 +238,7 @@ class Proxy:
 
         Raises:
             ConfigError, TproxyError: a static resource is unusable, or a port is taken.
+            Exception: a bug of ours in the start.
         """
         heap.expect_growth()
         loop = asyncio.get_running_loop()
@@ -267,9 +268,15 @@ class Proxy:
                 await stack.enter_async_context(self.ads)
             self._add_static()
             start = self._tasks.start(self._start(), "start")
+            # Not ready for ever would be worse than an end that the supervisor sees.
+            start.add_done_callback(
+                lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
+            )
             await self._stop.wait()
             start.cancel()
             await self._drain()
+            if start.done() and not start.cancelled():
+                start.result()
 
     def _add_static(self) -> None:
         static = self.bootstrap.message.static_resources

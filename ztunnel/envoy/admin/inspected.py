@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from hbone.aio.poller import Poller
 from ztunnel.envoy.bootstrap import BootstrapConfig
 from ztunnel.envoy.connections import Connections
 from ztunnel.envoy.listeners.manager import ListenerManager
@@ -29,6 +30,7 @@ class InspectedProxy(Protocol):
     settings: Settings
     bootstrap: BootstrapConfig
     clock: Clock
+    poller: Poller
     started: float
     started_at: float
     stats: Stats

@@ -1,10 +1,12 @@
-"""Answers ``/healthz/ready``: whether the proxy can carry the node's traffic, in Rust ztunnel's format."""
+"""Answers readiness, whether the proxy can carry the traffic of the node, as Rust ztunnel; and liveness."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from ztunnel.envoy.admin.inspected import InspectedProxy
+from ztunnel.http import liveness
 from ztunnel.http.page import PLAIN, Page, PageRequest, printable, text
 
 if TYPE_CHECKING:
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
 _MOST_NAMES = 10
 
 
-def page(proxy: InspectedProxy, request: PageRequest) -> Page:
+def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
     """Return the answer of the readiness server."""
+    if request.path == liveness.PATH:
+        return liveness.page(proxy.poller, request)
     if request.path != "/healthz/ready":
         return text("", 404, PLAIN)
     if request.method not in ("GET", "HEAD"):

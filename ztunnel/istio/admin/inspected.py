@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from ztunnel.istio.certificates.manager import CertificateManager
 from ztunnel.istio.config import IstioConfig
@@ -39,6 +40,7 @@ class InspectedProxy(Protocol):
 
     config: IstioConfig
     clock: Clock
+    poller: Poller
     mesh: Mesh
     metrics: Metrics
     logs: LogStream

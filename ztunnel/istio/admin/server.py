@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
+from ztunnel.http import liveness
 from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, text
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.istio.admin import config_dump
@@ -94,7 +95,9 @@ class Servers:
 
     # Pages
 
-    def _ready(self, request: PageRequest) -> Page:
+    def _ready(self, request: PageRequest) -> Page | Awaitable[Page]:
+        if request.path == liveness.PATH:
+            return liveness.page(self._proxy.poller, request)
         if request.path != "/healthz/ready":
             return text("", 404, PLAIN)
         if request.method != "GET":

@@ -144,6 +144,7 @@ def test_health_checks_can_be_failed_and_passed(reference: Reference) -> None:
         assert running.admin.post("/healthcheck/fail").text == "OK\n"
         assert (running.admin.get("/ready").status, running.admin.get("/ready").text) == (503, "DRAINING\n")
         assert running.readiness.get("/healthz/ready").text == "not ready, draining\n"
+        assert running.readiness.get("/healthz/live").text == "live\n"
         assert running.admin.post("/healthcheck/ok").status == 200
         assert running.admin.get("/ready").text == "LIVE\n"
         assert running.readiness.get("/other").status == 404

@@ -78,6 +78,8 @@ def served(check: Callable[[Rig], Any], env: Mapping[str, str] | None = None) ->
 def test_readiness_names_what_is_pending() -> None:
     async def check(rig: Rig) -> None:
         readiness = rig.proxy.readiness
+        live = await rig.ask("readiness", "/healthz/live")
+        assert (live.status, live.text) == (200, "live\n")
         answer = await rig.ask("readiness", "/healthz/ready")
         assert (answer.status, answer.text) == (
             500,
