@@ -144,6 +144,8 @@ def read_link(body: bytes) -> Link:
     """
     found = _decoded(ifinfmsg, body)
     info = found.get_attr("IFLA_LINKINFO")
+    if isinstance(info, bytes):  # pyroute2 keeps nested attributes that it cannot parse as they came
+        raise MalformedDump(body)
     return Link(
         index=found["index"],
         name=found.get_attr("IFLA_IFNAME") or "",

@@ -23,6 +23,9 @@ from tproxy.resources import (
 )
 from tproxy.wire import MalformedDump, attribute_map, attributes, read_be32, read_text
 
+#: ``struct nfgenmsg``: family, version, resource id.
+_HEADER_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class NftDump:
@@ -36,33 +39,50 @@ class NftDump:
 
 
 def nft_parts(body: bytes) -> tuple[int, dict[int, bytes]]:
-    """Return the family and the attributes of an nftables message."""
-    return body[0], attribute_map(body[4:])
+    """Return the family and the attributes of an nftables message.
+
+    Raises:
+        MalformedDump: the message is shorter than its header, or its attributes are cut.
+    """
+    if len(body) < _HEADER_BYTES:
+        raise MalformedDump(body)
+    return body[0], attribute_map(body[_HEADER_BYTES:])
+
+
+def _name(parts: Mapping[int, bytes], kind: int) -> str:
+    """Return a text that every message of its type has."""
+    if kind not in parts:
+        raise MalformedDump(b"".join(parts.values()))
+    return read_text(parts[kind])
 
 
 def set_key(body: bytes) -> tuple[int, str, str]:
-    """Return family, table and name of a dumped set, by which its elements are requested."""
+    """Return family, table and name of a dumped set, by which its elements are requested.
+
+    Raises:
+        MalformedDump: the message lacks one of them.
+    """
     family, parts = nft_parts(body)
-    return family, read_text(parts[nf.NFTA_SET_TABLE]), read_text(parts[nf.NFTA_SET_NAME])
+    return family, _name(parts, nf.NFTA_SET_TABLE), _name(parts, nf.NFTA_SET_NAME)
 
 
 def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...], dict[SysctlKey, str]]:
     """Return our tables, and the sysctl values that the memory table stores.
 
     Raises:
-        MalformedDump: a body breaks the layout of its headers.
+        MalformedDump: a body breaks the layout of its headers, or lacks an attribute that all of its type have.
     """
     rules: dict[tuple[int, str, str], list[Rule]] = {}
     for body in dump.rules:
         family, parts = nft_parts(body)
-        where = (family, read_text(parts[nf.NFTA_RULE_TABLE]), read_text(parts[nf.NFTA_RULE_CHAIN]))
+        where = (family, _name(parts, nf.NFTA_RULE_TABLE), _name(parts, nf.NFTA_RULE_CHAIN))
         expressions = decode_list(parts.get(nf.NFTA_RULE_EXPRESSIONS, b""))
         rule = Rule(expressions, read_comment(parts.get(nf.NFTA_RULE_USERDATA, b"")))
         rules.setdefault(where, []).append(rule)
     chains: dict[tuple[int, str], list[Chain]] = {}
     for body in dump.chains:
         family, parts = nft_parts(body)
-        table, name = read_text(parts[nf.NFTA_CHAIN_TABLE]), read_text(parts[nf.NFTA_CHAIN_NAME])
+        table, name = _name(parts, nf.NFTA_CHAIN_TABLE), _name(parts, nf.NFTA_CHAIN_NAME)
         found = tuple(rules.get((family, table, name), ()))
         chains.setdefault((family, table), []).append(Chain(name, found, _hook(parts)))
     sets: dict[tuple[int, str], list[Set]] = {}
@@ -76,7 +96,7 @@ def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...],
     remembered: dict[SysctlKey, str] = {}
     for body in dump.tables:
         family, parts = nft_parts(body)
-        name = read_text(parts[nf.NFTA_TABLE_NAME])
+        name = _name(parts, nf.NFTA_TABLE_NAME)
         if name == ownership.memory_table:
             remembered.update(_remembered(sets.get((family, name), ())))
         elif name in ownership.tables and family in set(Family):
@@ -93,9 +113,13 @@ def _hook(parts: Mapping[int, bytes]) -> Hook | None:
         raise MalformedDump(parts[nf.NFTA_CHAIN_HOOK])
     priority = read_be32(hook[nf.NFTA_HOOK_PRIORITY])
     policy = parts.get(nf.NFTA_CHAIN_POLICY)
+    try:
+        point = HookPoint(read_be32(hook[nf.NFTA_HOOK_HOOKNUM]))
+    except ValueError as error:
+        raise MalformedDump(parts[nf.NFTA_CHAIN_HOOK]) from error
     return Hook(
         kind=cast(ChainKind, read_text(parts.get(nf.NFTA_CHAIN_TYPE, b"filter"))),
-        point=HookPoint(read_be32(hook[nf.NFTA_HOOK_HOOKNUM])),
+        point=point,
         priority=priority - (1 << 32) if priority >> 31 else priority,
         drop=policy is not None and read_be32(policy) == NF_DROP,
     )

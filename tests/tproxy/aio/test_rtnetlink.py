@@ -117,3 +117,10 @@ def test_a_message_that_is_cut_is_malformed_or_has_less(cut: int) -> None:
     except MalformedDump:
         return
     assert found != ROUTES[2][0]
+
+
+@pytest.mark.parametrize("cut", [28, 31])
+def test_a_link_whose_kind_is_cut_is_malformed(cut: int) -> None:
+    """pyroute2 leaves the bytes of a nest that it cannot decode in place of its attributes."""
+    with pytest.raises(MalformedDump):
+        rtnetlink.read_link(rtnetlink.create_bridge("br0").body[:cut])

@@ -7,18 +7,21 @@ from pyroute2.netlink.nfnetlink.nftsocket import nft_chain_msg, nft_rule_msg, nf
 
 from tproxy.expressions import Family, jump
 from tproxy.operations import AddChain, AddElements, AddSet, AppendRule
+from tproxy.render import nf_tables as nf
 from tproxy.render import nftables, nftables_dump
+from tproxy.render.nftables_dump import NftDump, read_tables
 from tproxy.resources import (
     Chain,
     Element,
     Hook,
     HookPoint,
+    Ownership,
     Rule,
     Set,
     SetKey,
     SysctlKey,
 )
-from tproxy.wire import Message
+from tproxy.wire import MalformedDump, Message, be32, nest, text
 
 PROTOCOL = 162
 
@@ -91,3 +94,24 @@ def test_what_is_remembered_can_be_read_again() -> None:
         for name, elements in nftables.memory_elements(values).items()
     ]
     assert nftables_dump._remembered(sets) == values
+
+
+_HEADER = bytes((2, 0, 0, 0))
+_CHAIN = _HEADER + text(nf.NFTA_CHAIN_TABLE, "ours") + text(nf.NFTA_CHAIN_NAME, "c")
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        {"tables": [b"\2"]},
+        {"tables": [_HEADER]},
+        {"chains": [_HEADER + text(nf.NFTA_CHAIN_NAME, "c")]},
+        {"chains": [_CHAIN + nest(nf.NFTA_CHAIN_HOOK, be32(nf.NFTA_HOOK_HOOKNUM, 119), be32(2, 0))]},
+        {"rules": [_HEADER + text(nf.NFTA_RULE_TABLE, "ours")]},
+        {"sets": [_HEADER + text(nf.NFTA_SET_NAME, "s")]},
+    ],
+)
+def test_a_dump_without_what_all_have_is_malformed(bodies: dict[str, list[bytes]]) -> None:
+    nothing: dict[str, Any] = {"tables": (), "chains": (), "rules": (), "sets": (), "elements": {}}
+    with pytest.raises(MalformedDump):
+        read_tables(NftDump(**(nothing | bodies)), Ownership(frozenset({"ours"}), "memory"))
