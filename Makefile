@@ -40,6 +40,14 @@ interop: $(STAMP) ## the table of Envoy cases, in both roles
 hostile: $(STAMP) ## every attack with a bystander beside it, against ours and against Envoy
 	$(PY) -m tests.hostile
 
+FUZZER := $(VENV)/fuzz/.installed
+$(FUZZER): requirements/fuzz.lock $(STAMP)
+	-$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --upgrade --target $(VENV)/fuzz -r $<
+	@mkdir -p $(@D) && touch $@
+
+fuzz: $(FUZZER) ## every reader of foreign bytes, MINUTES=n each (1), TARGET=a,b for some
+	PYTHONPATH=$(VENV)/fuzz $(PY) -m tests.fuzz --minutes $(or $(MINUTES),1) --target '$(TARGET)'
+
 bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 	$(PY) -m bench.compare
 
@@ -74,6 +82,7 @@ lock: ## resolve requirements/*.lock anew
 	$(PY) -m pip install --quiet pip-tools
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/runtime.lock pyproject.toml
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/dev.lock pyproject.toml requirements/dev.in
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links -o requirements/fuzz.lock requirements/fuzz.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links $(foreach name,grpcio protobuf typing-extensions,--unsafe-package $(name)) -o requirements/rivals.lock requirements/rivals.in
 
 clean: ## everything the targets above made
