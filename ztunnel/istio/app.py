@@ -15,6 +15,7 @@ import os
 import random
 import resource
 import signal
+import sys
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -204,6 +205,19 @@ class IstioProxy:
             "counter",
             "Background tasks of the main process that failed and were started again (unstable)",
             lambda: tasks.restarts.value,
+        )
+        # What would grow if something were kept of every connection, pod or change; ``make soak`` watches them.
+        gauges["ztunnel_sockets"] = Gauge(
+            "gauge", "Sockets of the data path, listeners included (unstable)", lambda: self.poller.registered
+        )
+        gauges["ztunnel_fibers"] = Gauge(
+            "gauge", "Coroutines of open connections (unstable)", tasks.fibers_running
+        )
+        gauges["ztunnel_tasks"] = Gauge(
+            "gauge", "Coroutines of everything else (unstable)", lambda: len(asyncio.all_tasks())
+        )
+        gauges["ztunnel_allocated_blocks"] = Gauge(
+            "gauge", "Blocks of memory that Python objects have (unstable)", sys.getallocatedblocks
         )
         gauges["ztunnel_xds_staleness_seconds"] = Gauge(
             "gauge",

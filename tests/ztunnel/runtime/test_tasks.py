@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from hbone.aio.poller import Poller
-from ztunnel.runtime.tasks import Tasks, restarts
+from ztunnel.runtime.tasks import Tasks, fibers_running, restarts
 
 RUNNERS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
@@ -106,3 +106,26 @@ def test_a_kept_task_that_returns_is_over(run: Callable[..., None]) -> None:
         assert len(tasks) == 0
 
     run(main())
+
+
+def test_fibers_are_counted_while_they_run() -> None:
+    async def main() -> None:
+        before = fibers_running()
+        poller, tasks = Poller(), Tasks("owner")
+        tasks.run(poller, asyncio.sleep(0), "ends")
+        waits: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def wait() -> None:
+            await waits
+
+        tasks.run(poller, wait(), "waits")
+        tasks.start(asyncio.Event().wait(), "a task")
+        assert fibers_running() - before == 2
+        async with asyncio.timeout(30):
+            while fibers_running() - before > 1:
+                await asyncio.sleep(0)
+        await tasks.close()
+        assert fibers_running() == before
+        poller.close()
+
+    asyncio.run(main())
