@@ -1,0 +1,18 @@
+"""A soak of a few seconds: too short for slopes, but whatever changes does so once, and no application notices."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.soak.__main__ import soak
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+
+
+def test_every_kind_of_change_under_load(tmp_path: Path) -> None:
+    run, of = asyncio.run(soak(0.2, tmp_path, every_s=4.0))
+    assert of.failures == []
+    kinds = {"requests", "bulk", "held", "pods", "policies", "endpoints", "control plane", "replaced"}
+    assert kinds <= of.done.keys(), of.done
+    assert run.restarts == 0
