@@ -245,10 +245,22 @@ class Connection(TunnelCarrier):
             # A connection that used up its last slice has no claim to an event of its own beside others like it:
             # new bytes come for it all the time. In line they have a share of each turn together, and small flows,
             # of which every event is served at once, do not wait for all of them.
-            if mask and self._greedy and self.poller.crowded:
-                self.poller.requeue(self)
+            # A step of a handshake takes a millisecond: one a turn, and the next ones wait in the same line.
+            poller = self.poller
+            if mask and ((self._greedy and poller.crowded) or self._in_storm()):
+                poller.requeue(self)
             else:
                 self._take_turn()
+
+    def _in_storm(self) -> bool:
+        """Whether a client is in its handshake here, and another one's had this turn already."""
+        if self._established.done() or self.role is Role.CLIENT:
+            return False
+        poller = self.poller
+        if poller.handshake_s == poller.now_s:
+            return True
+        poller.handshake_s = poller.now_s
+        return False
 
     def _take_turn(self) -> None:
         """Read and act for one slice; what is left then waits in line behind the other connections.

@@ -104,6 +104,8 @@ class Poller:
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
+        self.handshake_s = 0.0
+        """The turn, by its time, that had a step of a handshake for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerShares()
         """What the connections of each peer have together."""
         self.read_bytes = 0

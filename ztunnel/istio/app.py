@@ -16,6 +16,7 @@ import random
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,24 +57,36 @@ log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS = "workers"
+DESCRIPTORS = "descriptors"
 #: The interval at which series of removed workloads expire.
 _SWEEP_S = 60.0
 
 
 class Readiness:
-    """The set of tasks that must be complete before the proxy reports itself ready."""
+    """The set of tasks that must be complete before the proxy reports itself ready.
 
-    def __init__(self, pending: set[str]) -> None:
-        self.pending = pending
+    Args:
+        pending: the tasks at the start.
+        short: whether pods wait for descriptors before they accept, which the proxy reports, too.
+    """
+
+    def __init__(self, pending: set[str], short: Callable[[], bool] = lambda: False) -> None:
+        self._pending = pending
+        self._short = short
         self._since_s = asyncio.get_running_loop().time()
+
+    @property
+    def pending(self) -> set[str]:
+        """What the proxy waits for now; empty: it is ready."""
+        return self._pending | {DESCRIPTORS} if self._short() else self._pending
 
     def done(self, task: str) -> None:
         """Mark a task as complete; idempotent."""
-        if task in self.pending:
-            self.pending.discard(task)
+        if task in self._pending:
+            self._pending.discard(task)
             took_s = asyncio.get_running_loop().time() - self._since_s
-            if self.pending:
-                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self.pending))
+            if self._pending:
+                log.info("Task '%s' complete (%.3fs), still awaiting %d tasks", task, took_s, len(self._pending))
             else:
                 log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
 
@@ -82,7 +95,7 @@ class Readiness:
         if ready:
             self.done(task)
         else:
-            self.pending.add(task)
+            self._pending.add(task)
 
 
 class IstioProxy:
@@ -143,7 +156,8 @@ class IstioProxy:
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
             )
             awaited.add(WORKERS)
-        self.readiness = Readiness(awaited)
+        descriptors = self.node.descriptors
+        self.readiness = Readiness(awaited, lambda: descriptors.short)
         self._own: list[PodProxy | WorkerPod] = []
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
@@ -195,6 +209,20 @@ class IstioProxy:
             else {
                 "ztunnel_workers": Gauge("gauge", "Processes that carry connections of pods (unstable)", lambda: 1)
             }
+        )
+        half_open, descriptors = self.node.half_open, self.node.descriptors
+        gauges["ztunnel_half_open_connections"] = Gauge(
+            "gauge", "Connections to pods before the end of their handshake (unstable)", lambda: len(half_open)
+        )
+        gauges["ztunnel_half_open_turned_away"] = Gauge(
+            "counter",
+            "Connections closed before the end of their handshake by a limit (unstable)",
+            lambda: half_open.turned_away,
+        )
+        gauges["ztunnel_accepts_paused"] = Gauge(
+            "counter",
+            "Times a pod was not allowed to accept for lack of descriptors (unstable)",
+            lambda: descriptors.paused,
         )
         gauges["ztunnel_log_lines_dropped"] = Gauge(
             "counter",

@@ -90,6 +90,10 @@ class PodConnections:
         self.tunnels = ConnectionTable[Connection]()
         self.phase = Phase.SERVING
 
+    def descriptors(self) -> int:
+        """Return about how many descriptors the pod uses; a connection that is relayed has two."""
+        return len(self.arriving) + len(self.tunnels) + 2 * (len(self.inbound) + len(self.outbound))
+
     def established(self, sock: socket.socket, connection: Connection) -> None:
         """Move an accepted socket to the tunnel connections; called once its handshake is over."""
         self.tunnels.add(connection)

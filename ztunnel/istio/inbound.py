@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from hbone.aio.connection import Connection
+from hbone.aio.fiber import Fiber
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
@@ -50,6 +51,7 @@ from ztunnel.istio.outcome import (
 from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.record import Direction, Record
 from ztunnel.istio.workload_labels import WorkloadLabels
+from ztunnel.runtime.half_open import Arrival
 from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Inbound:
         self._policies: WorkloadPolicies | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._denials = LineLimit(pod.node.clock, self._denials_left_out)
+        self._entrance = pod.node.half_open.entrance(self._handshake_begins, self._turned_away)
         pod.local.watch(self._mesh_changed)
 
     # Accepting
@@ -110,7 +113,8 @@ class Inbound:
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
         self._pod.connections.arriving.add(sock)
-        self._pod.tasks.run(self._node.poller, self._tunnels(sock, peer), "inbound")
+        self._node.count_sockets("destination", +1)
+        self._entrance.enter(sock, peer)
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
@@ -119,18 +123,31 @@ class Inbound:
 
     # Tunnels
 
-    async def _tunnels(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def _handshake_begins(self, arrival: Arrival) -> Fiber:
+        return self._pod.tasks.run(self._node.poller, self._tunnels(arrival), "inbound")
+
+    def _turned_away(self, arrival: Arrival, reason: str) -> None:
+        """Account for a connection that ends before its handshake, or has been too slow in it."""
+        sock = arrival.sock
+        if not arrival.in_handshake:  # else its fiber does
+            self._pod.connections.arriving.remove(sock)
+            self._node.count_sockets("destination", -1)
+        if reason:
+            try:
+                source, local = _address(arrival.peer), _address(sock.getsockname())
+            except OSError:
+                return
+            self._denied(source, local, f"tls handshake error: {reason}")
+
+    async def _tunnels(self, arrival: Arrival) -> None:
         """Serve one connection that brings tunnels, until it ends."""
-        node, pod, connections = self._node, self._pod, self._pod.connections
-        try:
-            source, local = _address(peer), _address(sock.getsockname())
-        except OSError:
-            connections.arriving.remove(sock)
-            sock.close()
-            return
-        node.count_sockets("destination", +1)
+        node, pod, connections, sock = self._node, self._pod, self._pod.connections, arrival.sock
         owned: socket.socket | None = sock
         try:
+            try:
+                source, local = _address(arrival.peer), _address(sock.getsockname())
+            except OSError:
+                return
             certificate = await pod.certificate((await pod.local.get()).workload)
             context = certificate.server_context()
             here = _Peer(source, local)
@@ -140,6 +157,7 @@ class Inbound:
                 assert facts is not None
                 here.connection, here.names = connection, facts.uri_sans
                 here.identity = _first_identity(facts.uri_sans)
+                arrival.proved()
                 connections.established(sock, connection)
 
             # From here on serve_connection owns the socket. It stays in ``arriving`` until the handshake is over,
@@ -173,6 +191,7 @@ class Inbound:
             else:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
+            arrival.ended()
             connections.arriving.remove(sock)
             node.count_sockets("destination", -1)
             if owned is not None:
@@ -513,8 +532,12 @@ class Inbound:
             self._grace = None
 
     def close(self) -> None:
-        """Stop following policies; idempotent. Connections are ended by the pod's tables."""
+        """Stop following policies, and end what has not begun its handshake; idempotent.
+
+        Other connections are ended by the pod's tables.
+        """
         self._stop_grace()
+        self._entrance.close()
 
 
 def _describe_pod(record: Record, labels: WorkloadLabels) -> None:

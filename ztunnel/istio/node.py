@@ -21,6 +21,8 @@ from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.names import Names
 from ztunnel.istio.workload_labels import WorkloadLabels, labels_of
 from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process
+from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
 
 #: Namespace, name and service account of a pod: by these ZDS and the mesh name the same pod.
 PodKey = tuple[str, str, str]
@@ -43,6 +45,8 @@ class Node:
             from the same ports.
         ask: requests a key from the control plane (on demand); ``None`` when the mesh holds everything.
         pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
+        half_open: connections to pods before the end of their handshake.
+        descriptors: shares of the process's descriptors, by pod.
         asked: keys that were requested and answered, whatever the answer.
     """
 
@@ -65,6 +69,8 @@ class Node:
     client_settings: ConnectionSettings = field(init=False)
     server_settings: ConnectionSettings = field(init=False)
     keepalive: sockets.Keepalive | None = field(init=False)
+    half_open: HalfOpen = field(init=False)
+    descriptors: Descriptors = field(init=False)
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +78,10 @@ class Node:
         self.client_settings = self._settings(client_settings())
         self.server_settings = self._settings(server_settings())
         wanted = config.socket
+        most = limit_of_process()
+        limits = HalfOpenLimits.of_descriptors(most, timeout_s=config.handshake_timeout_s)
+        self.half_open = HalfOpen(self.poller, limits)
+        self.descriptors = Descriptors(most, self.half_open.shed)
         self.keepalive = (
             None
             if wanted.keepalive_time_s is None

@@ -51,6 +51,7 @@ class PodProxy:
         self._sockets = sockets
         self._connections = PodConnections()
         self._tasks = Tasks(f"{name.namespace}/{name.name}")
+        self._share = node.descriptors.share(f"{name.namespace}/{name.name}", self._connections.descriptors)
         context = PodContext(node, self._local, self._sockets, self._connections, self._tasks)
         self._tunnels = PodTunnels(context)
         self._inbound = Inbound(context)
@@ -72,7 +73,7 @@ class PodProxy:
             SOCKS_PORT: self._outbound.accepted_socks,
         }
         try:
-            self._sockets.listen(accepted, bound)
+            self._sockets.listen(accepted, bound, gate=self._share)
         except BaseException:
             await self.stop()
             raise
@@ -110,6 +111,7 @@ class PodProxy:
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()
+        self._share.close()
         self._inbound.close()
         self._local.close()
         self._connections.end_all(DRAINED)

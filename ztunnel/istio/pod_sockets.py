@@ -25,7 +25,7 @@ from ztunnel.istio.config import (
     OriginalSource,
 )
 from ztunnel.istio.node import Node
-from ztunnel.runtime.accepting import Accepted, ListeningSocket, hand_over
+from ztunnel.runtime.accepting import Accepted, Gate, ListeningSocket, hand_over
 
 log = logging.getLogger(__name__)
 
@@ -155,12 +155,15 @@ class PodSockets:
 
     # Listening
 
-    def listen(self, accepted: Mapping[int, Accepted], bound: Sequence[Bound] | None = None) -> None:
+    def listen(
+        self, accepted: Mapping[int, Accepted], bound: Sequence[Bound] | None = None, *, gate: Gate | None = None
+    ) -> None:
         """Listen on every port of the pod until :meth:`close`.
 
         Args:
             accepted: what takes the connections of a port.
             bound: sockets bound by another process, which belong to this object from now on; ``None``: bind here.
+            gate: asked before each connection.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.
@@ -168,7 +171,9 @@ class PodSockets:
         node = self._node
         for each in bind(node, self._netns, only_tunnels=self.only_tunnels) if bound is None else bound:
             port = each.address.port
-            listener = ListeningSocket(each.sock, each.address, BACKLOG, node.poller, is_ours=node.is_ours)
+            listener = ListeningSocket(
+                each.sock, each.address, BACKLOG, node.poller, is_ours=node.is_ours, gate=gate
+            )
             self._listening.append(listener)
             if port in self.preserves_source:
                 self.preserves_source[port] = each.transparent and not self.only_tunnels

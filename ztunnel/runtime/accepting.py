@@ -5,6 +5,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hbone.aio.poller import READABLE, Poller
 from tproxy.aio import sockets
@@ -41,6 +42,16 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 Accepted = Callable[[socket.socket, tuple[str, int]], None]
 
 
+class Gate(Protocol):
+    """What a listener asks before it accepts."""
+
+    def admits(self) -> bool:
+        """Return whether to accept a connection now; False: the listener asks again in ``_PAUSE_S``."""
+
+    def accepted(self, number: int) -> None:
+        """Take note of the descriptor of an accepted connection."""
+
+
 class ListeningSocket:
     """A listening socket that passes accepted connections to a callback; owns the socket.
 
@@ -51,6 +62,7 @@ class ListeningSocket:
         poller: waits for connections.
         is_ours: for a socket that other processes share, called before each connection: False leaves it to them
             for ``_COURTESY_S``.
+        gate: asked before each connection; ``None``: all are accepted.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class ListeningSocket:
         poller: Poller,
         *,
         is_ours: Callable[[], bool] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.sock = sock
         self.address = address
@@ -69,7 +82,8 @@ class ListeningSocket:
         self._poller = poller
         self._registered = False
         self._is_ours = is_ours
-        self._waiting = self._waited = False
+        self._gate = gate
+        self._waiting = self._waited = self._paused = False
 
     def start(self, accepted: Accepted) -> None:
         """Listen, and pass each connection to ``accepted``; a further call replaces the callback only."""
@@ -84,6 +98,8 @@ class ListeningSocket:
         # A shared socket wakes every process that waits for it. The one that is not next waits a moment, and then
         # accepts what is still queued: a busy or stopped process must not delay connections for longer.
         if not (mask & READABLE or not mask):
+            return
+        if self._paused:
             return
         if self._is_ours is None:
             most = _ACCEPTS_PER_TURN
@@ -112,7 +128,11 @@ class ListeningSocket:
 
     def _accept(self, most: int) -> bool:
         """Accept at most ``most`` connections; return whether more may be queued."""
+        gate = self._gate
         for _ in range(most):
+            if gate is not None and not gate.admits():
+                self._pause()
+                return False
             try:
                 client, peer = self.sock.accept()
             except BlockingIOError:
@@ -129,10 +149,12 @@ class ListeningSocket:
                         error.strerror,
                         _PAUSE_S,
                     )
-                    self._poller.loop.call_later(_PAUSE_S, self._retry)
+                    self._pause()
                     return False
                 raise
             client.setblocking(False)
+            if gate is not None:
+                gate.accepted(client.fileno())
             assert self._accepted is not None  # start() has registered this socket
             try:
                 self._accepted(client, peer[:2])
@@ -141,6 +163,15 @@ class ListeningSocket:
                 log.exception("a connection accepted on %s was not taken", self.address)
                 client.close()
         return True
+
+    def _pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._poller.loop.call_later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._retry()
 
     def _have_waited(self) -> None:
         self._waiting, self._waited = False, True

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from hbone.aio import poller as poller_module
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.poller import Poller
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.tls_socket import TlsSocket
 from hbone.aio.tunnel import Tunnel
@@ -247,3 +250,32 @@ def test_a_reset_during_the_handshake_is_one_declared_error(kind: str, loop: str
                     await end.establish()
 
     run(main, loop)
+
+
+def test_handshakes_that_come_together_leave_each_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn has one step for an event, and one from the line, whose share of a turn is cut to nothing here."""
+    monkeypatch.setattr(poller_module, "REQUEUED_S", 0.0)
+    count = 20
+
+    async def main() -> None:
+        judged: list[float] = []
+
+        def judge(_: object) -> None:
+            judged.append(poller.now_s)
+
+        context = TlsContext(Role.SERVER, replace(contexts()[1].settings, verify=judge))
+        with polling() as poller:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(count):
+                    near, far = tcp_pair()
+                    tasks.create_task(serve_connection(far, context, ConnectionSettings(), poller, ignore))
+                    tasks.create_task(connect_and_close(near, poller))
+        assert len(judged) == count
+        assert max(Counter(judged).values()) <= 2
+
+    async def ignore(_: Request) -> None: ...
+
+    async def connect_and_close(near: socket.socket, poller: Poller) -> None:
+        (await connect(near, contexts()[0], default_client(), poller)).close()
+
+    run(main)

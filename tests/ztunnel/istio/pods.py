@@ -47,6 +47,7 @@ from ztunnel.istio.names import Names
 from ztunnel.istio.node import Node
 from ztunnel.istio.pod import Dns, PodProxy
 from ztunnel.istio.pod_sockets import Accepted, Bound, PodSockets
+from ztunnel.runtime.accepting import Gate
 
 WAIT_S = 30.0
 NODE, ELSEWHERE = "w1", "w2"
@@ -238,7 +239,9 @@ class WiredSockets(PodSockets):
         self._wire = wire
         self._destinations: dict[socket.socket, SocketAddress | None] = {}
 
-    def listen(self, accepted: Mapping[int, Accepted], bound: Sequence[Bound] | None = None) -> None:
+    def listen(
+        self, accepted: Mapping[int, Accepted], bound: Sequence[Bound] | None = None, *, gate: Gate | None = None
+    ) -> None:
         self.accepted = dict(accepted)
 
     async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:

@@ -444,6 +444,35 @@ def test_a_client_that_hangs_up_in_the_handshake_is_a_line(tmp_path: Path) -> No
     play(tmp_path, body)
 
 
+def test_silent_connections_are_bounded_and_leave_others_room(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.application(SERVER)
+        await cluster.start(POD)
+        most = cluster.node.half_open.limits.per_source
+        for _ in range(most + 100):
+            cluster.sockets["server"].arrives(HBONE_PORT, None, "127.0.9.9")
+        assert len(cluster.node.half_open) == most
+        assert cluster.node.half_open.turned_away == 100
+        connection = await cluster.tunnels_to("server")
+        tunnel = await connection.open(fields())
+        tunnel.close()
+        connection.close()
+
+    play(tmp_path, body)
+
+
+def test_a_pod_that_stops_ends_what_has_not_begun_its_handshake(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
+        await cluster.pods["server"].stop()
+        assert await client.read_all() == b""
+        assert cluster.lines() == []
+        assert len(cluster.node.half_open) == 0
+
+    play(tmp_path, body)
+
+
 def test_strangers_cause_a_bounded_number_of_lines(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
@@ -478,7 +507,8 @@ def test_without_a_certificate_there_is_no_handshake(tmp_path: Path) -> None:
         cluster.certificates.errors[identity("server")] = "the CA says no"
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
-        assert await client.read_all() == b""
+        await client.send(b"hello")  # a certificate is for those that speak
+        await client.read_all()
         assert (await cluster.line())["error"] == "signing error: the CA says no"
 
     play(tmp_path, body)
@@ -488,7 +518,8 @@ def test_a_pod_that_the_mesh_does_not_describe_takes_no_tunnels(tmp_path: Path) 
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD, described=False)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
-        assert await client.read_all() == b""
+        await client.send(b"hello")
+        await client.read_all()
         assert (await cluster.line())["error"].startswith("failed to fetch information about local workload")
 
     play(tmp_path, body)

@@ -257,3 +257,46 @@ def test_a_connection_that_is_not_taken_does_not_hold_up_the_next() -> None:
             server.listening.close()
 
     uvloop.run(main())
+
+
+class Shut:
+    """A gate that a test opens."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.asked = 0
+        self.numbers: list[int] = []
+
+    def admits(self) -> bool:
+        self.asked += 1
+        return self.open
+
+    def accepted(self, number: int) -> None:
+        self.numbers.append(number)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_gate_keeps_connections_in_the_queue(run: Callable[..., None]) -> None:
+    async def main() -> None:
+        with poller() as shared, sockets.listen(HOST, 0, backlog=0) as sock:
+            gate, taken = Shut(), asyncio.Event()
+            port: int = sock.getsockname()[1]
+            listening = ListeningSocket(sock.dup(), SocketAddress(HOST, port), 128, shared, gate=gate)
+
+            def take(client: socket.socket, peer: tuple[str, int]) -> None:
+                client.close()
+                taken.set()
+
+            listening.start(take)
+            with socket.create_connection((HOST, port)), socket.create_connection((HOST, port)):
+                while not gate.asked:
+                    await asyncio.sleep(0)
+                assert not taken.is_set()
+                gate.open = True
+                async with asyncio.timeout(30):
+                    await taken.wait()
+                    while len(gate.numbers) < 2:
+                        await asyncio.sleep(0.001)
+                listening.close()
+
+    run(main())

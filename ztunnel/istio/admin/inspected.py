@@ -22,7 +22,9 @@ Connections = dict[str, list[dict[str, str | None]]]
 class PendingTasks(Protocol):
     """The tasks that readiness waits for; empty once the proxy is ready."""
 
-    pending: set[str]
+    @property
+    def pending(self) -> set[str]:
+        """Their names."""
 
 
 class InspectedWorkers(Protocol):

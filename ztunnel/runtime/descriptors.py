@@ -1,0 +1,141 @@
+"""Shares of the process's descriptors: a pod that uses most of them stops accepting, before there are none.
+
+A part of the descriptors is kept back. Below it, every pod accepts. Within its first half, pods that have less
+than an equal share accept; the others wait, and their clients with them, in the accept queue. The second half is
+for dials of established connections, readiness, metrics and the control plane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Callable
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+_UNLIMITED: Final = 1 << 20
+#: Above these many used descriptors, in parts of all, they are counted before each accept.
+_WATCHED: Final = 0.5
+
+
+def limit_of_process() -> int:
+    """Return how many descriptors the process can have, once it has raised its limit as far as it may."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
+
+
+def lowest_free() -> int:
+    """Return the number that the next descriptor gets: all below it are in use (dup(2)). The limit, if none is."""
+    with contextlib.suppress(OSError):
+        number = os.dup(0)
+        os.close(number)
+        return number
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Descriptors:
+    """The descriptors of one process.
+
+    Args:
+        limit: see :func:`limit_of_process`.
+        shed: closes a connection that has proved nothing; False: there is none.
+        in_use: see :func:`lowest_free`; tests give their own.
+
+    Attributes:
+        reserve: descriptors that are kept back.
+        paused: how often a pod was not allowed to accept, ever.
+    """
+
+    def __init__(
+        self, limit: int, shed: Callable[[], bool] = lambda: False, in_use: Callable[[], int] = lowest_free
+    ) -> None:
+        self.limit = limit
+        self.reserve = max(16, min(1024, limit // 8))
+        self.paused = 0
+        self._shed = shed
+        self._in_use = in_use
+        self._users: dict[DescriptorShare, None] = {}
+        self._seen = 0
+
+    def share(self, name: str, used: Callable[[], int]) -> DescriptorShare:
+        """Return the share of one pod, which its owner closes.
+
+        Args:
+            name: for logs.
+            used: how many it has.
+        """
+        share = DescriptorShare(self, name, used)
+        self._users[share] = None
+        return share
+
+    @property
+    def short(self) -> bool:
+        """Whether some pod may not accept now."""
+        return any(share.waiting for share in self._users)
+
+    def note(self, number: int) -> None:
+        """Take note of a descriptor that was opened just now: as many are in use."""
+        self._seen = number
+
+    def admits(self, share: DescriptorShare) -> bool:
+        """Return whether a pod may accept a connection now."""
+        if self._seen < self.limit * _WATCHED:
+            return True
+        self._seen = self._in_use()
+        if self._seen < self.limit - self.reserve:
+            return True
+        if self._shed():
+            return self._seen < self.limit - self.reserve // 4
+        if self._seen >= self.limit - self.reserve // 2:
+            return False
+        return share.used() * len(self._users) < self.limit - self.reserve
+
+    def forget(self, share: DescriptorShare) -> None:
+        """Remove a share; idempotent."""
+        self._users.pop(share, None)
+
+
+class DescriptorShare:
+    """What one pod may have; asked before each accept (:class:`ztunnel.runtime.accepting.Gate`).
+
+    Attributes:
+        used: how many it has.
+        waiting: it was refused, and has not been admitted since.
+    """
+
+    def __init__(self, descriptors: Descriptors, name: str, used: Callable[[], int]) -> None:
+        self.used = used
+        self.waiting = False
+        self._descriptors = descriptors
+        self._name = name
+
+    def admits(self) -> bool:
+        """Return whether to accept a connection now."""
+        admitted = self._descriptors.admits(self)
+        if admitted is self.waiting:
+            self.waiting = not admitted
+            if admitted:
+                log.info("%s accepts again", self._name)
+            else:
+                log.error(
+                    "%s accepts no connections: %d of %d descriptors are in use, %d by it"
+                    " (raise the limit of open files)",
+                    self._name,
+                    self._descriptors._seen,
+                    self._descriptors.limit,
+                    self.used(),
+                )
+        self._descriptors.paused += not admitted
+        return admitted
+
+    def accepted(self, number: int) -> None:
+        """Take note of an accepted connection's descriptor."""
+        self._descriptors.note(number)
+
+    def close(self) -> None:
+        """Give it up; idempotent."""
+        self.waiting = False
+        self._descriptors.forget(self)
