@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
+from enum import IntEnum
 from typing import Any
 
 import h11
@@ -19,6 +21,7 @@ from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
 from ztunnel.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, text
 from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.line_limit import LineLimit
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -49,8 +52,9 @@ class PageServer:
         pages: called in the event loop with each request; returns the page, or an awaitable of it. It must not
             block; pieces of the body are made later.
         clock: the clock for the ``date`` header.
-        max_connections: the largest number of connections. Beyond it the connection that was idle for longest is
-            closed, or the new one if none is idle.
+        max_connections: the largest number of connections. Beyond it a connection of the address that has most is
+            closed, so that probes and scrapers are answered beside any number of slow clients: one that is idle,
+            else one that sends its request slowly, else one that reads its answer slowly; the oldest of these.
         product: value of the ``server`` header.
         reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
         alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
@@ -87,6 +91,7 @@ class PageServer:
         self._connections: dict[_Connection, None] = {}  # in order of their last activity
         self._server: asyncio.Server | None = None
         self.connections_total = 0
+        self._lines = LineLimit(clock, lambda count: log.warning("%s: lines left out=%d", name, count))
 
     async def __aenter__(self) -> "PageServer":
         if self._alone:
@@ -125,16 +130,20 @@ class PageServer:
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections_total += 1
         if len(self._connections) >= self._max_connections:
-            longest_idle = next((c for c in self._connections if c.idle), None)
-            if longest_idle is None:
-                log.warning("%s: %d connections are open, refusing another", self.name, len(self._connections))
-                writer.transport.abort()
-                return
-            longest_idle.finish()
-            self._connections.pop(longest_idle, None)
+            self._make_room()
         connection = _Connection(self, reader, writer)
         self._connections[connection] = None
         connection.task = self._tasks.start(self._serve(connection), "connection")
+
+    def _make_room(self) -> None:
+        sources = Counter(connection.source for connection in self._connections)
+        greedy, number = sources.most_common(1)[0]
+        # In the order of their last activity; min() returns the first of the least busy ones.
+        oldest = min((c for c in self._connections if c.source == greedy), key=lambda c: c.stage)
+        if oldest.stage is not Stage.IDLE and self._lines.admits():
+            log.warning("%s: %d connections of %s are open, closing one of them", self.name, number, greedy)
+        oldest.abort()
+        self._connections.pop(oldest, None)
 
     async def _serve(self, connection: "_Connection") -> None:
         try:
@@ -153,6 +162,14 @@ class PageServer:
         return formatdate(self._clock.wall(), usegmt=True)
 
 
+class Stage(IntEnum):
+    """What a connection is about; the higher, the more would be lost with it."""
+
+    IDLE = 0
+    RECEIVING = 1
+    ANSWERING = 2
+
+
 class _Connection:
     """The connection of one client."""
 
@@ -163,13 +180,23 @@ class _Connection:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
         self._unsent: list[bytes] = []
         self._finishing = False
-        self.idle = True
+        self.stage = Stage.IDLE
+        peer = writer.get_extra_info("peername")
+        self.source = str(peer[0]) if peer else ""
         self.task: asyncio.Task[Any] | None = None
 
     def finish(self) -> None:
         """Close after the answer under way, or at once if there is none; idempotent."""
         self._finishing = True
-        if self.idle and self.task is not None:
+        if self.stage is Stage.IDLE and self.task is not None:
+            self.task.cancel()
+
+    def abort(self) -> None:
+        """Close at once; idempotent."""
+        self._finishing = True
+        if self.stage is not Stage.IDLE:
+            self._writer.transport.abort()  # a close would wait for what the client does not read
+        if self.task is not None:
             self.task.cancel()
 
     async def serve(self, pages: Pages) -> None:
@@ -180,6 +207,7 @@ class _Connection:
                 if request is None:
                     return
                 self._server.active(self)
+                self.stage = Stage.ANSWERING
                 await self._answer(request, await self._page(pages, request))
                 if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                     return
@@ -216,11 +244,11 @@ class _Connection:
             TimeoutError: the client was idle for too long, or sent its request too slowly.
             h11.RemoteProtocolError: it sent no HTTP, or too much of it.
         """
-        self.idle = not self._http.trailing_data[0]
-        if self.idle:
+        self.stage = Stage.RECEIVING if self._http.trailing_data[0] else Stage.IDLE
+        if self.stage is Stage.IDLE:
             async with asyncio.timeout(_IDLE_TIMEOUT_S):
                 data = await self._reader.read(_READ_BYTES)
-            self.idle = False
+            self.stage = Stage.RECEIVING
             self._http.receive_data(data)
         async with asyncio.timeout(_HEAD_TIMEOUT_S):
             head = await self._event()

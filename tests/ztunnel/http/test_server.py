@@ -1,6 +1,7 @@
 """The page server over real sockets: framing, limits, manners."""
 
 import asyncio
+import contextlib
 import http.client
 import socket
 import threading
@@ -13,7 +14,7 @@ from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
 from ztunnel.http import server as admin_http
 from ztunnel.http.page import Deferred, Page, PageRequest, text
-from ztunnel.http.server import PageServer
+from ztunnel.http.server import PageServer, Stage
 from ztunnel.runtime.clock import SystemClock
 
 LOCAL = SocketAddress("127.0.0.1", 0)
@@ -210,6 +211,50 @@ def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.Mon
     assert answer.startswith(b"HTTP/1.1 200")
     assert gone == b""
     assert kept.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "sent", [REQUEST[:10], REQUEST.replace(b"/a", b"/long")], ids=["half a request", "unread"]
+)
+def test_slow_clients_do_not_keep_probes_out(sent: bytes) -> None:
+    def pages(request: PageRequest) -> Page:
+        return Page(body=("x" * 65536 for _ in range(1000))) if request.path == "/long" else echo(request)
+
+    async def main() -> None:
+        async with PageServer("test", LOCAL, pages, SystemClock(), max_connections=8) as server:
+            slow = [socket.create_connection(("127.0.0.1", server.address.port)) for _ in range(8)]
+            for sock in slow:
+                sock.sendall(sent)
+            while server.connections < 8 or any(each.stage is Stage.IDLE for each in server._connections):
+                await asyncio.sleep(0.001)
+            for _ in range(12):
+                answer = await asyncio.to_thread(raw, server.address.port, REQUEST)
+                assert answer.startswith(b"HTTP/1.1 200")
+            for sock in slow:
+                sock.close()
+
+    asyncio.run(main())
+
+
+def test_the_source_that_has_most_connections_makes_room() -> None:
+    def use(port: int) -> tuple[bytes, bytes]:
+        with contextlib.ExitStack() as stack:
+            modest, *greedy = (
+                stack.enter_context(
+                    socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(host, 0))
+                )
+                for host in ("127.0.0.2", *["127.0.0.3"] * 4)
+            )
+            modest.sendall(REQUEST)
+            first = modest.recv(65536)
+            for sock in greedy:
+                sock.sendall(REQUEST[:10])
+            raw(port, REQUEST)
+            modest.sendall(REQUEST)
+            return first, modest.recv(65536)
+
+    for answer in with_server(use, most=4):
+        assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_answer_under_way_is_finished_when_the_server_closes() -> None:
