@@ -310,6 +310,7 @@ class Entrance:
         self._poller = half_open.poller
         self._begin = begin
         self._turned_away = turned_away
+        self._closed = False
         self._arrivals: dict[Arrival, None] = {}
         self._sources: dict[str, _Source] = {}
         self._ready: deque[_Source] = deque()  # each once, in turns
@@ -328,6 +329,11 @@ class Entrance:
         """Take an accepted, non-blocking socket; another one may have to go for it."""
         limits = self._limits
         source = self._source(peer[0])
+        if self._closed:
+            arrival = Arrival(self, source, sock, peer)
+            self._turned_away(arrival, "")
+            arrival.stop()
+            return
         if len(source.arrivals) >= limits.per_source:
             self.turn_away(next(iter(source.arrivals)), TOO_MANY_OF_SOURCE)
         elif len(self._arrivals) >= limits.per_pod:
@@ -465,7 +471,11 @@ class Entrance:
             self.turn_away(arrival, NO_HELLO)
 
     def close(self) -> None:
-        """Close what has not begun its handshake; idempotent. What has begun ends with its fiber."""
+        """Close what has not begun its handshake, and what comes later; idempotent.
+
+        What has begun ends with its fiber.
+        """
+        self._closed = True
         self._all.removed(self)
         for arrival in list(self._arrivals):
             if not arrival.in_handshake:

@@ -279,6 +279,18 @@ def test_one_that_does_not_begin_leaves_its_place() -> None:
     play(main)
 
 
+def test_what_comes_after_the_end_is_closed() -> None:
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), order):
+            pod.comes()
+            pod.entrance.close()
+            pod.comes(data=HELLO)
+            assert pod.turned_away == [("a", "")] * 2
+            assert (len(half_open), order) == (0, [])
+
+    play(main)
+
+
 def test_limits_follow_the_descriptors() -> None:
     few = HalfOpenLimits.of_descriptors(512)
     assert (few.in_all, few.per_pod, few.per_source, few.handshakes) == (128, 64, 32, 128)
