@@ -52,6 +52,7 @@ PURE_APPLICATION = (
     "ztunnel/envoy/outcome.py",
     "ztunnel/envoy/secrets/verify.py",
     "ztunnel/identity/csr.py",
+    "ztunnel/identity/chain.py",
     "ztunnel/identity/peer.py",
     "ztunnel/istio/certificates/schedule.py",
     "ztunnel/envoy/upstream/host.py",

@@ -1,8 +1,11 @@
 """SPIFFE identities of workloads."""
 
+import re
 from dataclasses import dataclass
 
 _PREFIX = "spiffe://"
+#: Upper case in trust domains, too, which SPIFFE does not allow and Istio's configuration does.
+_SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +21,14 @@ class SpiffeId:
         """Read an identity.
 
         Raises:
-            ValueError: not exactly the five segments, or one of them is empty, or there are control characters or
-                others beyond ASCII: a NUL or a line's end is there to deceive the next reader of the name.
+            ValueError: not exactly the five segments, or one of them is empty or has characters that SPIFFE ids
+                do not have (SPIFFE-ID, 2.1 and 2.2): a query, a port, an escape or a NUL is there to deceive the
+                next reader of the name.
         """
         parts = text.removeprefix(_PREFIX).split("/") if text.startswith(_PREFIX) else []
-        if len(parts) != 5 or parts[1] != "ns" or parts[3] != "sa" or not all(parts) or not _is_plain(text):
+        if len(parts) != 5 or parts[1] != "ns" or parts[3] != "sa" or not all(map(_SEGMENT.fullmatch, parts)):
             raise ValueError(f"not a workload identity (spiffe://<td>/ns/<ns>/sa/<sa>): {text!r}")
         return cls(parts[0], parts[2], parts[4])
 
     def __str__(self) -> str:
         return f"{_PREFIX}{self.trust_domain}/ns/{self.namespace}/sa/{self.service_account}"
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable()

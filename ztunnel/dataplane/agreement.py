@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 
 from hbone.tls import uri_sans
+from ztunnel.identity.chain import is_issued_by
 
 Chain = Sequence[x509.Certificate]
 
@@ -100,20 +100,12 @@ def _path(chain: Chain, anchors: Chain) -> Chain | None:
     """Return the verified path from the leaf to an anchor; ``None``: the chain leads to none."""
     path: list[x509.Certificate] = []
     for certificate in chain:
-        if path and not _issued(path[-1], certificate):
+        if path and not is_issued_by(path[-1], certificate):
             return None
         path.append(certificate)
         if certificate in anchors:
             return path
         for anchor in anchors:
-            if _issued(certificate, anchor):
+            if is_issued_by(certificate, anchor):
                 return [*path, anchor]
     return None
-
-
-def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from hbone.tls import uri_sans
 from xds.model.identity import SpiffeId
+from ztunnel.identity.chain import leads_to
 
 
 class IdentityError(Exception):
@@ -63,7 +64,8 @@ def issued_certificate(
             authority certifies the identity of the token.
 
     Raises:
-        IdentityError: the answer is unusable, for another key, or for another identity.
+        IdentityError: the answer is unusable: no PEM, for another key or identity, of several names, or a chain
+            that does not lead to its roots, which no peer would accept.
     """
     if not answer:
         raise IdentityError(f"chain returned from CA is empty for: {identity}")
@@ -79,10 +81,14 @@ def issued_certificate(
     if leaf.public_key() != key.public_key():
         raise IdentityError(f"the certificate returned from CA is for another key than was sent for: {identity}")
     names = uri_sans(leaf)
-    if exact and (not names or names[0] != str(identity)):
+    if exact and str(identity) not in names:
         raise IdentityError(f"did not find expected SAN: {identity}")
     if not exact:
-        identity = _first_identity(names, identity)
+        identity = _only_identity(names, identity)
+    if len(names) != 1:
+        raise IdentityError(f"the certificate returned from CA for {identity} has {len(names)} URI names, not one")
+    if not leads_to(chain, roots):
+        raise IdentityError(f"the chain returned from CA for {identity} does not lead to its roots")
     return IssuedCertificate(
         identity=identity,
         chain=chain,
@@ -93,7 +99,7 @@ def issued_certificate(
     )
 
 
-def _first_identity(names: Sequence[str], wanted: SpiffeId) -> SpiffeId:
+def _only_identity(names: Sequence[str], wanted: SpiffeId) -> SpiffeId:
     for name in names:
         try:
             return SpiffeId.parse(name)

@@ -1,7 +1,7 @@
 """Makes the checks of a peer's identity that handshakes run after verifying its chain. Pure.
 
-URI names that are no workload identity are ignored, both expected and presented ones. A leaf with several
-identities has each of them.
+A leaf has exactly one URI name (X509-SVID, 2): with two, policies and logs would see one of them and the handshake
+another. Expected names that are no workload identity are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,21 +28,23 @@ def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
     return tuple(found)
 
 
-def is_of_trust_domain(trust_domain: str) -> Callable[[Iterable[str]], bool]:
-    """Return a check whether one of a leaf's URI names is an identity of exactly this trust domain."""
+def is_of_trust_domain(trust_domain: str) -> Callable[[Sequence[str]], bool]:
+    """Return a check whether a leaf's only URI name is an identity of exactly this trust domain."""
 
-    def accepts(names: Iterable[str]) -> bool:
-        return any(identity.trust_domain == trust_domain for identity in identities_of(names))
+    def accepts(names: Sequence[str]) -> bool:
+        found = identities_of(names)
+        return len(names) == len(found) == 1 and found[0].trust_domain == trust_domain
 
     return accepts
 
 
-def is_one_of(identities: Sequence[str]) -> Callable[[Iterable[str]], bool]:
-    """Return a check whether one of a leaf's URI names is one of these identities; without any it always fails."""
+def is_one_of(identities: Sequence[str]) -> Callable[[Sequence[str]], bool]:
+    """Return a check whether a leaf's only URI name is one of these identities; without any it always fails."""
     expected = frozenset(identities)
 
-    def accepts(names: Iterable[str]) -> bool:
-        return any(str(identity) in expected for identity in identities_of(names))
+    def accepts(names: Sequence[str]) -> bool:
+        found = identities_of(names)
+        return len(names) == len(found) == 1 and str(found[0]) in expected
 
     return accepts
 
@@ -55,7 +57,7 @@ def of_trust_domain(trust_domain: str) -> Verify:
         names = uri_sans(chain[0])
         if accepts(names):
             return None
-        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(identities_of(names))}"
+        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(names)}"
 
     return verify
 
@@ -68,7 +70,7 @@ def one_of(identities: Sequence[str]) -> Verify:
         names = uri_sans(chain[0])
         if accepts(names):
             return None
-        return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(identities_of(names))}"
+        return f"{_REFUSED} SAN ({','.join(identities)}), got {_listed(names)}"
 
     return verify
 
@@ -84,5 +86,7 @@ def none_revoked(lists: RevocationLists, verify: Verify) -> Verify:
     return verify_both
 
 
-def _listed(identities: Iterable[SpiffeId]) -> str:
-    return ",".join(str(identity) for identity in identities) or "none"
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > 1:
+        return f"{len(names)} URI names, where one is allowed"
+    return ",".join(map(str, identities_of(names))) or "none"

@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.hbone.certificates import Authority
 from xds.model.identity import SpiffeId
+from ztunnel.identity.chain import leads_to
 from ztunnel.identity.csr import IdentityError, issued_certificate, signing_request
 
 WEB = SpiffeId("cluster.local", "shop", "web")
@@ -66,7 +67,9 @@ def test_leaf_intermediates_and_a_bundle_of_roots() -> None:
         (["nonsense", ROOT.pem.decode()], "certificate 0 returned from CA"),
         ([leaf_for("spiffe://cluster.local/ns/shop/sa/cart"), ROOT.pem.decode()], "did not find expected SAN"),
         ([leaf_for(), ROOT.pem.decode()], f"did not find expected SAN: {WEB}"),
-        ([leaf_for("spiffe://x/ns/a/sa/b", str(WEB)), ROOT.pem.decode()], "did not find expected SAN"),
+        ([leaf_for("spiffe://x/ns/a/sa/b", str(WEB)), ROOT.pem.decode()], "has 2 URI names, not one"),
+        ([leaf_for(str(WEB)), ROOT.pem.decode()], "does not lead to its roots"),
+        ([leaf_for(str(WEB)), MIDDLE.pem.decode(), Authority("root").pem.decode()], "does not lead to its roots"),
         ([MIDDLE.issue(str(WEB)).chain_pem.decode(), ROOT.pem.decode()], "is for another key"),
     ],
 )
@@ -75,9 +78,21 @@ def test_answers_that_do_not_fit(answer: list[str], words: str) -> None:
         issued_certificate(WEB, KEY, answer, exact=True)
 
 
+def test_intermediates_may_come_in_any_order() -> None:
+    lower = Authority("lower", MIDDLE)
+    leaf = lower.issue(str(WEB)).certificate
+    assert leads_to([leaf, MIDDLE.certificate, lower.certificate], [ROOT.certificate])
+    assert leads_to([leaf, lower.certificate], [MIDDLE.certificate])
+    assert not leads_to([leaf, MIDDLE.certificate], [ROOT.certificate])
+    assert not leads_to([], [ROOT.certificate])
+
+
 def test_without_impersonation_the_authority_says_who_this_is() -> None:
-    answer = [leaf_for("https://x", "spiffe://cluster.local/ns/shop/sa/cart"), ROOT.pem.decode()]
+    rest = [MIDDLE.pem.decode(), ROOT.pem.decode()]
+    answer = [leaf_for("spiffe://cluster.local/ns/shop/sa/cart"), *rest]
     issued = issued_certificate(WEB, KEY, answer, exact=False)
     assert issued.identity == SpiffeId("cluster.local", "shop", "cart")
+    with pytest.raises(IdentityError, match="has 2 URI names"):
+        issued_certificate(WEB, KEY, [leaf_for("https://x", "spiffe://x/ns/a/sa/b"), *rest], exact=False)
     with pytest.raises(IdentityError, match="names no workload"):
         issued_certificate(WEB, KEY, [leaf_for("https://x"), ROOT.pem.decode()], exact=False)

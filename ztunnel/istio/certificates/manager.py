@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, Protocol
 
 from hbone.settings import Role
@@ -43,6 +43,9 @@ _CLIENT_CONTEXTS: Final = 256
 #: Timers follow the monotonic clock, validity the wall clock, which may be set meanwhile. So due fetches are
 #: checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
+
+#: How far our clock may be behind the authority's: a guess, the skew that tests of Istio allow.
+_CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"
 
@@ -354,6 +357,19 @@ class CertificateManager:
                 f"the certificate from CA expired at {issued.not_after:%Y-%m-%dT%H:%M:%SZ} and here it is "
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
+            return
+        # Peers judge by their clocks. Without a certificate that serves, one that begins a little later by ours is
+        # better than none: ours may be the wrong one.
+        current = self.current(fetch.identity)
+        if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
+            self._failed(
+                fetch,
+                f"the certificate from CA is valid from {issued.not_before:%Y-%m-%dT%H:%M:%SZ} and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
+            )
+            return
+        if current is not None and current.issued.identity != issued.identity:
+            self._failed(fetch, f"the certificate from CA is of {issued.identity}, not {current.issued.identity}")
             return
         span = issued.not_before.timestamp(), issued.not_after.timestamp()
         if not self._schedule.succeeded(fetch, *span, now.timestamp(), self._jitter()):

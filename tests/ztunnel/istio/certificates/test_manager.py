@@ -176,6 +176,50 @@ def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_no
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("renewed", "words"),
+    [
+        (lambda: certificate(ROOT, from_day=1, to_day=3), "is valid from"),
+        (lambda: certificate(ROOT, CART, to_day=3), "is of spiffe://cluster.local/ns/shop/sa/cart"),
+    ],
+    ids=["not yet valid", "another identity"],
+)
+def test_a_bad_renewal_does_not_replace_a_good_certificate(
+    renewed: Callable[[], IssuedCertificate], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        while (good := f.manager.current(WEB)) is None:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(hours=1)
+        f.manager.prefetch([])
+        (await f.desk.next())[1].set_result(renewed())
+        while words not in caplog.text:
+            await asyncio.sleep(0)
+        assert f.manager.current(WEB) is good
+        (await f.desk.next())[1].set_result(certificate(ROOT, to_day=3))  # the retry
+        while f.manager.current(WEB) is good:
+            await asyncio.sleep(0)
+
+    run(body)
+
+
+def test_without_another_a_certificate_may_be_ahead_of_our_clock_by_minutes() -> None:
+    minute = 1 / 24 / 60
+
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_result(certificate(ROOT, from_day=1))
+        assert "check the clocks" in str(waiting.result())
+        (await f.desk.next())[1].set_result(certificate(ROOT, from_day=5 * minute))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+
+    run(body)
+
+
 def test_an_expired_certificate_serves_nobody() -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB])
