@@ -1,8 +1,23 @@
 """What holds for every test."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 import hbone
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_stays_as_it_was() -> Iterator[None]:
+    """A test may change the process's log level, as an administrator would; the next one has the default."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if handler not in handlers:
+            root.removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
