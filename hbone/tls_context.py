@@ -194,7 +194,12 @@ class TlsContext:
         # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            for block in _pem_blocks(settings.crl_pem, b"X509 CRL"):
+            # OpenSSL refuses no peer for a list that it does not have, so that one which is not read here would
+            # revoke nothing.
+            blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
+            if not blocks:
+                raise ValueError("no certificate revocation list in PEM")
+            for block in blocks:
                 store.add_crl(x509.load_pem_x509_crl(block))
             flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
         store.set_flags(flags)

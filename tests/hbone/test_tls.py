@@ -334,6 +334,9 @@ def test_key_log_lines() -> None:
         {"private_key_pem": ROOT.issue().key_pem},
         {"suites": ("NO_SUCH_SUITE",)},
         {"crl_pem": b"-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n"},
+        {"crl_pem": b"nonsense"},
+        {"crl_pem": b""},
+        {"crl_pem": ROOT.revoke()[:-30]},
     ],
 )
 def test_unusable_material_is_a_value_error(broken: dict[str, bytes]) -> None:

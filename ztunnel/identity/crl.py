@@ -5,10 +5,10 @@ It checks the whole chain, permits certificates without a list, and uses lists p
 own check is not used: it needs a copy of the lists in each of many contexts, and uses only the newest list of an
 issuer.
 
-If the file becomes unusable, the last good lists stay current. If it is missing or unusable from the start,
-nothing is revoked until it is usable; it is polled for the life of the process, and an ERROR says that nothing is
-checked. (Rust ztunnel disables revocation for good then.) A file with PEM blocks but no list is unusable, because
-it is probably the wrong file.
+If the file becomes unusable, the last good lists stay current. Where there never was a good one, an unusable file
+revokes everything: the lists narrow trust, and what they say is unknown. An ERROR says so, and the file is polled
+for the life of the process. (Rust ztunnel disables revocation for good then.) A file that is missing from the
+start revokes nothing. A file with PEM blocks but no list is unusable, because it is probably the wrong file.
 """
 
 import asyncio
@@ -79,9 +79,15 @@ def _blocks(pem: bytes) -> Iterator[bytes]:
 
 
 class RevocationLists:
-    """An immutable set of revocation lists."""
+    """An immutable set of revocation lists.
 
-    def __init__(self, crls: Sequence[x509.CertificateRevocationList] = ()) -> None:
+    Args:
+        crls: the lists.
+        unreadable: there are lists that cannot be read, so that every chain counts as revoked.
+    """
+
+    def __init__(self, crls: Sequence[x509.CertificateRevocationList] = (), *, unreadable: bool = False) -> None:
+        self._unreadable = unreadable
         self._by_issuer: dict[bytes, list[_List]] = {}
         for crl in crls:
             self._by_issuer.setdefault(crl.issuer.public_bytes(), []).append(_List(crl))
@@ -109,16 +115,20 @@ class RevocationLists:
         return cls(crls)
 
     def encoded(self) -> tuple[bytes, ...]:
-        """Return each list in DER, for :meth:`decoded` in another process."""
+        """Return each list in DER, for :meth:`decoded` in another process; an empty one says unreadable."""
+        if self._unreadable:
+            return (b"",)
         return tuple(each.der for lists in self._by_issuer.values() for each in lists)
 
     @classmethod
     def decoded(cls, encoded: Sequence[bytes]) -> Self:
         """Return the lists from the result of :meth:`encoded`."""
-        return cls([x509.load_der_x509_crl(each) for each in encoded])
+        return cls([x509.load_der_x509_crl(each) for each in encoded if each], unreadable=b"" in encoded)
 
     def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
         """Return whether any certificate of a verified chain, leaf first and root last, is revoked."""
+        if self._unreadable:
+            return True
         if not self._by_issuer:
             return False
         for index, certificate in enumerate(chain):
@@ -160,7 +170,7 @@ class RevocationFile:
         await self._tasks.close()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` after each successful read except the first."""
+        """Call ``changed`` after each change of :attr:`current`."""
         self._watchers.append(changed)
 
     async def _poll(self) -> None:
@@ -189,10 +199,12 @@ class RevocationFile:
                 log.warning("no revocation list yet, nothing is revoked until there is path=%s", self._path)
             else:
                 log.error(
-                    "revocation list unusable, REVOKED PEERS ARE ACCEPTED until it is right path=%s error=%s",
+                    "revocation list unusable, EVERY PEER IS REFUSED until it is right path=%s error=%s",
                     self._path,
                     reason,
                 )
+                self.current = RevocationLists(unreadable=True)
+                return True
             return False
         self._loaded = True
         self.current = lists

@@ -116,7 +116,7 @@ def test_a_bad_version_leaves_the_good_one_in_force(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize(
     ("content", "level", "words"),
-    [(None, "WARNING", "nothing is revoked until there is"), (b"nonsense", "ERROR", "REVOKED PEERS ARE ACCEPTED")],
+    [(None, "WARNING", "nothing is revoked until there is"), (b"nonsense", "ERROR", "EVERY PEER IS REFUSED")],
 )
 def test_a_bad_start_is_said_and_mended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, level: str, words: str
@@ -127,12 +127,16 @@ def test_a_bad_start_is_said_and_mended(
         path.write_bytes(content)
 
     async def body(file: RevocationFile, changed: asyncio.Event) -> None:
-        assert not file.current.is_revoked(CHAIN)
+        assert file.current.is_revoked(CHAIN) is (content is not None)
+        assert file.current.is_revoked((OTHER, *CHAIN[1:])) is (content is not None)
+        again = RevocationLists.decoded(file.current.encoded())
+        assert again.is_revoked((OTHER, *CHAIN[1:])) is (content is not None)
         assert any(words in record.message and record.levelname == level for record in caplog.records)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(LEAF_LIST)
         await changed.wait()
         assert file.current.is_revoked(CHAIN)
+        assert not file.current.is_revoked((OTHER, *CHAIN[1:]))
 
     with caplog.at_level(logging.INFO):
         follow(path, body)

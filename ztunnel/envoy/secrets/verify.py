@@ -115,6 +115,8 @@ def check_secret(secret: Secret) -> None:
 
 def _check_crl(pem: bytes, file: str) -> None:
     blocks = _CRL.findall(pem)
+    if len(blocks) != pem.count(b"-----BEGIN X509 CRL-----"):
+        raise _unusable("a certificate revocation list in PEM does not end", "crl", file)
     if not blocks:
         raise _unusable("no certificate revocation list in PEM", "crl", file)
     for block in blocks:

@@ -144,6 +144,10 @@ def test_usable_material_is_accepted() -> None:
         (Certificate(chain_pem=CHAIN, key_pem=pem(KEY, b"pw")), "wrong password"),
         (Validation(trusted_ca_pem=b"x"), "trusted_ca: no certificate in PEM"),
         (Validation(crl_pem=b"x"), "crl: no certificate revocation list in PEM"),
+        (
+            Validation(crl_pem=b"-----BEGIN X509 CRL-----\nx"),
+            "crl: a certificate revocation list in PEM does not end",
+        ),
     ],
 )
 def test_unusable_material_is_named_and_never_quoted(secret: Certificate | Validation, words: str) -> None:
