@@ -299,7 +299,7 @@ class Outbound:
 
     async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
         node = self._node
-        key = (*(value or "unknown" for value in labels.plain[:8]), target.hostname)
+        key = (*(value or "unknown" for value in labels.secured[:8]), target.hostname)
         node.metrics.on_demand_dns[key] = node.metrics.on_demand_dns.get(key, 0) + 1
         try:
             addresses = await node.names.resolve(target.hostname, target.families)
