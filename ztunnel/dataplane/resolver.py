@@ -6,13 +6,24 @@ takes 2 MiB.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from xds.model.address import canonical
+from ztunnel.runtime.watched_file import FileState, file_state
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver as AsyncResolver
+    from dns.name import Name
+    from dns.rdatatype import RdataType
+    from dns.resolver import Answer as DnsAnswer
+
+
+#: A hosts file has no times to live; this is how soon a change of it is noticed.
+_HOSTS_TTL_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +39,33 @@ class ResolveFailed(Exception):
 
 
 class Resolver:
-    """Asks the name servers of ``/etc/resolv.conf``, search list included, as the rest of the host does."""
+    """Resolves names as the rest of the host does: ``/etc/hosts``, then the name servers and the search list of
+    ``/etc/resolv.conf``.
 
-    def __init__(self) -> None:
+    A candidate of the search list that fails, is refused or gets no answer does not end the look-up, as in glibc.
+
+    Args:
+        hosts: the file of names with fixed addresses; read again whenever it changes.
+        resolv_conf: the file of name servers; read once.
+        port: of the name servers.
+        lifetime_s: for each candidate and family.
+    """
+
+    def __init__(
+        self,
+        hosts: Path = Path("/etc/hosts"),
+        resolv_conf: Path = Path("/etc/resolv.conf"),
+        *,
+        port: int = 53,
+        lifetime_s: float = 5.0,
+    ) -> None:
         self._loaded: AsyncResolver | None = None
+        self._hosts = hosts
+        self._hosts_state: FileState = None
+        self._fixed: dict[str, tuple[str, ...]] = {}
+        self._resolv_conf = resolv_conf
+        self._port = port
+        self._lifetime_s = lifetime_s
 
     async def resolve(self, name: str, family: str) -> Answer:
         """Look up ``name``.
@@ -51,12 +85,17 @@ class Resolver:
         if name.rstrip(".").lower() == "localhost":
             loopback = {"V6_ONLY": ("::1",), "ALL": ("127.0.0.1", "::1")}.get(family, ("127.0.0.1",))
             return Answer(loopback, 60.0)
+        fixed = _of_family(self._named_in_hosts(name), family)
+        if fixed:
+            return Answer(fixed, _HOSTS_TTL_S)
         import dns.asyncresolver
         import dns.exception
         import dns.rdatatype
 
         if self._loaded is None:
-            self._loaded = dns.asyncresolver.Resolver()
+            self._loaded = dns.asyncresolver.Resolver(str(self._resolv_conf))
+            self._loaded.port = self._port
+            self._loaded.lifetime = self._lifetime_s
         orders = {
             "V4_ONLY": (dns.rdatatype.A,),
             "V6_ONLY": (dns.rdatatype.AAAA,),
@@ -67,7 +106,7 @@ class Resolver:
         reason = "no address"
         for kind in orders.get(family, (dns.rdatatype.AAAA, dns.rdatatype.A)):
             try:
-                answer = await self._loaded.resolve(name, kind, search=True)
+                answer = await self._first(name, kind)
             except (dns.exception.DNSException, OSError) as error:
                 reason = str(error)
                 continue
@@ -78,3 +117,74 @@ class Resolver:
         if not found:
             raise ResolveFailed(f"cannot resolve {name}: {reason}")
         return Answer(tuple(found), min(ttls))
+
+    async def _first(self, name: str, kind: RdataType) -> DnsAnswer:
+        """Return the answer to the first candidate that has one.
+
+        Raises:
+            dns.exception.DNSException, OSError: none has; what the first failure was that is no NXDOMAIN, since a
+                name that could not be asked for may exist.
+        """
+        import dns.exception
+        import dns.name
+        import dns.resolver
+
+        loaded = self._loaded
+        assert loaded is not None
+        asked = dns.name.from_text(name, None)
+        candidates = [asked] if asked.is_absolute() else _candidates(asked, loaded.search, loaded.ndots or 1)
+        failure: dns.exception.DNSException | OSError | None = None
+        missing: dns.exception.DNSException | None = None
+        for candidate in candidates:
+            try:
+                return await loaded.resolve(candidate, kind, search=False)
+            except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer) as error:
+                missing = missing or error
+            except (dns.exception.DNSException, OSError) as error:
+                failure = failure or error
+        first = failure or missing
+        assert first is not None  # there is at least one candidate
+        raise first
+
+    def _named_in_hosts(self, name: str) -> tuple[str, ...]:
+        """Return the addresses of a name in the hosts file, in its order."""
+        state = file_state(self._hosts)
+        if state != self._hosts_state:
+            self._hosts_state = state
+            try:
+                self._fixed = addresses_in(self._hosts.read_text(errors="replace"))
+            except OSError:
+                self._fixed = {}
+        return self._fixed.get(name.rstrip(".").lower(), ())
+
+
+def addresses_in(hosts: str) -> dict[str, tuple[str, ...]]:
+    """Return the addresses of each name of a hosts file (hosts(5)), names in lower case; bad lines are skipped."""
+    found: dict[str, list[str]] = {}
+    for line in hosts.splitlines():
+        address, *names = line.partition("#")[0].split() or [""]
+        try:
+            host = canonical(address)
+        except ValueError:
+            continue
+        for name in names:
+            found.setdefault(name.lower(), []).append(host)
+    return {name: tuple(dict.fromkeys(of_name)) for name, of_name in found.items()}
+
+
+def _of_family(hosts: tuple[str, ...], family: str) -> tuple[str, ...]:
+    """Return the addresses that ``family`` asks for; see :meth:`Resolver.resolve`."""
+    v4, v6 = (tuple(host for host in hosts if (":" in host) is wanted) for wanted in (False, True))
+    return {"V4_ONLY": v4, "V6_ONLY": v6, "V4_PREFERRED": v4 or v6, "ALL": v6 + v4}.get(family, v6 or v4)
+
+
+def _candidates(name: Name, search: Iterable[Name], ndots: int) -> list[Name]:
+    """Return the names to ask for, in glibc's order: as it is first if it has as many dots as ``ndots``."""
+    import dns.name
+
+    plain = name.concatenate(dns.name.root)
+    expanded = []
+    for suffix in search:
+        with contextlib.suppress(dns.name.NameTooLong):
+            expanded.append(name.concatenate(suffix))
+    return [plain, *expanded] if len(name) > ndots else [*expanded, plain]

@@ -1,0 +1,109 @@
+"""Names of the host: its hosts file, its search list, and candidates that fail."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import dns.message
+import dns.rcode
+import pytest
+
+from tests.ztunnel.istio.dns.upstreams import Behaviour, Upstream, plain, silent
+from ztunnel.dataplane.resolver import Answer, ResolveFailed, Resolver, addresses_in
+
+SEARCH = "search a.test b.test\noptions ndots:2 timeout:1 attempts:1\n"
+
+
+def fails(code: int) -> Behaviour:
+    return plain(code=code)
+
+
+def resolved(
+    folder: Path, name: str, behave: Callable[[str], Behaviour], family: str = "V4_ONLY", hosts: str = ""
+) -> tuple[Answer, list[str]]:
+    """Resolve, and return which names were asked for."""
+    (folder / "resolv.conf").write_text(f"nameserver 127.0.0.1\n{SEARCH}")
+    (folder / "hosts").write_text(hosts)
+
+    def server(query: dns.message.Message, protocol: str) -> list[bytes]:
+        return behave(query.question[0].name.to_text())(query, protocol)
+
+    async def main() -> tuple[Answer, list[str]]:
+        async with Upstream("127.0.0.1", 0, server) as upstream:
+            resolver = Resolver(folder / "hosts", folder / "resolv.conf", port=upstream.port, lifetime_s=0.3)
+            answer = await resolver.resolve(name, family)
+            return answer, list(
+                dict.fromkeys(query.question[0].name.to_text() for query, _, _ in upstream.queries)
+            )
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "first",
+    [fails(dns.rcode.SERVFAIL), fails(dns.rcode.REFUSED), fails(dns.rcode.NXDOMAIN), plain(), silent],
+    ids=["SERVFAIL", "REFUSED", "NXDOMAIN", "no records", "silence"],
+)
+def test_the_next_candidate_is_asked_for(tmp_path: Path, first: Behaviour) -> None:
+    def behave(name: str) -> Behaviour:
+        return plain(f"{name} 60 A 192.0.2.1") if name == "web.b.test." else first
+
+    answer, asked = resolved(tmp_path, "web", behave)
+    assert answer == Answer(("192.0.2.1",), 60.0)
+    assert asked == ["web.a.test.", "web.b.test."]
+
+
+def test_a_name_with_enough_dots_is_asked_for_as_it_is_first(tmp_path: Path) -> None:
+    def behave(name: str) -> Behaviour:
+        return plain(f"{name} 60 A 192.0.2.1") if name == "a.b.c.b.test." else fails(dns.rcode.SERVFAIL)
+
+    assert resolved(tmp_path, "a.b.c", behave)[1] == ["a.b.c.", "a.b.c.a.test.", "a.b.c.b.test."]
+    with pytest.raises(ResolveFailed):
+        resolved(tmp_path, "a.b.c.", behave)
+
+
+def test_a_failure_is_told_before_names_that_do_not_exist(tmp_path: Path) -> None:
+    def behave(name: str) -> Behaviour:
+        return fails(dns.rcode.REFUSED if name == "web." else dns.rcode.NXDOMAIN)
+
+    with pytest.raises(ResolveFailed, match="REFUSED"):
+        resolved(tmp_path, "web", behave)
+
+
+@pytest.mark.parametrize(
+    ("family", "addresses"),
+    [
+        ("V4_ONLY", ("192.0.2.7",)),
+        ("V6_ONLY", ("2001:db8::7",)),
+        ("AUTO", ("2001:db8::7",)),
+        ("V4_PREFERRED", ("192.0.2.7",)),
+        ("ALL", ("2001:db8::7", "192.0.2.7")),
+    ],
+)
+def test_the_hosts_file_comes_first(tmp_path: Path, family: str, addresses: tuple[str, ...]) -> None:
+    hosts = "192.0.2.7 Web web.example # 192.0.2.8\n2001:db8::7\tweb\nnonsense web\n"
+    answer, asked = resolved(tmp_path, "web", lambda name: silent, family, hosts)
+    assert (answer.addresses, asked) == (addresses, [])
+
+
+def test_a_family_that_the_hosts_file_lacks_is_asked_for(tmp_path: Path) -> None:
+    answer, asked = resolved(
+        tmp_path, "web.", lambda name: plain(f"{name} 60 A 192.0.2.1"), "V4_ONLY", "2001:db8::7 web\n"
+    )
+    assert (answer.addresses, asked) == (("192.0.2.1",), ["web."])
+
+
+def test_a_hosts_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    resolver = Resolver(hosts, tmp_path / "none")
+    for address in ("192.0.2.7", "192.0.2.88"):
+        hosts.write_text(f"{address} web\n")
+        assert asyncio.run(resolver.resolve("web", "V4_ONLY")).addresses == (address,)
+
+
+def test_lines_of_a_hosts_file() -> None:
+    assert addresses_in("") == {}
+    assert addresses_in("# all\n\n127.0.0.1\n::1 a b\n127.0.0.1 a a\n") == {
+        "a": ("::1", "127.0.0.1"),
+        "b": ("::1",),
+    }
