@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,9 @@ from ztunnel.istio.workload_labels import WorkloadLabels, labels_of
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
+
+#: Forwarded queries under way, of all pods together; each has two sockets.
+DNS_QUERIES = 512
 
 #: Namespace, name and service account of a pod: by these ZDS and the mesh name the same pod.
 PodKey = tuple[str, str, str]
@@ -47,6 +51,7 @@ class Node:
         pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
         half_open: connections to pods before the end of their handshake.
         descriptors: shares of the process's descriptors, by pod.
+        dns_places: for queries of all pods that wait for name servers.
         asked: keys that were requested and answered, whatever the answer.
     """
 
@@ -71,6 +76,7 @@ class Node:
     keepalive: sockets.Keepalive | None = field(init=False)
     half_open: HalfOpen = field(init=False)
     descriptors: Descriptors = field(init=False)
+    dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -46,6 +46,10 @@ _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
 
+#: Queries under way of one pod; each has two sockets.
+POD_QUERIES: Final = 128
+
+
 class ForwardFailed(Exception):
     """No server answered; the text lists the failure of each attempt."""
 
@@ -149,6 +153,8 @@ class Forwarder:
         timeout_s: time limit of one attempt.
         attempts: the number of attempts, each with two servers.
         port: the servers' port.
+        places: for queries under way, shared by the pods of a process. Queries beyond them wait, and so do those
+            beyond :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
     """
 
     def __init__(
@@ -160,7 +166,10 @@ class Forwarder:
         timeout_s: float = 5.0,
         attempts: int = 3,
         port: int = _PORT,
+        places: asyncio.Semaphore | None = None,
     ) -> None:
+        self._own_places = asyncio.Semaphore(POD_QUERIES)
+        self._places = places or asyncio.Semaphore(POD_QUERIES)
         self._open_socket = open_socket
         self._path = resolv_conf
         self._ipv6 = ipv6
@@ -181,6 +190,11 @@ class Forwarder:
         remembered = self._cache.get(query, loop.time())
         if remembered is not None:
             return remembered
+        async with self._own_places, self._places:
+            return await self._forward(query)
+
+    async def _forward(self, query: Query) -> bytes:
+        loop = asyncio.get_running_loop()
         servers = self._current_servers()
         failures: dict[str, None] = {}
         refusal: bytes | None = None

@@ -66,7 +66,7 @@ class PodDns:
                 ipv6=config.ipv6,
                 preferred_namespace=config.preferred_service_namespace,
             ),
-            Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6),
+            Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6, places=node.dns_places),
             self._report,
             rng=node.rng,
         )

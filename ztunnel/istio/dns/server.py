@@ -1,7 +1,10 @@
 """The name server of one pod: answers queries by UDP and TCP on sockets made in its namespace.
 
 Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of queries under
-way and of TCP connections are bounded. Queries beyond them are dropped, as a network may do; clients retry.
+way and of TCP connections are bounded, and so is the rate of queries. A pod beyond it is not read from for a
+moment; the kernel drops what does not fit into the socket's buffer, as a network may do, and clients retry. A
+datagram from one of the server's own addresses is dropped: it can only be forged, and answering it would be a
+loop.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from hbone.flow import Budget
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from ztunnel.istio.dns.answer import DnsSettings, answer
@@ -39,7 +43,13 @@ _QUERIES: Final = 1000
 _CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-_DATAGRAMS: Final = 64  # per turn of the loop
+#: Per turn of the loop: each is a task of 0.1 ms, for which connections of all pods wait.
+_DATAGRAMS: Final = 16
+#: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times a busy pod's, which
+#: asks for each name with its whole search list.
+QUERY_BURST: Final = 4000
+QUERY_RATE: Final = 2000.0
+_PAUSE_S: Final = 0.02
 _DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB less headers
 _FD_PAUSE_S: Final = 1.0
 _NXDOMAIN: Final = 3
@@ -84,7 +94,11 @@ class DnsServer:
         idle_s: time limit for each query and each answer on a TCP connection.
         connections: the largest number of open TCP connections.
         queries: the largest number of UDP queries under way.
+        query_burst, query_rate: queries at once, and per second, of both protocols.
         rng: shuffles addresses, and samples those beyond the size of an answer.
+
+    Attributes:
+        dropped: datagrams from this server's own addresses, and pauses for the rate.
     """
 
     def __init__(
@@ -98,6 +112,8 @@ class DnsServer:
         idle_s: float = _IDLE_S,
         connections: int = _CONNECTIONS,
         queries: int = _QUERIES,
+        query_burst: int = QUERY_BURST,
+        query_rate: float = QUERY_RATE,
         rng: random.Random | None = None,
     ) -> None:
         self._mesh = mesh
@@ -113,6 +129,10 @@ class DnsServer:
         self._sockets: list[socket.socket] = []
         self._connections = 0
         self._queries = 0
+        self._rate = Budget(burst=query_burst, rate=query_rate)
+        self._own: set[Any] = set()
+        self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
+        self.dropped = 0
 
     def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
         """Serve bound datagram sockets and listening stream sockets; :meth:`close` closes them."""
@@ -121,6 +141,7 @@ class DnsServer:
             sock.setblocking(False)
             self._sockets.append(sock)
         for sock in udp:
+            self._own.add(sock.getsockname()[:2])
             loop.add_reader(sock, self._datagrams, sock)
         for sock in tcp:
             self._tasks.keep(partial(self._accept, sock), "accept")
@@ -128,6 +149,9 @@ class DnsServer:
     async def close(self) -> None:
         """Stop at once and close the sockets; idempotent."""
         loop = asyncio.get_running_loop()
+        for timer in self._paused.values():
+            timer.cancel()
+        self._paused.clear()
         for sock in self._sockets:
             if sock.type == socket.SOCK_DGRAM:
                 loop.remove_reader(sock)
@@ -148,19 +172,33 @@ class DnsServer:
     # UDP
 
     def _datagrams(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         for _ in range(_DATAGRAMS):
+            if not self._rate.affords(loop.time()):
+                self.dropped += 1
+                loop.remove_reader(sock)
+                self._paused[sock] = loop.call_later(_PAUSE_S, self._resume, sock)
+                return
             try:
                 wire, address = sock.recvfrom(MOST_BYTES)
             except BlockingIOError:
+                self._rate.earn(1.0)
                 return
             except OSError as error:  # an ICMP error for an earlier answer; the socket stays usable
                 log.debug("dns datagram error=%s", error)
+                continue
+            if address[:2] in self._own:
+                self.dropped += 1
                 continue
             if self._queries >= self._most_queries:
                 log.debug("dns query dropped: %d are under way", self._queries)
                 continue
             self._queries += 1
             self._tasks.start(self._datagram(sock, wire, address), "query")
+
+    def _resume(self, sock: socket.socket) -> None:
+        del self._paused[sock]
+        asyncio.get_running_loop().add_reader(sock, self._datagrams, sock)
 
     async def _datagram(self, sock: socket.socket, wire: bytes, address: Any) -> None:
         try:
@@ -202,6 +240,8 @@ class DnsServer:
                     async with asyncio.timeout(self._idle_s):
                         length = int.from_bytes(await self._read(sock, 2), "big")
                         wire = await self._read(sock, length)
+                    if not self._rate.spend(loop.time()):
+                        await asyncio.sleep(self._rate.overdrawn_s)
                     response = await self._respond(wire, "tcp")
                     if response is None:
                         return

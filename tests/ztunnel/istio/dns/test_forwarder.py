@@ -257,3 +257,35 @@ def test_the_cache_holds_so_many_bytes() -> None:
         cache.put(asked, response, 100.0)
     assert 8 <= len(cache) <= 16
     assert cache.get(query("n49.example.com", kind="TXT"), 100.0) is not None
+
+
+def test_queries_under_way_are_bounded_by_pod_and_by_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        asked = asyncio.Event()
+        places = asyncio.Semaphore(3)
+
+        def behave(message: dns.message.Message, protocol: str) -> list[bytes]:
+            asked.set()
+            return plain("a.example.com. 60 A 192.0.2.1")(message, protocol) if answering else []
+
+        answering = False
+        path = tmp_path / "resolv.conf"
+        path.write_text("nameserver 127.0.0.1\n")
+        async with Upstream("127.0.0.1", 0, behave) as upstream:
+            one, two = (
+                Forwarder(open_socket, path, port=upstream.port, timeout_s=0.2, attempts=100, places=places)
+                for _ in range(2)
+            )
+            tasks = [
+                asyncio.get_running_loop().create_task(each.forward(query(f"{number}.example.com", number=number)))
+                for each in (one, two)
+                for number in range(5)
+            ]
+            await asyncio.wait_for(asked.wait(), 10)
+            assert places.locked()
+            assert len({message.question[0].name for message, _, _ in upstream.queries}) <= 3
+            answering = True
+            assert len(await asyncio.gather(*tasks)) == 10
+            assert not places.locked()
+
+    asyncio.run(main())

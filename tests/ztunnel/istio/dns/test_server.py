@@ -268,3 +268,43 @@ def test_names_for_the_proxy_itself(tmp_path: Path) -> None:
         assert pod.reports == []
 
     run(tmp_path, body, behave=plain("www.example.com. 60 A 192.0.2.1"))
+
+
+def test_a_datagram_from_our_own_address_is_not_answered(tmp_path: Path) -> None:
+    """With CAP_NET_RAW a pod can forge one; an answer to it would come back as a query."""
+
+    async def body(pod: Pod) -> None:
+        query = dns.message.make_query("cart", "A").to_wire()
+        (udp,) = (sock for sock in pod.server._sockets if sock.type == socket.SOCK_DGRAM)
+        udp.sendto(query, pod.udp)
+        assert (await pod.ask("cart")).answer
+        assert len(pod.reports) == 1
+        assert pod.server.dropped == 1
+
+    run(tmp_path, body)
+
+
+def test_queries_of_a_pod_have_a_rate(tmp_path: Path) -> None:
+    async def body(pod: Pod) -> None:
+        for _ in range(7):
+            assert (await pod.ask("cart")).answer  # those beyond the burst wait for the rate
+        assert pod.server.dropped >= 1
+        reader, writer = await pod.connect()
+        for _ in range(3):
+            assert (await talk(reader, writer, "cart")).answer
+        writer.close()
+        assert len(pod.reports) == 10
+
+    run(tmp_path, body, query_burst=5, query_rate=50.0)
+
+
+def test_the_end_may_come_in_a_pause(tmp_path: Path) -> None:
+    async def body(pod: Pod) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.sendto(dns.message.make_query("cart", "A").to_wire(), pod.udp)
+            while not pod.server.dropped:
+                await asyncio.sleep(0)
+            await pod.server.close()
+        assert pod.reports == []
+
+    run(tmp_path, body, query_burst=0, query_rate=0.001)
