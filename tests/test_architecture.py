@@ -40,6 +40,7 @@ PURE_APPLICATION = (
     "ztunnel/istio/inbound_target.py",
     "ztunnel/istio/failed_endpoints.py",
     "ztunnel/istio/workload_labels.py",
+    "ztunnel/istio/baggage_labels.py",
     "ztunnel/istio/admin/mesh_dump.py",
     "ztunnel/istio/workers/messages.py",
     "ztunnel/istio/workers/mesh_replica.py",

@@ -219,6 +219,11 @@ class IstioProxy:
             "Connections closed before the end of their handshake by a limit (unstable)",
             lambda: half_open.turned_away,
         )
+        gauges["ztunnel_baggage_refused"] = Gauge(
+            "counter",
+            "Connections whose peer has described itself in too many ways (unstable)",
+            lambda: self.node.baggage_labels.refused,
+        )
         gauges["ztunnel_accepts_paused"] = Gauge(
             "counter",
             "Times a pod was not allowed to accept for lack of descriptors (unstable)",

@@ -263,7 +263,11 @@ class Inbound:
             raise _Refusal(503, early=str(denial)) from denial
 
     def _describe_peer(self, record: Record, peer: _Peer, headers: Headers) -> None:
-        """Label the client: by what the control plane says of its address, else by what its proxy says of it."""
+        """Label the client: by what the control plane says of its address, else by what its proxy says of it.
+
+        A request that came through a gateway has the gateway's address. But who shows the certificate of the
+        workload at its own address speaks for nobody else.
+        """
         node = self._node
         identity = peer.identity
         principal = str(identity) if identity is not None else ""
@@ -272,14 +276,18 @@ class Inbound:
         through_gateway = (
             forwarded_network is not None and forwarded_network.decode("latin-1").lower() != network.lower()
         )
-        workload = None if through_gateway else node.mesh.workload_at(network, peer.source.host)
+        workload = node.mesh.workload_at(network, peer.source.host)
+        if through_gateway and workload is not None and workload.identity != identity:
+            workload = None
         if workload is not None:
             record.source_workload = workload
             there = node.labels_of(workload)
             known = there.secured.principal == principal
             record.source_labels = there.secured if known else there.plain._replace(principal=principal)
         elif node.config.baggage:
-            record.source_labels = PeerLabels.of_baggage(parse_baggage(headers), principal)
+            record.source_labels = node.baggage_labels.labels(
+                parse_baggage(headers), identity, node.clock.monotonic()
+            )
         else:
             record.source_labels = PeerLabels(principal=principal)
         record.source_identity = identity

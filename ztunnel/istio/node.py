@@ -13,6 +13,7 @@ from hbone.settings import Http2Settings, client_settings, server_settings
 from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
+from ztunnel.istio.baggage_labels import BaggageLabels
 from ztunnel.istio.certificates.manager import Certificates, Revocations
 from ztunnel.istio.config import IstioConfig, PodName
 from ztunnel.istio.failed_endpoints import FailedEndpoints
@@ -51,6 +52,7 @@ class Node:
         pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
         half_open: connections to pods before the end of their handshake.
         descriptors: shares of the process's descriptors, by pod.
+        baggage_labels: what peers say of themselves, within their budgets.
         dns_places: for queries of all pods that wait for name servers.
         asked: keys that were requested and answered, whatever the answer.
     """
@@ -76,6 +78,7 @@ class Node:
     keepalive: sockets.Keepalive | None = field(init=False)
     half_open: HalfOpen = field(init=False)
     descriptors: Descriptors = field(init=False)
+    baggage_labels: BaggageLabels = field(init=False, default_factory=BaggageLabels)
     dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
 

@@ -37,7 +37,6 @@ from ztunnel.istio.certificates.manager import IdentityError
 from ztunnel.istio.config import HBONE_PORT
 from ztunnel.istio.connections import PodConnection
 from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
-from ztunnel.istio.metrics import PeerLabels
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     RECURSIVE_CALL,
@@ -373,7 +372,7 @@ class Outbound:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 tunnel = await inner.open((*_request(route.authority, call), network))
             undo.pop_all()
-        _learned(entry.record, inner, tunnel.headers)
+        _learned(self._node, entry.record, inner, tunnel.headers)
 
         async def last_words() -> None:
             entry.aborts_by(carrying.abort)
@@ -440,12 +439,14 @@ def _note(call: _Call, route: Route, target: SocketAddress, node: Node) -> None:
     )
 
 
-def _learned(record: Record, inner: Connection, headers: Headers) -> None:
+def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
     """Enter what the far side of a double tunnel shows of itself, which is known only once it has answered."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None
-    record.destination_labels = PeerLabels.of_baggage(parse_baggage(headers), names[0] if names else "")
+    record.destination_labels = node.baggage_labels.labels(
+        parse_baggage(headers), record.destination_identity, node.clock.monotonic()
+    )
 
 
 def _request(authority: str, call: _Call) -> tuple[Header, ...]:

@@ -42,6 +42,7 @@ from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Always, Condition, Never
 from xds.model.workload import ApplicationTunnel, AppProtocol, PolicyKey, WorkloadUid
 from ztunnel.identity.crl import RevocationLists
+from ztunnel.istio.baggage_labels import SETS_PER_PEER
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
 from ztunnel.istio.outcome import DRAINED, POLICY_CHANGE, RECURSIVE_CALL, REVOKED
@@ -159,13 +160,33 @@ def test_labels_are_the_control_planes_over_those_of_the_peer(tmp_path: Path) ->
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)
         for number, (header, name) in enumerate(
-            [((b"x", b"y"), "said"), ((b"x-forwarded-network", b"far"), "said"), ((b"x", b"y"), "client")], 1
+            [
+                ((b"x", b"y"), "said"),
+                ((b"x-forwarded-network", b"far"), "said"),
+                ((b"x", b"y"), "client"),
+                ((b"x-forwarded-network", b"far"), "client"),  # its own address, with its own certificate
+            ],
+            1,
         ):
             if number == 3:
                 cluster.mesh.apply([NEAR])
             through = Through(cluster, await connection.open(fields(f"{SERVER}:{APP_PORT}", baggage, header)))
             await through.end.ask()
             assert (await cluster.line(number))["src.workload"] == name
+
+    play(tmp_path, closing(body))
+
+
+def test_a_peer_cannot_fill_the_page_of_metrics(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        cluster.application(SERVER)
+        for number in range(2 * SETS_PER_PEER):
+            said = (b"baggage", b"k8s.deployment.name=%d" % number)
+            tunnel = await connection.open(fields(f"{SERVER}:{APP_PORT}", said, (b"x-forwarded-network", b"far")))
+            await Through(cluster, tunnel).end.ask()
+        await cluster.until(lambda: len(cluster.lines()) == 2 * SETS_PER_PEER)
+        assert len(list(cluster.node.metrics.series)) == SETS_PER_PEER + 1
+        assert cluster.node.baggage_labels.refused == SETS_PER_PEER
 
     play(tmp_path, closing(body))
 
