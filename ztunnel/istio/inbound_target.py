@@ -94,6 +94,14 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
     if service is None:
         raise RequestRefused(503, f"no service or workload for hostname: {hostname}")
     endpoint = mesh.endpoints(service.key).get(workload.uid)
+    if not (
+        endpoint is not None
+        or service.key in workload.services
+        or workload.application_tunnel is not None
+        or _is_waypoint_of(service, workload, host, mesh, network)
+    ):
+        # Else whoever reaches this pod could have its connections counted, and judged, as any service's.
+        raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
     if not target:
@@ -112,8 +120,10 @@ def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: s
     if wanted == host or workload.application_tunnel is not None:
         return True
     there = mesh.workload_at(network, wanted) or mesh.service_at(network, wanted)
-    if there is None:
-        return False
+    return there is not None and _is_waypoint_of(there, workload, host, mesh, network)
+
+
+def _is_waypoint_of(there: Workload | Service, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
     waypoints = [there.waypoint] if there.waypoint is not None else []
     if isinstance(there, Service):
         waypoints.extend(weighted.destination for weighted in there.weighted_waypoints)

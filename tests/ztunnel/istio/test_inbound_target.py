@@ -162,10 +162,25 @@ def test_a_name_is_the_endpoints_port_or_the_services(
 
 @pytest.mark.parametrize("ports", [{}, {80: 0}, {81: 8080}])
 def test_a_name_without_such_a_port_is_refused(ports: dict[int, int]) -> None:
-    assert refused("cart.example:80", workload(), service(CART, ports=ports)) == (
+    assert refused("cart.example:80", workload(services={CART: {}}), service(CART, ports=ports)) == (
         503,
         "requested service cart.example:80 found, but cannot resolve port",
     )
+
+
+def test_a_name_of_another_pods_service_is_refused() -> None:
+    other = workload("other", "10.0.0.8", services={CART: {}})
+    assert refused("cart.example:80", workload(services={WP: {}}), other, service(CART), WAYPOINT) == (
+        503,
+        "requested service cart.example found, but this workload is no endpoint of it",
+    )
+
+
+@pytest.mark.parametrize("waypoint", [BY_NAME, BY_VIP, BY_IP])
+def test_a_waypoint_may_be_asked_for_its_services_by_name(waypoint: GatewayAddress) -> None:
+    held = service(CART, waypoint=waypoint)
+    found = target("cart.example:80", workload(services={WP: {}}), held, WAYPOINT)
+    assert found == InboundTarget(SocketAddress(HERE, 8080), service=held)
 
 
 def test_a_name_nobody_has_or_may_see_is_refused() -> None:
@@ -179,7 +194,8 @@ def test_a_name_nobody_has_or_may_see_is_refused() -> None:
 
 def test_a_name_prefers_the_pods_namespace() -> None:
     other = service("other/cart.example", ports={80: 1}, canonical=True)
-    assert target("cart.example:80", workload(), other, service(CART)).address.port == 8080
+    pod = workload(services={CART: {}, ServiceKey("other/cart.example"): {}})
+    assert target("cart.example:80", pod, other, service(CART)).address.port == 8080
 
 
 @pytest.mark.parametrize(
