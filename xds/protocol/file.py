@@ -50,6 +50,7 @@ def parse_file(name: str, data: bytes) -> FileContent:
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 at byte {error.start}") from None
     if suffix == "pb_text":
+        registry.import_all()  # the parser itself looks up the types of Anys
         response = DiscoveryResponse()
         try:
             text_format.Parse(text, response, descriptor_pool=POOL)

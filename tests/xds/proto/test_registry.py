@@ -105,3 +105,17 @@ def test_file_names_in_the_descriptor_pool_are_ours() -> None:
     file = descriptor_pb2.FileDescriptorProto()
     Listener.DESCRIPTOR.file.CopyToProto(file)
     assert file.name == "xds/proto/envoy/config/listener/v3/listener.proto"
+
+
+def test_a_proxy_of_an_istio_mesh_does_without_the_messages_of_envoys_dialect() -> None:
+    """They are 130 modules, a sixth of the time until the first pod is served after a crash."""
+    script = (
+        "import sys, ztunnel.istio.app, ztunnel.istio.workers.worker\n"
+        "from xds.aio.client import AdsClient\n"
+        "found = [name for name in sys.modules if name.startswith('xds.proto.envoy.') and name.endswith('_pb2')]\n"
+        "assert not [name for name in found if '.extensions.' in name or '.listener.' in name], found\n"
+        "from xds.proto import registry\n"
+        "assert registry.message_for('istio.workload.Address').__name__ == 'Address'\n"
+        "assert len([name for name in sys.modules if name.startswith('xds.proto.envoy.')]) < 30\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=generate.ROOT)

@@ -37,6 +37,9 @@ from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
 from xds.proto.xds.type.v3 import type_pb2 as xds_type
 
+# Here and not in the middle of the first update: a configuration of this dialect needs most of them.
+registry.import_all()
+
 M = TypeVar("M", bound=Message)
 
 #: Structs up to this size may be shared; "tunnel: h2" has 20 bytes, what is an endpoint's own has more. A guess.
