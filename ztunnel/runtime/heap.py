@@ -40,10 +40,12 @@ def expect_growth() -> None:
 def settle() -> None:
     """Exclude existing objects from garbage collection, and collect young ones less often; called after the start.
 
+    Without a collection before: it takes 16 to 60 ms of a start, longer in a big mesh, during which no pod is
+    served, and finds 9 objects in an Istio mesh, some 400 in Envoy's dialect.
+
     Connections create no reference cycles (``tests/ztunnel/envoy/test_cycles.py``), so collections find nothing.
     At the default thresholds they took 5 % of a connection's time.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     give_back()

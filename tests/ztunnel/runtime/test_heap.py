@@ -156,3 +156,21 @@ def test_changes_give_back_once_when_they_have_calmed_down(monkeypatch: pytest.M
         assert len(given) == 1
 
     asyncio.run(main())
+
+
+def test_the_start_ends_without_a_collection() -> None:
+    """It would take as long as the imports of a small program, while the pods wait, and find nothing."""
+    before = gc.get_threshold()
+    phases: list[str] = []
+
+    def noted(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(noted)
+    try:
+        heap.settle()
+        assert phases == []
+    finally:
+        gc.callbacks.remove(noted)
+        gc.unfreeze()
+        gc.set_threshold(*before)
