@@ -420,6 +420,13 @@ def test_the_image_installs_what_is_locked_and_runs_as_the_chart_expects() -> No
     assert len(installs) == 1
     assert "--require-hashes" in installs[0]
     final = lines[stages[1] :]
+    # The base image has no byte code of the standard library, and at run time none can be written.
+    compiled = next(line for line in lines if "compileall" in line)
+    cache = re.search(r"PYTHONPYCACHEPREFIX=(\S+)", compiled)
+    assert cache is not None
+    assert 'get_path("stdlib")' in compiled
+    assert any(f" PYTHONPYCACHEPREFIX={cache[1]} " in line for line in final if line.startswith("ENV "))
+    assert cache[1].startswith("/opt/ztunnel/"), "the last stage copies that folder"
     assert not any(line.startswith(("RUN", "ADD")) for line in final), "the last stage only copies"
     assert "USER 0:1337" in final
     assert "WORKDIR /" in final
