@@ -1,4 +1,4 @@
-"""A soak of a few seconds: too short for slopes, but whatever changes does so once, and no application notices."""
+"""A soak of a few seconds, too short for slopes: whatever changes does so once, and no application notices."""
 
 import asyncio
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak.__main__ import soak
+from tests.soak.recovery import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
@@ -16,3 +17,9 @@ def test_every_kind_of_change_under_load(tmp_path: Path) -> None:
     kinds = {"requests", "bulk", "held", "pods", "policies", "endpoints", "control plane", "replaced"}
     assert kinds <= of.done.keys(), of.done
     assert run.restarts == 0
+
+
+def test_a_proxy_that_was_killed_serves_again(tmp_path: Path) -> None:
+    (times,) = asyncio.run(measured(tmp_path, 1))
+    assert 0.0 < times["imports"] < times["pods"]
+    assert times["processor"] > 0.0
