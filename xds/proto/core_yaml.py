@@ -1,27 +1,67 @@
 """YAML by the rules of its version 1.2's core schema, as JSON would be read: for :mod:`xds.proto.json`."""
 
 import re
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from xds.errors import ConfigError
 
 
+#: Values that aliases may make of a document, and how many times as many as it has itself: an anchor that a
+#: document of a mesh repeats for each chain makes tens of times.
+_MOST_VALUES: Final = 200_000
+_MOST_TIMES: Final = 100
+
+
 def load(text: str) -> object:
     """The document as plain values.
 
     Raises:
-        ConfigError: a syntax error, with line and column.
+        ConfigError: a syntax error, with line and column; or aliases that :func:`check_aliases` refuses.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # derived from SafeLoader
+        value = yaml.load(text, Loader=_Loader)  # derived from SafeLoader
+        check_aliases(value)
+        return value
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError("nested too deeply") from None
     except ValueError as error:  # characters YAML does not allow, integers of 5,000 digits
         raise ConfigError(f"not valid YAML: {error}") from None
+
+
+def check_aliases(value: object) -> None:
+    """Refuse a loaded document whose aliases make it endless, or far larger than it is written.
+
+    YAML shares what an alias names. Readers do not: they walk it once for each alias, and levels of aliases of
+    aliases multiply ("billion laughs").
+
+    Raises:
+        ConfigError: a value contains itself, or there would be too many values.
+        RecursionError: nested too deeply.
+    """
+    sizes: dict[int, int] = {}
+    within: set[int] = set()
+
+    def size(item: object) -> int:
+        if not isinstance(item, dict | list):
+            return 1
+        known = sizes.get(id(item))
+        if known is not None:
+            return known
+        if id(item) in within:
+            raise ConfigError("nested without end: a value contains itself by an alias")
+        within.add(id(item))
+        total = 1 + sum(map(size, item.values() if isinstance(item, dict) else item))
+        within.discard(id(item))
+        sizes[id(item)] = total
+        return total
+
+    total = size(value)
+    if total > _MOST_VALUES and total > _MOST_TIMES * len(sizes):
+        raise ConfigError(f"not valid YAML: its aliases would make {total:,} values of it")
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml

@@ -149,7 +149,14 @@ def map_entry(field: FieldDescriptor) -> Descriptor | None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if isinstance(value, str | bytes) else json.dumps(value, default=str)
+    if isinstance(value, str | bytes):
+        text = repr(value)
+    else:
+        text = ""
+        for piece in json.JSONEncoder(default=str).iterencode(value):  # as much as is shown, of whatever size
+            text += piece
+            if len(text) > 60:
+                break
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

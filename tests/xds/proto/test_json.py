@@ -352,3 +352,33 @@ def test_tls_versions_keep_their_mixed_case() -> None:
     assert to_dict(read("tls_minimum_protocol_version: TLSv1_3", TlsParameters)) == {
         "tls_minimum_protocol_version": "TLSv1_3"
     }
+
+
+def _levels(count: int) -> str:
+    """A document whose aliases of aliases make 8 ** count values."""
+    lines = [f"  a{n + 1}: &a{n + 1} {{{', '.join(f'k{k}: *a{n}' for k in range(8))}}}\n" for n in range(count)]
+    return "node:\n  a0: &a0 {k: v}\n" + "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("node: &a {id: *a}", "contains itself"),
+        ("node: {metadata: &a {x: [*a]}}", "contains itself"),
+        (_levels(12), "its aliases would make"),
+    ],
+)
+def test_aliases_that_multiply_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        xds_json.parse_text(text, Bootstrap)
+
+
+def test_an_anchor_may_be_named_many_times() -> None:
+    text = "node: {metadata: {a: &a {x: y}, " + ", ".join(f"k{n}: *a" for n in range(2000)) + "}}"
+    assert len(xds_json.parse_text(text, Bootstrap).message.node.metadata.fields) == 2001
+
+
+def test_a_fault_shows_the_beginning_of_a_value_of_any_size() -> None:
+    with pytest.raises(ConfigError, match="expected a string, found an object") as refused:
+        xds_json.parse_text("a: &a {k: v}\nnode: {id: {x: [" + ", ".join(["*a"] * 100) + "]}}", Bootstrap)
+    assert len(str(refused.value)) < 200

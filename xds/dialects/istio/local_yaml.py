@@ -7,6 +7,7 @@ import yaml
 
 from xds.dialects.istio.rules import Comparison, Text
 from xds.errors import ConfigError
+from xds.proto.core_yaml import check_aliases
 
 
 def load(text: str) -> object:
@@ -17,6 +18,7 @@ def load(text: str) -> object:
     """
     try:
         content: object = yaml.load(text, Loader=_Loader)
+        check_aliases(content)
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:  # a scalar that looks like a date and is none
