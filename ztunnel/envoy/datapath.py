@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from hbone.aio.relay import ByteCounts, RelayEnd, relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.end_state import SourceState
 from hbone.errors import HboneError, RemoteProtocolError, TlsError, TlsReason, TunnelBroken, TunnelClosed
 from hbone.tls import PeerFacts
 from tproxy.aio.sockets import is_transparent
@@ -41,7 +44,7 @@ from ztunnel.envoy.listeners.filters import (
 )
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused
+from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.terminate import Answer, RequestRefused, Terminator
@@ -132,10 +135,12 @@ class Datapath:
                 info.listener = listener.name
             chain = self._choose_chain(listener, info)
             connection.chain = chain
-            hop.filter_sinks = chain.sinks
             if chain.manager is not None:
+                # As in Envoy, a manager's loggers write a line per request and none for the connection.
+                info.protocol = "HTTP/2"
                 await self._terminate(hop, connection, listener, chain, end)
             else:
+                hop.filter_sinks = chain.sinks
                 await self._proxy(hop, connection, listener, chain, end)
         except Refused as error:
             hop.refused(error)
@@ -228,7 +233,7 @@ class Datapath:
             chain.judge(hop.info)
             chain.set_filter_state(hop.info)
             proxy.cx_total.value += 1
-            upstream = await self._connector.open(hop, proxy, downstream)
+            upstream = await self._open_in_time(hop, proxy, downstream)
             try:
                 await self._carry(hop, connection, proxy, downstream, upstream)
             finally:
@@ -237,6 +242,34 @@ class Datapath:
                     inner.finish()
         finally:
             downstream.close()
+
+    async def _open_in_time(self, hop: Hop, proxy: LiveTcpProxy, downstream: End) -> ClusterUpstream:
+        """Open the upstream within the filter's idle timeout and longest duration, which run from the accept.
+
+        In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
+        no connect timeout of a cluster does.
+
+        Raises:
+            Refused: no attempt succeeded, or not in time (flag UF; DT, too, for the duration).
+        """
+        settings = proxy.model
+        idle, longest = settings.idle_timeout_s or math.inf, settings.max_duration_s or math.inf
+        limit = min(idle, longest)
+        if limit == math.inf:
+            return await self._connector.open(hop, proxy, downstream)
+        running = asyncio.timeout(limit)
+        try:
+            async with running:
+                return await self._connector.open(hop, proxy, downstream)
+        except TimeoutError:
+            if not running.expired():
+                raise
+        if longest <= idle:
+            proxy.max_duration.value += 1
+            hop.info.flags.add(Flag.DURATION_TIMEOUT)
+            raise _too_late("max_downstream_connection_duration") from None
+        proxy.idle_timeout.value += 1
+        raise _too_late("tcp_session_idle_timeout") from None
 
     async def _carry(
         self,
@@ -287,11 +320,12 @@ class Datapath:
             if details == "max duration":
                 proxy.max_duration.value += 1
                 flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
+        elif upstream.end.source is SourceState.CUT:
+            # Which end was cut, not which stopped first: after the client's half-close that is always the client.
+            lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
+            flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         elif ended.error is not None:
-            from_upstream = ended.first is upstream.end
-            flag = Flag.UPSTREAM_RESET if from_upstream else Flag.DOWNSTREAM_TERMINATED
-            if isinstance(ended.error, TunnelBroken) and ended.error.code is None and from_upstream:
-                flag = Flag.UPSTREAM_TERMINATED
+            flag = Flag.DOWNSTREAM_TERMINATED
         for info in infos:
             if flag is not None:
                 info.flags.add(flag)
@@ -428,6 +462,7 @@ class Datapath:
         except RequestRefused as refusal:
             answer = refusal.answer
             info.response_code, info.response_details = answer.status, answer.details
+            info.bytes_sent = len(answer.body)
             headers = [(b"content-length", str(len(answer.body)).encode()), (b"content-type", b"text/plain")]
             request.refuse(
                 answer.status,
@@ -453,7 +488,7 @@ class Datapath:
         manager: LiveConnectionManager,
         route_timeout_s: float | None,
         route_idle_s: float | None,
-        tunnel: End,
+        tunnel: Tunnel,
         upstream: ClusterUpstream,
     ) -> None:
         info = hop.info
@@ -496,8 +531,14 @@ class Datapath:
             if info.response_details == "response_timeout":
                 manager.rq_timeout.value += 1
                 info.flags.add(Flag.UPSTREAM_TIMEOUT)
-        elif ended.error is not None:
-            info.flags.add(Flag.UPSTREAM_RESET if ended.first is upstream.end else Flag.DOWNSTREAM_RESET)
+        elif upstream.end.source is SourceState.CUT:
+            info.flags.add(Flag.UPSTREAM_TERMINATED)
+            info.response_details = "upstream_reset_after_response_started{connection_termination}"
+        elif tunnel.gone and ended.first is tunnel:
+            # A client that leaves after the application has answered in full has lost nothing.
+            lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
+            info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
+            info.response_details = "downstream_remote_disconnect" if lost else "http2.remote_reset"
 
     def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:
         return [_date_header(int(self._clock.wall())), manager.server_header]
@@ -516,6 +557,12 @@ class Datapath:
 def _date_header(second: int) -> tuple[bytes, bytes]:
     """Return the ``date`` of answers; it is the same for a whole second."""
     return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()
+
+
+def _too_late(details: str) -> UpstreamFailed:
+    error = UpstreamFailed("")
+    error.details = details
+    return error
 
 
 def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:

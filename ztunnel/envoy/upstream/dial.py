@@ -102,10 +102,11 @@ class Dialler:
                 info.upstream_local = str(address_of(sock.getsockname()))
                 end = TlsSocket(sock, context.current, self._poller)
                 try:
-                    await end.establish(cluster.model.connect_timeout_s)
+                    facts = await end.establish(cluster.model.connect_timeout_s)
                 except BaseException:
                     end.close()
                     raise
+                info.upstream_uri_sans = facts.uri_sans
                 cluster.stats.handshakes.value += 1
                 return end
         except TimeoutError:
