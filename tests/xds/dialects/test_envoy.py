@@ -695,3 +695,21 @@ def test_balancing_settings_are_read() -> None:
     assert (compiled.breakers[0].max_connections, compiled.breakers[1].max_requests) == (7, 9)
     assert compiled.outlier is not None
     assert (compiled.outlier.consecutive_5xx, compiled.outlier.base_ejection_time_s) == (2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [(["h2", "http/1.1"], ("h2", "http/1.1")), (["h2,http/1.1"], ("h2", "http/1.1")), ([], ())]
+)
+def test_protocols_may_stand_in_one_entry(given: list[str], names: tuple[str, ...]) -> None:
+    compiled = compile_cluster(parse_value(with_protocols(given), Cluster).message, SURROUNDINGS)
+    assert compiled.transport_socket.alpn == names  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("given", [["h2,"], ["x" * 256]])
+def test_a_protocol_has_1_to_255_bytes(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="alpn_protocols"):
+        compile_cluster(parse_value(with_protocols(given), Cluster).message, SURROUNDINGS)
+
+
+def with_protocols(given: list[str]) -> dict[str, Any]:
+    return cluster_document(transport_socket=tls({"tls_certificates": [], "alpn_protocols": given}))

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from xds.dialects.envoy.reading import (
@@ -82,13 +83,26 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
             certificate=_certificate_source(message, surroundings),
             validation=validation,
             validation_ref=validation_ref,
-            alpn=tuple(message.alpn_protocols),
+            alpn=_protocols(message.alpn_protocols),
             min_version=low,
             max_version=high,
             cipher_suites=tuple(message.tls_params.cipher_suites),
             curves=tuple(message.tls_params.ecdh_curves),
             key_log_path=message.key_log.path,
         )
+
+
+def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
+    """Return the protocols of a list whose entries may be lists themselves: Envoy joins and splits by commas.
+
+    Raises:
+        ConfigError: a name that no ALPN extension can carry (RFC 7301, 3.1: 1 to 255 bytes).
+    """
+    names = [name for entry in entries for name in entry.split(",")]
+    for name in names:
+        if not 0 < len(name.encode()) < 256:
+            raise ConfigError(f"{name!r} is no protocol's name: 1 to 255 bytes", "alpn_protocols")
+    return tuple(names)
 
 
 def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion, TlsVersion]:

@@ -90,7 +90,8 @@ def log_renderer(log: AccessLog) -> Renderer:
     missing = "" if log.omit_empty else "-"
     if isinstance(log.format, FormatString):
         return renderer(log.format, missing=missing)
-    return partial(_render_json, {key: _json(value) for key, value in log.format.fields.items()}, log.omit_empty)
+    template = {key: _json(value, missing) for key, value in log.format.fields.items()}
+    return partial(_render_json, template, log.omit_empty)
 
 
 def value_reader(command: Command) -> Reader:
@@ -119,18 +120,27 @@ def _escaped(char: "re.Match[str]") -> str:
     return f"\\x{ord(char[0]):02x}"
 
 
-_JsonTemplate = Reader | dict[str, Any] | list[Any] | str | float | bool | None
-
-
-def _json(value: JsonValue) -> Any:
+def _json(value: JsonValue, missing: str) -> Any:
+    """Return a template: what is callable is a function of a hop, the rest is as it will be printed."""
     if isinstance(value, FormatString):
         if len(value.parts) == 1 and isinstance(value.parts[0], Command):
             return _typed(value.parts[0])
-        return renderer(value)
+        return renderer(value, missing=missing)
     if isinstance(value, Mapping):
-        return {key: _json(inner) for key, inner in value.items()}
+        return {key: _json(inner, missing) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(inner) for inner in value]
+        return [_json(inner, missing) for inner in value]
+    return plain_numbers(value)
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return a value of a ``Struct``, whose numbers are all doubles, with whole ones as integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_numbers(inner) for inner in value]
     return value
 
 
@@ -142,12 +152,19 @@ _NUMERIC = frozenset(
         "RESPONSE_CODE",
         "CONNECTION_ID",
         "UPSTREAM_REQUEST_ATTEMPT_COUNT",
+        "DOWNSTREAM_LOCAL_PORT",
+        "DOWNSTREAM_REMOTE_PORT",
+        "DOWNSTREAM_DIRECT_REMOTE_PORT",
+        "UPSTREAM_LOCAL_PORT",
+        "UPSTREAM_REMOTE_PORT",
     )
 )
 
 
-def _typed(command: Command) -> Callable[[StreamInfo], str | int | None]:
+def _typed(command: Command) -> Callable[[StreamInfo], Any]:
     """Return a function for the value of a lone command, which keeps its type in JSON; no value is null."""
+    if command.name in _STRUCTS and command.max_length is None:
+        return _metadata_value(_STRUCTS[command.name], command.argument)
     read = value_reader(command)
     if command.name not in _NUMERIC:
         return read
@@ -160,19 +177,24 @@ def _typed(command: Command) -> Callable[[StreamInfo], str | int | None]:
 
 
 def _render_json(template: Mapping[str, Any], omit_empty: bool, info: StreamInfo) -> str:
-    filled = {key: _fill(value, info) for key, value in template.items()}
-    if omit_empty:
-        filled = {key: value for key, value in filled.items() if value is not None}
-    return json.dumps(filled, separators=(",", ":")) + "\n"
+    return _dumped(_fill(template, info, omit_empty)) + "\n"
 
 
-def _fill(value: Any, info: StreamInfo) -> Any:
+def _dumped(value: Any) -> str:
+    """Return JSON as Envoy writes it: one line, keys in order, no escapes but those that JSON needs."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+
+
+def _fill(value: Any, info: StreamInfo, omit_empty: bool) -> Any:
+    """Return the values of a template; ``omit_empty`` leaves out what there is no value of, at any depth."""
     if callable(value):
         return value(info)
     if isinstance(value, dict):
-        return {key: _fill(inner, info) for key, inner in value.items()}
+        filled = {key: _fill(inner, info, omit_empty) for key, inner in value.items()}
+        return {key: inner for key, inner in filled.items() if inner is not None} if omit_empty else filled
     if isinstance(value, list):
-        return [_fill(inner, info) for inner in value]
+        items = [_fill(inner, info, omit_empty) for inner in value]
+        return [item for item in items if item is not None] if omit_empty else items
     return value
 
 
@@ -316,23 +338,34 @@ def _response_headers(argument: str) -> Reader:
     return read
 
 
-def _struct_text(metadata: Metadata, keys: list[str]) -> str | None:
-    value: object = metadata.get(keys[0])
-    for key in keys[1:]:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, separators=(",", ":"))
+_Struct = Callable[[StreamInfo], Metadata]
+_STRUCTS: dict[str, _Struct] = {
+    "DYNAMIC_METADATA": lambda info: info.facts.metadata,
+    "UPSTREAM_METADATA": lambda info: info.upstream_metadata,
+    "CLUSTER_METADATA": lambda info: info.cluster_metadata,
+}
 
 
-def _metadata(of: str) -> Callable[[str], Reader]:
+def _metadata_value(of: _Struct, argument: str) -> Callable[[StreamInfo], Any]:
+    """Return a function for the value at ``namespace:key:key`` of a hop's metadata; None: there is none."""
+    namespace, *keys = argument.split(":")
+
+    def read(info: StreamInfo) -> Any:
+        value: object = of(info).get(namespace)
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return plain_numbers(value)
+
+    return read
+
+
+def _metadata(of: _Struct) -> Callable[[str], Reader]:
     def make(argument: str) -> Reader:
-        keys = argument.split(":")
+        value_of = _metadata_value(of, argument)
 
         def read(info: StreamInfo) -> str | None:
-            if of == "dynamic":
-                return _struct_text(info.facts.metadata, keys)
-            return _struct_text(info.upstream_metadata if of == "host" else info.cluster_metadata, keys)
+            value = value_of(info)
+            return value if value is None or isinstance(value, str) else _dumped(value)
 
         return read
 
@@ -356,9 +389,9 @@ _READERS_WITH_ARGUMENT: dict[str, Callable[[str], Reader]] = {
     "REQ": _request_headers,
     "RESP": _response_headers,
     "TRAILER": lambda _: lambda info: None,
-    "DYNAMIC_METADATA": _metadata("dynamic"),
-    "UPSTREAM_METADATA": _metadata("host"),
-    "CLUSTER_METADATA": _metadata("cluster"),
+    "DYNAMIC_METADATA": _metadata(_STRUCTS["DYNAMIC_METADATA"]),
+    "UPSTREAM_METADATA": _metadata(_STRUCTS["UPSTREAM_METADATA"]),
+    "CLUSTER_METADATA": _metadata(_STRUCTS["CLUSTER_METADATA"]),
     "FILTER_STATE": _filter_state,
     "ENVIRONMENT": _environment,
 }

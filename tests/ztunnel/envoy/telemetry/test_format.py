@@ -145,3 +145,33 @@ def test_json_keeps_types_and_leaves_out_nothing_unless_told() -> None:
 
 def test_equal_formats_are_equal_values() -> None:
     assert parse_format("%BYTES_SENT% x") == FormatString((Command("BYTES_SENT"), " x"))
+
+
+def json_line(*, omit_empty: bool = False, **fields: object) -> str:
+    formats = {
+        key: parse_format(value) if isinstance(value, str) else value for key, value in sorted(fields.items())
+    }
+    log = AccessLog("/x", JsonFormat(formats), omit_empty=omit_empty)  # type: ignore[arg-type]
+    return log_renderer(log)(info(upstream_host="10.0.0.1:80"))
+
+
+def test_json_reads_as_envoys() -> None:
+    """Metadata is a value and no text of one, whole numbers have no fraction, names are in order."""
+    line = json_line(
+        tunnel="%DYNAMIC_METADATA(tunnel)%",
+        mixed="m=%DYNAMIC_METADATA(tunnel:deep)%",
+        port="%UPSTREAM_REMOTE_PORT%",
+        number=2.0,
+        half=2.5,
+        name="\u00e4",
+    )
+    assert line == (
+        '{"half":2.5,"mixed":"m={\\"n\\":1}","name":"\u00e4","number":2,"port":80,'
+        '"tunnel":{"deep":{"n":1},"destination":"10.244.1.23:9080"}}\n'
+    )
+
+
+def test_json_may_leave_out_empty_values_at_any_depth() -> None:
+    none = parse_format("%ROUTE_NAME%")
+    line = json_line(omit_empty=True, a="x%ROUTE_NAME%", b={"c": none, "d": [none, 1.0]}, e="%ROUTE_NAME%")
+    assert line == '{"a":"x","b":{"d":[1]}}\n'
