@@ -85,6 +85,8 @@ _EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
 _NO_LIMIT: Final = 1 << 62
 _DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
 
+_OVERSIZED: Final = Malformed("header list over the limit")
+
 _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
 
 
@@ -151,10 +153,10 @@ class Engine:
         self._peer_work: Budget | None = None
         self._unparsed: memoryview | None = None
         self._requests: BlockDecoder[RequestHead | Trailers | Malformed] = BlockDecoder(
-            settings.max_header_list_bytes, parse_request
+            settings.max_header_list_bytes, parse_request, _OVERSIZED
         )
         self._responses: BlockDecoder[ResponseHead | Trailers | Malformed] = BlockDecoder(
-            settings.max_header_list_bytes, parse_response
+            settings.max_header_list_bytes, parse_response, _OVERSIZED
         )
         self._reader = FrameReader(settings, expect_preface=self._server)
         self._data_stream_id = 0

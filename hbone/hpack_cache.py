@@ -22,6 +22,8 @@ from hbone.events import Header, Headers
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
+_TOLERATED_LIST_BYTES = 131_072
+"""Lists up to this size end their stream, larger ones the connection: decoding one takes at most 20 ms."""
 #: Fields whose values never come twice (a trace's identifier, a client's port) or are secrets: nothing with one is
 #: remembered.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
@@ -95,6 +97,11 @@ def plain_fields(block: bytes, max_list_bytes: int) -> Headers | None:
     return tuple(fields) if size <= max_list_bytes else None
 
 
+def list_bytes(fields: Headers) -> int:
+    """Return the size of a header list as RFC 9113, 6.5.2 counts it."""
+    return sum([len(name) + len(value) + 32 for name, value in fields])
+
+
 class HeaderBlockError(Exception):
     """The block cannot be decoded: COMPRESSION_ERROR, or the decoded list is over the limit."""
 
@@ -121,6 +128,12 @@ class BlockDecoder(Generic[T]):
     """Decodes and parses the header blocks of one direction of one connection, in their order.
 
     ``parse`` sees the decoded fields; what it returns is remembered with the block.
+
+    Args:
+        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
+        parse: see above.
+        oversized: stands for a list beyond that. It is decoded all the same, up to :data:`_TOLERATED_LIST_BYTES`:
+            the dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
     """
 
     __slots__ = (
@@ -129,15 +142,17 @@ class BlockDecoder(Generic[T]):
         "_decoder",
         "_last",
         "_max_list_bytes",
+        "_oversized",
         "_parse",
         "_table",
         "decoded_fields",
         "decoded_octets",
     )
 
-    def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T]) -> None:
+    def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T], oversized: T) -> None:
         self._max_list_bytes = max_list_bytes
-        self._decoder = Decoder(max_header_list_size=max_list_bytes)
+        self._oversized = oversized
+        self._decoder = Decoder(max_header_list_size=max(_TOLERATED_LIST_BYTES, max_list_bytes))
         self._table = _WatchedTable()
         self._decoder.header_table = self._table
         self._changes = self._table.changes
@@ -177,6 +192,11 @@ class BlockDecoder(Generic[T]):
             # The kind only: some texts of the library print a view's address, which differs each time.
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
         self.decoded_fields = len(fields)
+        if list_bytes(fields) > self._max_list_bytes:
+            self._changes = self._table.changes
+            self._blocks.clear()  # the block may have changed the table, as below
+            self._last = None
+            return self._oversized
         parsed = self._parse(fields)
         # The table does not count a size update to 0 and back as a change, though it empties the table: a
         # remembered block would skip that the next time it comes.

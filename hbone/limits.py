@@ -84,5 +84,5 @@ class Limits:
     continuation_frames: int = 64
     settings_bytes: int = 4096
     goaway_bytes: int = 16_384
-    header_block_bytes: int = 65_536
-    """Encoded size of one header section."""
+    header_block_bytes: int = 131_072
+    """Encoded size of one header section: twice the longest list, so that a longer one ends its stream alone."""

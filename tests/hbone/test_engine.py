@@ -664,7 +664,7 @@ def test_continuation_flood() -> None:
     assert flood(engine, frame(frames.CONTINUATION, 0, 1), 100) == 65
     engine = opened()
     engine.receive_data(request(1, flags=0))
-    assert flood(engine, frame(frames.CONTINUATION, 0, 1, bytes(10_000)), 20) <= 7
+    assert flood(engine, frame(frames.CONTINUATION, 0, 1, bytes(10_000)), 20) <= 14
     assert failure(opened().receive_data(b"\x0f\0\0\1\4\0\0\0\1")) == ErrorCode.ENHANCE_YOUR_CALM  # by its header
 
 
@@ -794,3 +794,31 @@ def test_the_update_is_sent_once_per_connection_and_by_servers_too() -> None:
     take(one)
     one.respond(5, 200)
     assert split(take(one))[-1][3] == b"\x88"  # its table has had no room since
+
+
+def oversized(stream_id: int, *first: tuple[bytes, bytes]) -> bytes:
+    """A head of 70 KB, in frames of the usual size."""
+    encoded = block(*first, *[(b"x-%d" % number, b"y" * 1000) for number in range(70)])
+    pieces = [encoded[start : start + 16_000] for start in range(0, len(encoded), 16_000)]
+    wire = frame(frames.HEADERS, 0, stream_id, pieces[0])
+    for piece in pieces[1:-1]:
+        wire += frame(frames.CONTINUATION, 0, stream_id, piece)
+    return wire + frame(frames.CONTINUATION, frames.END_HEADERS, stream_id, pieces[-1])
+
+
+def test_a_request_with_too_long_a_head_is_reset_alone() -> None:
+    engine = server()
+    engine.receive_data(OPENING + frame(frames.HEADERS, frames.END_HEADERS, 1, block(*CONNECT)))
+    take(engine)
+    assert engine.receive_data(oversized(3, *CONNECT)) == []
+    assert take(engine) == frame(frames.RST_STREAM, 0, 3, frames.U32.pack(ErrorCode.PROTOCOL_ERROR))
+    assert plain(engine.receive_data(frame(frames.DATA, 0, 1, b"hi"))) == [(1, b"hi")]
+
+
+def test_an_answer_with_too_long_a_head_ends_its_stream_alone() -> None:
+    engine = client()
+    first, second = engine.open_stream(CONNECT), engine.open_stream(CONNECT)
+    take(engine)
+    assert failure(engine.receive_data(oversized(first, (b":status", b"200")))) is None
+    answered = engine.receive_data(frame(frames.HEADERS, frames.END_HEADERS, second, block((b":status", b"200"))))
+    assert [type(event).__name__ for event in answered] == ["ResponseReceived"]

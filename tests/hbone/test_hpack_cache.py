@@ -57,7 +57,7 @@ def test_a_block_that_is_cut_is_never_read_as_a_whole_one(
 
 
 def test_the_dynamic_table_goes_to_the_library() -> None:
-    theirs, ours = Encoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    theirs, ours = Encoder(), BlockDecoder(LIMIT, lambda fields: fields, ())
     fields = [(b":method", b"CONNECT"), (b"baggage", b"k8s.cluster.name=a"), (b"forwarded", b"for=x")]
     for huffman in (False, True, False):
         block = theirs.encode(fields, huffman=huffman)
@@ -67,7 +67,7 @@ def test_the_dynamic_table_goes_to_the_library() -> None:
 
 @pytest.mark.parametrize("name", [b"traceparent", b"authorization"])
 def test_what_comes_once_or_is_secret_is_not_kept_and_of_the_moment_the_last(name: bytes) -> None:
-    encoder, decoder = BlockEncoder(), BlockDecoder(LIMIT, lambda fields: list(fields))
+    encoder, decoder = BlockEncoder(), BlockDecoder(LIMIT, lambda fields: list(fields), [])
     for number in range(300):
         once = [(b":method", b"CONNECT"), (name, b"%d" % number)]
         assert decoder.decode(encoder.encode(once)) == once
@@ -83,7 +83,7 @@ def test_what_comes_once_or_is_secret_is_not_kept_and_of_the_moment_the_last(nam
 
 
 def test_the_last_block_of_the_moment_is_forgotten_when_the_table_changes() -> None:
-    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: list(fields))
+    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: list(fields), [])
     assert decoder.decode(theirs.encode([(b"date", b"now")])) == [(b"date", b"now")]
     indexed = theirs.encode([(b"date", b"now")])
     assert len(indexed) == 1
@@ -93,7 +93,7 @@ def test_the_last_block_of_the_moment_is_forgotten_when_the_table_changes() -> N
 
 
 def test_blocks_of_both_kinds_may_alternate() -> None:
-    theirs, ours, decoder = Encoder(), BlockEncoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    theirs, ours, decoder = Encoder(), BlockEncoder(), BlockDecoder(LIMIT, lambda fields: fields, ())
     for number in range(20):
         fields = [(b":status", b"200"), (b"baggage", b"b"), (b"traceparent", b"%d" % number)]
         assert decoder.decode(theirs.encode(fields)) == tuple(fields)
@@ -111,7 +111,7 @@ def test_the_limit_of_the_list_holds(limit: int) -> None:
 
 def test_a_block_that_empties_the_table_is_not_remembered() -> None:
     """A size update to 0 and back (RFC 7541, 4.2) must reach the table each time it comes."""
-    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: fields)
+    theirs, decoder = Encoder(), BlockDecoder(LIMIT, lambda fields: fields, ())
     fields = ((b"baggage", b"a=b"),)
     emptied = b"\x20\x3f\xe1\x1f\x88"  # size 0, size 4096, :status 200
     for _ in range(2):
@@ -122,3 +122,23 @@ def test_a_block_that_empties_the_table_is_not_remembered() -> None:
         with pytest.raises(HeaderBlockError):
             decoder.decode(indexed)
         theirs = Encoder()
+
+
+@pytest.mark.parametrize("indexing", [True, False])
+def test_a_list_over_the_limit_is_decoded_for_the_tables_sake(indexing: bool) -> None:
+    """What stands in its place says so; the next block may refer to the table that this one filled."""
+    theirs, decoder = Encoder(), BlockDecoder(100, lambda fields: fields, None)
+    long = ((b"a", b"v" * 200),)
+    for _ in range(2):
+        assert decoder.decode(theirs.encode(long) if indexing else BlockEncoder().encode(long)) is None
+    assert decoder.decode(theirs.encode([(b"b", b"c")])) == ((b"b", b"c"),)
+
+
+def test_a_list_that_takes_too_long_to_decode_ends_the_connection() -> None:
+    theirs, decoder = Encoder(), BlockDecoder(100, lambda fields: fields, None)
+    once = theirs.encode([(b"a", b"v" * 3000)])
+    again = theirs.encode([(b"a", b"v" * 3000)])
+    assert decoder.decode(once + again * 40) is None
+    with pytest.raises(HeaderBlockError) as caught:
+        decoder.decode(again * 50)
+    assert caught.value.oversized
