@@ -35,6 +35,13 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
+    "ztunnel/calico/http_path.py",
+    "ztunnel/calico/ip_sets.py",
+    "ztunnel/calico/store.py",
+    "ztunnel/calico/verdict.py",
+    "ztunnel/calico/clauses.py",
+    "ztunnel/calico/evaluator.py",
+    "ztunnel/calico/walk.py",
     "ztunnel/istio/route.py",
     "ztunnel/istio/balance.py",
     "ztunnel/istio/inbound_target.py",
@@ -131,12 +138,13 @@ TOP_LEVEL = {"ztunnel", "hbone", "xds", "tproxy", "tests", "bench", "deploy", "d
 
 #: What each part of the application may import of the others. Commands stand above the front ends, these above
 #: what they share; the two front ends never meet.
-SHARED = {"runtime", "http", "identity", "policy", "dataplane"}
+SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane"}
 LAYERS = {
     "runtime": set(),
     "http": {"runtime"},
     "identity": {"runtime"},
     "policy": {"runtime"},
+    "calico": {"runtime", "policy"},
     "dataplane": {"runtime", "identity", "policy"},
     "istio": SHARED,
     "envoy": SHARED,

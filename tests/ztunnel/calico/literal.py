@@ -1,0 +1,228 @@
+"""Evaluation as Calico's description has it, sentence by sentence: slow, without index, cache or compiling."""
+
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+from xds.model import calico as c
+from xds.model.selector import SelectorError, parse_selector
+from ztunnel.calico.http_path import normal_path
+from ztunnel.calico.verdict import Code
+
+Sets = dict[str, tuple[c.IpSetType, set[str]]]
+
+
+class Stop(Exception):
+    """Evaluation cannot go on."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Literal:
+    """A store of plain dictionaries, changed by the same updates."""
+
+    def __init__(self) -> None:
+        self.sets: Sets = {}
+        self.policies: dict[c.PolicyId, c.Policy] = {}
+        self.profiles: dict[str, c.Policy] = {}
+        self.endpoints: dict[c.EndpointId, c.Endpoint] = {}
+        self.accounts: dict[tuple[str, str], dict[str, str]] = {}
+        self.namespaces: dict[str, dict[str, str]] = {}
+
+    def apply(self, update: c.Update) -> None:
+        match update:
+            case c.IpSetUpdate():
+                self.sets[update.id] = (update.type, set(update.members))
+            case c.IpSetDelta():
+                if update.id in self.sets:
+                    members = self.sets[update.id][1]
+                    members |= set(update.added)
+                    members -= set(update.removed)
+            case c.IpSetRemove():
+                self.sets.pop(update.id, None)
+            case c.PolicyUpdate():
+                put(self.policies, update.id, update.policy)
+            case c.ProfileUpdate():
+                put(self.profiles, update.name, update.profile)
+            case c.EndpointUpdate():
+                put(self.endpoints, update.id, update.endpoint)
+            case c.ServiceAccountUpdate():
+                put(self.accounts, (update.namespace, update.name), update.labels)
+            case c.NamespaceUpdate():
+                put(self.namespaces, update.name, update.labels)
+
+    def check(self, endpoint: c.EndpointId, flow: c.Flow, direction: c.Direction, *, enforced: bool) -> Code:
+        if endpoint not in self.endpoints or not 1 <= flow.protocol <= 255:
+            return Code.PERMISSION_DENIED
+        try:
+            return self._walk(self.endpoints[endpoint], flow, direction, enforced=enforced)
+        except Stop as stop:
+            return stop.code
+
+    def _walk(self, endpoint: c.Endpoint, flow: c.Flow, direction: c.Direction, *, enforced: bool) -> Code:
+        for tier in endpoint.tiers:
+            in_scope = [
+                policy for policy in tier.policies(direction) if not (enforced and policy.kind in c.STAGED_KINDS)
+            ]
+            if not in_scope:
+                continue
+            action = None
+            for policy_id in in_scope:
+                if policy_id not in self.policies:
+                    raise Stop(Code.INTERNAL)
+                action = self._first(self.policies[policy_id], flow, direction)
+                if action is not None:
+                    break
+            if action is c.Action.ALLOW:
+                return Code.OK
+            if action is c.Action.DENY or (action is None and not tier.passes):
+                return Code.PERMISSION_DENIED
+        for name in endpoint.profiles:
+            if name not in self.profiles:
+                raise Stop(Code.INTERNAL)
+            action = self._first(self.profiles[name], flow, direction)
+            if action is not None:
+                return Code.OK if action is c.Action.ALLOW else Code.PERMISSION_DENIED
+        return Code.PERMISSION_DENIED
+
+    def _first(self, policy: c.Policy, flow: c.Flow, direction: c.Direction) -> c.Action | None:
+        for rule in policy.rules(direction):
+            if rule.action is not c.Action.LOG and self._matches(rule, policy.namespace, flow):
+                if rule.action is c.Action.UNKNOWN:
+                    raise Stop(Code.INVALID_ARGUMENT)
+                return rule.action
+        return None
+
+    def _matches(self, rule: c.Rule, namespace: str, flow: c.Flow) -> bool:
+        """Return whether a rule matches. Of a rule that denies, a clause that is None cannot be evaluated."""
+        clauses = [*self._clauses(rule, namespace, flow)]
+        denies = rule.action in (c.Action.DENY, c.Action.UNKNOWN)
+        if False in clauses or (None in clauses and not denies):
+            return False
+        if None in clauses:
+            raise Stop(Code.INTERNAL)
+        return http_matches(rule, flow, denies=denies)
+
+    def _clauses(self, rule: c.Rule, namespace: str, flow: c.Flow) -> Iterator[bool | None]:
+        yield rule.protocol is None or protocol_is(rule.protocol, flow)
+        yield rule.not_protocol is None or not protocol_is(rule.not_protocol, flow)
+        address = flow.destination_ip or flow.source_ip
+        yield not rule.ip_version or (address is not None and ip_address(address).version == rule.ip_version)
+        source = (flow.source_ip, flow.source_port, flow.source_principal, flow.source_labels)
+        destination = (
+            flow.destination_ip,
+            flow.destination_port,
+            flow.destination_principal,
+            flow.destination_labels,
+        )
+        for peer, (ip, port, principal, labels) in ((rule.source, source), (rule.destination, destination)):
+            yield from self._address(peer, ip, port, flow.protocol)
+            if principal:
+                yield from self._identity(peer, principal, dict(labels), namespace)
+
+    def _address(self, peer: c.PeerMatch, ip: str | None, port: int, protocol: int) -> Iterator[bool | None]:
+        def has_port(set_id: str) -> bool | None:
+            return self._has_port(set_id, ip, protocol, port)
+
+        if peer.ports or peer.named_ports:
+            yield any_of(
+                [*(first <= port <= last for first, last in peer.ports), *map(has_port, peer.named_ports)]
+            )
+        yield not any(first <= port <= last for first, last in peer.not_ports)
+        yield inverse(any_of([has_port(set_id) for set_id in peer.not_named_ports]))
+        if peer.nets:
+            before = peer.nets[: peer.nets.index(None)] if None in peer.nets else peer.nets
+            inside = ip is not None and any(ip_address(ip) in net for net in before if net is not None)
+            yield inside or (None if None in peer.nets else False)
+        if peer.not_nets:
+            inside = ip is not None and any(ip_address(ip) in net for net in peer.not_nets if net is not None)
+            yield None if None in peer.not_nets else not inside
+        yield all_of([self._has(set_id, ip) for set_id in peer.ip_sets])
+        yield inverse(any_of([self._has(set_id, ip) for set_id in peer.not_ip_sets]))
+        yield all_of([has_port(set_id) for set_id in peer.ip_port_sets])
+
+    def _identity(
+        self, peer: c.PeerMatch, principal: str, labels: dict[str, str], policy_namespace: str
+    ) -> Iterator[bool | None]:
+        _, _, _, _, namespace, _, account = principal.split("/")
+        yield not peer.account_names or account in peer.account_names
+        labels |= self.accounts.get((namespace, account), {})
+        if peer.account_selector:
+            yield selects(peer.account_selector, labels)
+        local = peer.selector or peer.not_selector or peer.account_names or peer.account_selector
+        if peer.namespace_selector:
+            yield selects(peer.namespace_selector, self.namespaces.get(namespace, {}))
+        elif policy_namespace and local:
+            yield namespace == policy_namespace
+
+    def _has(self, set_id: str, ip: str | None) -> bool | None:
+        """Return whether a set has an address; None if there is no such set."""
+        if set_id not in self.sets:
+            return None
+        kind, members = self.sets[set_id]
+        if kind is c.IpSetType.IP_AND_PORT or ip is None:
+            return False
+        return any(ip_address(ip) in ip_network(member) for member in members)
+
+    def _has_port(self, set_id: str, ip: str | None, protocol: int, port: int) -> bool | None:
+        if set_id not in self.sets:
+            return None
+        kind, members = self.sets[set_id]
+        names = [name for name, number in c.PROTOCOLS.items() if number == protocol]
+        return kind is c.IpSetType.IP_AND_PORT and any(f"{ip},{name}:{port}" in members for name in names)
+
+
+def all_of(found: list[bool | None]) -> bool | None:
+    return False if False in found else None if None in found else True
+
+
+def any_of(found: list[bool | None]) -> bool | None:
+    return True if True in found else None if None in found else False
+
+
+def inverse(found: bool | None) -> bool | None:
+    return None if found is None else not found
+
+
+def put(table: Any, key: object, value: object) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
+def protocol_is(protocol: int | str, flow: c.Flow) -> bool:
+    number = protocol if isinstance(protocol, int) else c.PROTOCOLS.get(protocol.lower())
+    return number == flow.protocol
+
+
+def selects(text: str, labels: dict[str, str]) -> bool | None:
+    try:
+        return parse_selector(text).matches(labels)
+    except SelectorError:
+        return None
+
+
+def http_matches(rule: c.Rule, flow: c.Flow, *, denies: bool) -> bool:
+    if flow.method is None and flow.path is None:
+        return True
+    methods, paths = rule.http.methods, rule.http.paths
+    if methods and "*" not in methods and flow.method not in methods:
+        return False
+    if not paths or flow.path is None:
+        return True
+    if not flow.path.startswith("/"):
+        raise Stop(Code.INVALID_ARGUMENT)
+    path = normal_path(flow.path)
+    if path is None:
+        return denies
+    for match in paths:
+        wanted = normal_path(match.path)
+        if wanted is None:
+            continue
+        below = path.startswith(wanted.rstrip(b"/") + b"/")
+        if path == wanted or (match.prefix and below):
+            return True
+    return False

@@ -1,0 +1,49 @@
+"""The normal form of HTTP paths, of requests and of rules alike (as Calico's Dikastes since April 2026).
+
+A proxy and the application behind it may read one path differently: ``/public/..%2Fadmin`` is below ``/public``
+to the one and ``/admin`` to the other. So both sides of a comparison take the form that the most liberal reader
+would, and what has no such form matches nothing.
+"""
+
+import re
+from typing import Final
+from urllib.parse import unquote_to_bytes
+
+_BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+#: What is still an escaped dot, slash or backslash after decoding once has been encoded twice.
+_ENCODED_TWICE: Final = re.compile(rb"%(?:2e|2f|5c)", re.IGNORECASE)
+
+
+def normal_path(path: str) -> bytes | None:
+    """Return the normal form of a path, or None if it has none.
+
+    Without query and fragment; decoded once; backslashes as slashes; without parameters (``;`` to the segment's
+    end), empty and dot segments; ``..`` stops at the root. It begins with a slash and ends with none, except
+    ``/``.
+
+    Args:
+        path: as the request has it. Bytes that are no UTF-8 are surrogates.
+    """
+    raw = re.split(rb"[?#]", path.encode("utf-8", "surrogateescape"), maxsplit=1)[0]
+    if _BAD_ESCAPE.search(raw):
+        return None
+    raw = unquote_to_bytes(raw)
+    if _ENCODED_TWICE.search(raw) or b"\0" in raw:
+        return None
+    raw = raw.replace(b"\\", b"/")
+    if not raw.startswith(b"/"):
+        return None
+    # Not posixpath.normpath, which keeps two leading slashes.
+    segments: list[bytes] = []
+    for segment in raw.split(b"/"):
+        name = segment.partition(b";")[0]
+        if name == b"..":
+            del segments[-1:]
+        elif name not in (b"", b"."):
+            segments.append(name)
+    return b"/" + b"/".join(segments)
+
+
+def is_below(path: bytes, prefix: bytes) -> bool:
+    """Return whether a path is the prefix or lies below it, both in normal form."""
+    return prefix == b"/" or path == prefix or path.startswith(prefix + b"/")

@@ -1,0 +1,282 @@
+"""IP sets, indexed by member: a few look-ups find every set that has an address, however many sets there are.
+
+One table per prefix length maps a network to the sets that list it; another maps addresses with ports. A member
+that is in one set costs one entry and no object of its own. Sets have numbers inside; removing or replacing a set
+retires its number, and the entries of retired numbers are swept when they are more than the others. So every
+update costs in proportion to itself.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
+from typing import Final, TypeAlias
+
+from xds.model.calico import PROTOCOLS, IpSetType
+
+#: The sets that list a member: mostly one, so mostly no tuple.
+_Owners: TypeAlias = int | tuple[int, ...]
+
+_Table: TypeAlias = dict[int, _Owners]
+
+_NOTHING: Final[frozenset[str]] = frozenset()
+
+
+@dataclass(slots=True)
+class _Set:
+    """One set. ``broken`` are the members that cannot be read."""
+
+    id: str
+    type: IpSetType
+    number: int
+    size: int = 0
+    broken: set[str] = field(default_factory=set)
+
+
+class MalformedMember(ValueError):
+    """A text is no member of a set of its type."""
+
+
+class IpSets:
+    """The IP sets of a store.
+
+    A set of which a member cannot be read is as unknown as one that never came: clauses must not be judged by the
+    rest, since the member may be what narrows them.
+
+    Attributes:
+        generation: changes when sets appear, disappear, break or are mended, but not with their members.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._sets: dict[str, _Set] = {}
+        self._by_number: dict[int, _Set] = {}
+        self._next = 0
+        self._tables: dict[int, dict[int, _Table]] = {4: {}, 6: {}}
+        self._ports: dict[int, _Table] = {4: {}, 6: {}}
+        self._retired = 0
+        self._members = 0
+
+    def __contains__(self, set_id: str) -> bool:
+        """Return whether a set is there and whole."""
+        found = self._sets.get(set_id)
+        return found is not None and not found.broken
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    @property
+    def members(self) -> int:
+        """The number of members of all sets."""
+        return self._members
+
+    def sizes(self) -> Iterator[tuple[str, IpSetType, int]]:
+        """Yield id, type and number of members of each set."""
+        for found in self._sets.values():
+            yield found.id, found.type, found.size
+
+    def broken(self) -> Iterator[tuple[str, str]]:
+        """Yield the id of each set that cannot be used, and a member that cannot be read."""
+        for found in self._sets.values():
+            if found.broken:
+                yield found.id, min(found.broken)
+
+    def replace(self, set_id: str, kind: IpSetType, members: Iterable[str]) -> None:
+        """Add a set, or replace one of the same id."""
+        self._retire(set_id)
+        added = _Set(set_id, kind, self._next)
+        self._next += 1
+        self._sets[set_id] = added
+        self._by_number[added.number] = added
+        self.generation += 1
+        for member in members:
+            self._add(added, member)
+
+    def change(self, set_id: str, added: Iterable[str], removed: Iterable[str]) -> bool:
+        """Add and remove members; return False, changing nothing, if there is no such set."""
+        found = self._sets.get(set_id)
+        if found is None:
+            return False
+        for member in added:
+            self._add(found, member)
+        for member in removed:
+            self._remove(found, member)
+        return True
+
+    def remove(self, set_id: str) -> None:
+        """Remove a set; idempotent."""
+        if set_id in self._sets:
+            self._retire(set_id)
+            self.generation += 1
+
+    def containing(self, address: str | None) -> frozenset[str]:
+        """Return the ids of the whole sets that contain an address; of sets with ports, none."""
+        if address is None:
+            return _NOTHING
+        version, number = address_number(address)
+        width = 32 if version == 4 else 128
+        found: set[int] = set()
+        for length, table in self._tables[version].items():
+            owners = table.get(number >> (width - length))
+            if owners is not None:
+                found.update((owners,) if isinstance(owners, int) else owners)
+        return self._ids(found)
+
+    def containing_port(self, address: str | None, protocol: int, port: int) -> frozenset[str]:
+        """Return the ids of the whole sets that contain an address with protocol and port."""
+        if address is None:
+            return _NOTHING
+        version, number = address_number(address)
+        owners = self._ports[version].get(_port_key(number, protocol, port))
+        if owners is None:
+            return _NOTHING
+        return self._ids((owners,) if isinstance(owners, int) else owners)
+
+    def _ids(self, numbers: Iterable[int]) -> frozenset[str]:
+        found = (self._by_number.get(number) for number in numbers)
+        return frozenset(each.id for each in found if each is not None and not each.broken)
+
+    def _add(self, target: _Set, member: str) -> None:
+        try:
+            table, key = self._place(target.type, member)
+        except MalformedMember:
+            if not target.broken:
+                self.generation += 1
+            target.broken.add(member)
+            return
+        owners = table.get(key)
+        if owners is None:
+            table[key] = target.number
+        elif isinstance(owners, int):
+            if owners == target.number:
+                return
+            table[key] = (owners, target.number) if owners in self._by_number else target.number
+        elif target.number in owners:
+            return
+        else:
+            alive = tuple(owner for owner in owners if owner in self._by_number)
+            table[key] = (*alive, target.number) if alive else target.number
+        target.size += 1
+        self._members += 1
+
+    def _remove(self, target: _Set, member: str) -> None:
+        try:
+            table, key = self._place(target.type, member)
+        except MalformedMember:
+            if target.broken == {member}:
+                self.generation += 1
+            target.broken.discard(member)
+            return
+        owners = table.get(key)
+        if owners is None:
+            return
+        if isinstance(owners, int):
+            if owners != target.number:
+                return
+            del table[key]
+        elif target.number not in owners:
+            return
+        else:
+            left = tuple(owner for owner in owners if owner != target.number)
+            table[key] = left if len(left) > 1 else left[0]
+        target.size -= 1
+        self._members -= 1
+
+    def _place(self, kind: IpSetType, member: str) -> tuple[_Table, int]:
+        """Return the table of a member and its key there.
+
+        Raises:
+            MalformedMember: it is not of the set's type.
+        """
+        if kind is IpSetType.IP_AND_PORT:
+            version, key = _parse_port_member(member)
+            return self._ports[version], key
+        version, length, key = _parse_network(member)
+        return self._tables[version].setdefault(length, {}), key
+
+    def _retire(self, set_id: str) -> None:
+        old = self._sets.pop(set_id, None)
+        if old is None:
+            return
+        del self._by_number[old.number]
+        self._retired += old.size
+        self._members -= old.size
+        if self._retired > self._members + 1000:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the entries of retired sets."""
+        alive = self._by_number
+        for tables in self._tables.values():
+            for length, table in list(tables.items()):
+                tables[length] = _swept(table, alive)
+                if not tables[length]:
+                    del tables[length]
+        for version, table in self._ports.items():
+            self._ports[version] = _swept(table, alive)
+        self._retired = 0
+
+
+def _swept(table: _Table, alive: dict[int, _Set]) -> _Table:
+    kept: _Table = {}
+    for key, owners in table.items():
+        if isinstance(owners, int):
+            if owners in alive:
+                kept[key] = owners
+            continue
+        left = tuple(owner for owner in owners if owner in alive)
+        if left:
+            kept[key] = left if len(left) > 1 else left[0]
+    return kept
+
+
+@lru_cache(maxsize=4096)  # the same few addresses are looked up again and again
+def address_number(address: str) -> tuple[int, int]:
+    """Return the version and the number of an address; IPv4 mapped to IPv6 is IPv4."""
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if parsed.version == 6 else None
+    return (4, int(mapped)) if mapped is not None else (parsed.version, int(parsed))
+
+
+def _parse_network(member: str) -> tuple[int, int, int]:
+    """Return version, prefix length and the prefix as a number. Without a length it is one address."""
+    address, slash, length = member.partition("/")
+    parts = address.split(".")
+    # Nearly all members are IPv4 addresses; ipaddress would take 3 us for each, and sets have 50,000.
+    if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 3 for part in parts):
+        a, b, c, d = map(int, parts)
+        bits = int(length) if length.isascii() and length.isdigit() and len(length) <= 2 else (33 if slash else 32)
+        if max(a, b, c, d) < 256 and bits <= 32:
+            return 4, bits, ((a << 24) | (b << 16) | (c << 8) | d) >> (32 - bits)
+        raise MalformedMember(member)
+    try:
+        network = ip_network(member, strict=False)
+    except ValueError as error:
+        raise MalformedMember(member) from error
+    number, bits, version = int(network.network_address), network.prefixlen, network.version
+    if version == 6 and bits >= 96 and number >> 32 == 0xFFFF:
+        version, bits, number = 4, bits - 96, number & 0xFFFFFFFF
+    return version, bits, number >> ((32 if version == 4 else 128) - bits)
+
+
+def _port_key(address: int, protocol: int, port: int) -> int:
+    return (address << 24) | (protocol << 16) | port
+
+
+def _parse_port_member(member: str) -> tuple[int, int]:
+    """Return version and key of ``address,protocol:port``."""
+    address, comma, rest = member.partition(",")
+    name, colon, digits = rest.partition(":")
+    protocol = PROTOCOLS.get(name.lower())
+    if protocol is None and name.isascii() and name.isdigit() and 0 < int(name) < 256:
+        protocol = int(name)
+    if not comma or not colon or protocol is None or not (digits.isascii() and digits.isdigit()):
+        raise MalformedMember(member)
+    port = int(digits)
+    if port > 65535:
+        raise MalformedMember(member)
+    try:
+        version, number = address_number(address.removesuffix("/32").removesuffix("/128"))
+    except ValueError as error:
+        raise MalformedMember(member) from error
+    return version, _port_key(number, protocol, port)
