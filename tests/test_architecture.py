@@ -223,7 +223,7 @@ def test_grpc_is_on_one_library_at_each_end() -> None:
             users.get(name.partition(".")[0], set()).add(relative(path))
     assert users == {
         "h2": {"xds/grpc/connection.py", "xds/grpc/status.py"},
-        "grpc": {"xds/aio/server.py", "ztunnel/control_plane/server.py"},
+        "grpc": {"xds/aio/grpc_server.py", "xds/aio/server.py", "ztunnel/control_plane/server.py"},
     }
 
 

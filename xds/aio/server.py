@@ -1,31 +1,21 @@
 """The embedded control plane: serves snapshots over gRPC, aggregated and per type, both variants.
 
-gRPC's own library (``grpc.aio``) serves: its hardening against hostile clients counts here, and its 13 MiB and its
-thread do not. No proxy imports this module. It runs on asyncio's loop and on uvloop's.
-
 One task per stream and direction; what a stream must send is computed when it can be written, never queued,
 so a slow client costs one response of memory and gets the newest state when it catches up. Rules of the
 protocol: :mod:`xds.protocol.snapshot`.
 """
 
 import asyncio
-import ctypes
-import errno
 import logging
-import os
-import socket
-import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self, TypeAlias, cast
+from typing import Any, Final, Self
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 
+from xds.aio.grpc_server import Context, GrpcServer, Serve, read
 from xds.errors import ConfigError, XdsError
-from xds.grpc.address import host_and_port
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DiscoveryRequest
 from xds.protocol.snapshot import Answered, DeltaServer, ServerState, Snapshot, SotwServer
@@ -35,22 +25,6 @@ logger = logging.getLogger(__name__)
 
 REQUEST_BYTES: Final = 64 * 1024 * 1024
 """Limit of one request: a client that names 200,000 resources sends a third of it."""
-
-_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", REQUEST_BYTES),
-    ("grpc.max_concurrent_streams", 1000),
-    # By default two servers may share a port and get every other client each.
-    ("grpc.so_reuseport", 0),
-    # Clients ask at most every 10 s whether the server is there (ours every 30 s), with calls or without: the
-    # default takes less than 5 minutes for an attack and answers GOAWAY too_many_pings.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-)
-
-_Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
-_Serve: TypeAlias = Callable[[_Context], Awaitable[None]]
 
 #: Chooses the key of :meth:`SnapshotServer.publish` for a client; the default is its node id.
 KeyOf = Callable[[Node], str]
@@ -83,22 +57,6 @@ Admit = Callable[[Node, Caller], None]
 Answer = Callable[[bytes, Caller], bytes]
 
 
-class ServeError(XdsError):
-    """An address cannot be served.
-
-    Attributes:
-        address: as given.
-    """
-
-    def __init__(self, address: str, reason: str) -> None:
-        super().__init__(address, reason)
-        self.address = address
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"cannot serve xDS on {self.address}: {self.reason}"
-
-
 @dataclass(eq=False, slots=True)
 class _Client:
     """One stream."""
@@ -114,7 +72,7 @@ class SnapshotServer:
     Args:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
             gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
-        tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
+        tls: such as :func:`~xds.aio.grpc_server.server_tls`, for TCP addresses; Unix sockets stay in plain text.
         identifier: what clients show as ``control_plane.identifier``.
         key_of: may raise ``ConfigError`` for a node it cannot serve.
         on_answer: see :data:`OnAnswer`.
@@ -133,8 +91,13 @@ class SnapshotServer:
         admit: Admit | None = None,
         unary: Mapping[str, Answer] | None = None,
     ) -> None:
-        self.addresses: tuple[str, ...] = tuple(addresses)
-        self._tls = tls
+        self._secure = tls is not None
+        self._server = GrpcServer(
+            addresses,
+            route=self._route,
+            tls=tls,
+            options=(("grpc.max_receive_message_length", REQUEST_BYTES),),
+        )
         self._identifier = identifier
         self._key_of = key_of
         self._on_answer = on_answer
@@ -142,75 +105,18 @@ class SnapshotServer:
         self._unary = unary or {}
         self._snapshots: dict[str, Snapshot] = {}
         self._clients: set[_Client] = set()
-        self._server: grpc.aio.Server | None = None
-        self._sockets: dict[str, int] = {}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses, with the ports that were picked."""
+        return self._server.addresses
 
     async def __aenter__(self) -> Self:
-        server = new_server(_OPTIONS)
-        server.add_generic_rpc_handlers([_Methods(self._route)])
-        try:
-            bound = []
-            for address in self.addresses:
-                try:
-                    bound.append(self._listen(server, address))
-                except (OSError, ValueError, RuntimeError) as error:
-                    raise ServeError(address, _words(error)) from error
-            await server.start()
-        except BaseException:
-            self._remove_sockets()
-            await server.stop(None)
-            del server  # the error's traceback holds this frame: see __aexit__
-            raise
-        self.addresses = tuple(bound)
-        self._server = server
+        await self._server.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._remove_sockets()
-        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would
-        # finalize it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter
-        # so.
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop(None)
-
-    def _listen(self, server: grpc.aio.Server, address: str) -> str:
-        if address.startswith("unix:"):
-            self._listen_on_path(server, address.removeprefix("unix:"))
-            return address
-        for each in _resolved(*host_and_port(address, least_port=0)):
-            _probe(*each)
-        if self._tls is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, self._tls)
-        return f"{address.rpartition(':')[0]}:{port}"
-
-    def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
-        """Serve a Unix socket in place of a stale one; refuse to replace any other file.
-
-        gRPC removes the path it has bound when it stops, even if another server has replaced the file by then.
-        So it binds a name beside, which is moved over the wanted one: that also leaves no moment without a
-        socket.
-        """
-        with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise FileExistsError(errno.EEXIST, "not a socket")
-        beside = f"{path}.new"
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
-        _probe(socket.AF_UNIX, beside)
-        os.unlink(beside)
-        server.add_insecure_port(f"unix:{beside}")
-        os.rename(beside, path)
-        self._sockets[path] = os.stat(path).st_ino
-
-    def _remove_sockets(self) -> None:
-        for path, inode in self._sockets.items():
-            with suppress(OSError):
-                if os.stat(path).st_ino == inode:
-                    os.unlink(path)
-        self._sockets.clear()
+        await self._server.__aexit__(*exception)
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
         """Replace what the nodes of ``key`` should have; connected ones are sent the difference."""
@@ -232,7 +138,7 @@ class SnapshotServer:
                 client.state.update(snapshot)
                 client.changed.set()
 
-    def _route(self, path: str) -> _Serve | None:
+    def _route(self, path: str) -> Serve | None:
         method = type_of_method(path)
         if method is not None:
             only, delta = method
@@ -240,9 +146,9 @@ class SnapshotServer:
         answer = self._unary.get(path)
         return None if answer is None else lambda context: self._answer(path, answer, context)
 
-    async def _answer(self, path: str, answer: Answer, context: _Context) -> None:
-        request = await _read(context)
-        if request is None or await _read(context) is not None:
+    async def _answer(self, path: str, answer: Answer, context: Context) -> None:
+        request = await read(context)
+        if request is None or await read(context) is not None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method takes exactly one message")
         try:
             response = answer(request, self._caller(context))
@@ -251,7 +157,7 @@ class SnapshotServer:
             await _refuse(context, error)
         await context.write(response)
 
-    async def _serve(self, only: str | None, delta: bool, context: _Context) -> None:
+    async def _serve(self, only: str | None, delta: bool, context: Context) -> None:
         state: ServerState[Any, Any] = DeltaServer(self._identifier) if delta else SotwServer(self._identifier)
         client = _Client(state)
         self._clients.add(client)
@@ -273,8 +179,8 @@ class SnapshotServer:
         finally:
             self._clients.discard(client)
 
-    async def _read(self, client: _Client, only: str | None, delta: bool, context: _Context) -> None:
-        while (data := await _read(context)) is not None:
+    async def _read(self, client: _Client, only: str | None, delta: bool, context: Context) -> None:
+        while (data := await read(context)) is not None:
             request = _request(data, delta)
             if only is not None:
                 if request.type_url not in ("", only):
@@ -291,12 +197,12 @@ class SnapshotServer:
             client.changed.set()
         client.changed.set()
 
-    def _caller(self, context: _Context) -> Caller:
+    def _caller(self, context: Context) -> Caller:
         metadata: dict[str, str] = {}
         for name, value in context.invocation_metadata() or ():
             text = value if isinstance(value, str) else value.decode("utf-8", "replace")
             metadata[name] = f"{metadata[name]},{text}" if name in metadata else text
-        return Caller(metadata=metadata, local=self._tls is None or context.peer().startswith("unix:"))
+        return Caller(metadata=metadata, local=not self._secure or context.peer().startswith("unix:"))
 
     def _note(self, key: str, answered: Answered) -> None:
         if answered.error is not None:
@@ -318,81 +224,7 @@ def _request(data: bytes, delta: bool) -> Any:
         raise ConfigError("malformed request") from None
 
 
-class _Methods(grpc.GenericRpcHandler):
-    """Every method of the addresses, as streams of bytes both ways."""
-
-    def __init__(self, route: Callable[[str], _Serve | None]) -> None:
-        self._route = route
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """See :class:`grpc.GenericRpcHandler`: the handler of a method, None for UNIMPLEMENTED."""
-        path = handler_call_details.method
-        serve = self._route(path)
-        if serve is None:
-            return None
-
-        async def handle(_: object, context: _Context) -> None:
-            try:
-                await serve(context)
-            except grpc.aio.AbortError:
-                raise  # the call has its status
-            except grpc.aio.BaseError:
-                # A read or write met the end of its call: the client is gone, or its deadline is over. gRPC
-                # cancels this handler for that, too, and which of the two comes first is chance.
-                logger.debug("call ended by its client method=%s", path)
-            except Exception:
-                # Our bug. gRPC would send the exception's text to the client.
-                logger.exception("handler failed method=%s", path)
-                await context.abort(grpc.StatusCode.INTERNAL, "internal error of the server")
-
-        return grpc.stream_stream_rpc_method_handler(cast(Any, handle))
-
-
-def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
-    """Return a server of gRPC's library that may be stopped and dropped safely.
-
-    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. Whatever took that
-    place in memory was then finalized as a server: an interpreter crashed, and another found a future there. One
-    reference more, which is never released, makes that harmless; a process has one such server, or a few.
-    """
-    server = grpc.aio.server(options=tuple(options))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(server)["_server"]))
-    return server
-
-
-def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
-    """Return what a server shows: ``chain_pem``, the leaf first. Its clients prove themselves otherwise."""
-    return grpc.ssl_server_credentials([(key_pem, chain_pem)])
-
-
-async def _read(context: _Context) -> bytes | None:
-    """Return the client's next message, None after its last."""
-    message: object = await context.read()
-    return message if isinstance(message, bytes) else None  # grpc.aio.EOF
-
-
-async def _refuse(context: _Context, error: ConfigError | NotAdmitted) -> None:
+async def _refuse(context: Context, error: ConfigError | NotAdmitted) -> None:
     admitted = not isinstance(error, NotAdmitted)
     code = grpc.StatusCode.INVALID_ARGUMENT if admitted else grpc.StatusCode.UNAUTHENTICATED
     await context.abort(code, str(error))
-
-
-def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return [(family, address) for family, _, _, _, address in found]
-
-
-def _probe(family: int, address: Any) -> None:
-    """Bind and close: gRPC says that it cannot bind, but not why.
-
-    Raises:
-        OSError: the kernel's reason.
-    """
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-
-
-def _words(error: OSError | ValueError | RuntimeError) -> str:
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

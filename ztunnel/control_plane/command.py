@@ -67,7 +67,7 @@ def refuse_exposed(addresses: list[str]) -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    from xds.aio.server import ServeError
+    from xds.aio.grpc_server import ServeError
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
     from ztunnel.control_plane.server import ControlPlane
     from ztunnel.identity.authority import CaError

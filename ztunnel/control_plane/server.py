@@ -15,7 +15,8 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import Message
 
-from xds.aio.server import SnapshotServer, server_tls
+from xds.aio.grpc_server import server_tls
+from xds.aio.server import SnapshotServer
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 from xds.proto import registry

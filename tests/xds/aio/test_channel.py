@@ -18,7 +18,7 @@ from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
 from xds.aio.channel import Channel, Keepalive
-from xds.aio.server import new_server
+from xds.aio.grpc_server import new_server
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
 from ztunnel.identity.authority import CertificateAuthority

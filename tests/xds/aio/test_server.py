@@ -18,7 +18,8 @@ import pytest
 import uvloop
 
 from xds.aio.channel import Channel
-from xds.aio.server import Caller, NotAdmitted, ServeError, SnapshotServer, server_tls
+from xds.aio.grpc_server import ServeError, server_tls
+from xds.aio.server import Caller, NotAdmitted, SnapshotServer
 from xds.grpc.messages import prefix
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
@@ -176,7 +177,7 @@ def test_a_bug_ends_its_call_and_is_logged(loop: str, caplog: pytest.LogCaptureF
             assert await channel.unary(ECHO, b"x", timeout_s=5) == b"x"
 
     run(main, loop)
-    records = [record for record in caplog.records if record.name == "xds.aio.server"]
+    records = [record for record in caplog.records if record.name == "xds.aio.grpc_server"]
     assert [record.getMessage() for record in records if record.exc_info] == ["handler failed method=/t.S/Broken"]
 
 

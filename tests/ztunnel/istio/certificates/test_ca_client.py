@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.ztunnel.identity.material import CART, WEB
-from xds.aio.server import new_server
+from xds.aio.grpc_server import new_server
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.identity.authority import CertificateAuthority
 from ztunnel.identity.csr import IdentityError

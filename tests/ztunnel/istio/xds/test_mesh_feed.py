@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xds.aio.client import AdsClient
-from xds.aio.server import new_server
+from xds.aio.grpc_server import new_server
 from xds.errors import ConfigError
 from xds.model.mesh import Changes, Mesh
 from xds.proto import registry

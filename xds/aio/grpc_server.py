@@ -1,0 +1,259 @@
+"""gRPC servers: addresses, Unix sockets that replace stale ones, and handlers whose bugs are logged.
+
+gRPC's own library serves, because its hardening against hostile clients counts here, and its 13 MiB and its
+thread do not. No proxy imports this module. It runs on asyncio's loop and on uvloop's. Messages are bytes.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Self, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from xds.errors import XdsError
+from xds.grpc.address import host_and_port
+
+logger = logging.getLogger(__name__)
+
+OPTIONS: Final = (
+    ("grpc.max_concurrent_streams", 1000),
+    # By default two servers may share a port and get every other client each.
+    ("grpc.so_reuseport", 0),
+    # Clients ask at most every 10 s whether the server is there (ours every 30 s), with calls or without: the
+    # default takes less than 5 minutes for an attack and answers GOAWAY too_many_pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+
+Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
+
+#: Serves a call: reads and writes messages through the context.
+Serve: TypeAlias = Callable[[Context], Awaitable[None]]
+
+#: Returns what serves a method, such as ``/package.Service/Method``; None for a method that there is not.
+Route: TypeAlias = Callable[[str], Serve | None]
+
+#: Answers one message with one message; may not wait.
+Answer: TypeAlias = Callable[[bytes], bytes]
+
+
+class ServeError(XdsError):
+    """An address cannot be served.
+
+    Attributes:
+        address: as given.
+    """
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(address, reason)
+        self.address = address
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot serve on {self.address}: {self.reason}"
+
+
+class GrpcServer:
+    """A gRPC server; ``async with`` serves.
+
+    Args:
+        addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
+            gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
+        route: methods whose calls are streams, or None.
+        unary: methods that take one message and answer with one, by path. They are three times as fast as streams.
+        tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
+        socket_mode: of Unix sockets; None leaves what the umask makes of them.
+        options: of grpcio, beside :data:`OPTIONS`.
+        stop_grace_s: how long calls may take to end once serving stops; None ends them at once.
+
+    Raises:
+        ServeError: on entering; nothing is served then.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        route: Route = lambda path: None,
+        unary: dict[str, Answer] | None = None,
+        tls: grpc.ServerCredentials | None = None,
+        socket_mode: int | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+        stop_grace_s: float | None = None,
+    ) -> None:
+        self.addresses: tuple[str, ...] = tuple(addresses)
+        self._handler = _Methods(route, unary or {})
+        self._tls = tls
+        self._socket_mode = socket_mode
+        self._options = (*OPTIONS, *options)
+        self._stop_grace_s = stop_grace_s
+        self._server: grpc.aio.Server | None = None
+        self._sockets: dict[str, int] = {}
+
+    async def __aenter__(self) -> Self:
+        server = new_server(self._options)
+        server.add_generic_rpc_handlers([self._handler])
+        try:
+            bound = []
+            for address in self.addresses:
+                try:
+                    bound.append(self._listen(server, address))
+                except (OSError, ValueError, RuntimeError) as error:
+                    raise ServeError(address, _words(error)) from error
+            await server.start()
+        except BaseException:
+            self._remove_sockets()
+            await server.stop(None)
+            del server  # the error's traceback holds this frame: see __aexit__
+            raise
+        self.addresses = tuple(bound)
+        self._server = server
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._remove_sockets()
+        # gRPC's server holds our handlers, and these hold us: without this line the garbage collector would
+        # finalize it some time later, in the middle of anything, and gRPC's finalizer has crashed an interpreter
+        # so.
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(self._stop_grace_s)
+
+    def _listen(self, server: grpc.aio.Server, address: str) -> str:
+        if address.startswith("unix:"):
+            self._listen_on_path(server, address.removeprefix("unix:"))
+            return address
+        for each in _resolved(*host_and_port(address, least_port=0)):
+            _probe(*each)
+        if self._tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, self._tls)
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
+        """Serve a Unix socket in place of a stale one; refuse to replace any other file.
+
+        gRPC removes the path it has bound when it stops, even if another server has replaced the file by then.
+        So it binds a name beside, which is moved over the wanted one: that also leaves no moment without a
+        socket, and none in which it has another mode.
+        """
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise FileExistsError(errno.EEXIST, "not a socket")
+        beside = f"{path}.new"
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
+        _probe(socket.AF_UNIX, beside)
+        os.unlink(beside)
+        server.add_insecure_port(f"unix:{beside}")
+        if self._socket_mode is not None:
+            os.chmod(beside, self._socket_mode)
+        os.rename(beside, path)
+        self._sockets[path] = os.stat(path).st_ino
+
+    def _remove_sockets(self) -> None:
+        for path, inode in self._sockets.items():
+            with suppress(OSError):
+                if os.stat(path).st_ino == inode:
+                    os.unlink(path)
+        self._sockets.clear()
+
+
+class _Methods(grpc.GenericRpcHandler):
+    """Every method of the addresses; messages are bytes both ways."""
+
+    def __init__(self, route: Route, unary: dict[str, Answer]) -> None:
+        self._route = route
+        self._unary = unary
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """See :class:`grpc.GenericRpcHandler`: the handler of a method, None for UNIMPLEMENTED."""
+        path = handler_call_details.method
+        answer = self._unary.get(path)
+        if answer is not None:
+            return _unary_handler(path, answer)
+        serve = self._route(path)
+        return None if serve is None else _stream_handler(path, serve)
+
+
+def _unary_handler(path: str, answer: Answer) -> Any:
+    async def handle(message: bytes, context: Context) -> bytes:
+        try:
+            return answer(message)
+        except Exception:
+            logger.exception("handler failed method=%s", path)
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error of the server")
+
+    return grpc.unary_unary_rpc_method_handler(cast(Any, handle))
+
+
+def _stream_handler(path: str, serve: Serve) -> Any:
+    async def handle(_: object, context: Context) -> None:
+        try:
+            await serve(context)
+        except grpc.aio.AbortError:
+            raise  # the call has its status
+        except grpc.aio.BaseError:
+            # A read or write met the end of its call: the client is gone, or its deadline is over. gRPC
+            # cancels this handler for that, too, and which of the two comes first is chance.
+            logger.debug("call ended by its client method=%s", path)
+        except Exception:
+            # Our bug. gRPC would send the exception's text to the client.
+            logger.exception("handler failed method=%s", path)
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error of the server")
+
+    return grpc.stream_stream_rpc_method_handler(cast(Any, handle))
+
+
+def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
+    """Return a server of gRPC's library that may be stopped and dropped safely.
+
+    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. Whatever took that
+    place in memory was then finalized as a server: an interpreter crashed, and another found a future there. One
+    reference more, which is never released, makes that harmless; a process has one such server, or a few.
+    """
+    server = grpc.aio.server(options=tuple(options))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(server)["_server"]))
+    return server
+
+
+def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
+    """Return what a server shows: ``chain_pem``, the leaf first. Its clients prove themselves otherwise."""
+    return grpc.ssl_server_credentials([(key_pem, chain_pem)])
+
+
+async def read(context: Context) -> bytes | None:
+    """Return the client's next message, None after its last."""
+    message: object = await context.read()
+    return message if isinstance(message, bytes) else None  # grpc.aio.EOF
+
+
+def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _probe(family: int, address: Any) -> None:
+    """Bind and close: gRPC says that it cannot bind, but not why.
+
+    Raises:
+        OSError: the kernel's reason.
+    """
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+
+
+def _words(error: OSError | ValueError | RuntimeError) -> str:
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
