@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak bench bench-idle bench-scale fuzz proto promtool lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -61,6 +61,9 @@ bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory,
 	$(PY) -m bench.scale
 	$(PY) -m bench.scale_istio
 	$(PY) -m bench.scale_pods
+
+bench-authz: $(STAMP) ## what Calico's policies cost: an evaluation, a change, a check through the server
+	$(PY) -m bench.authz
 
 compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C compiler and Python's headers
 	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace

@@ -151,7 +151,8 @@ LAYERS = {
     "agent": {"runtime", "istio"},
     "control_plane": {"runtime", "identity"},
     "intercept": {"runtime"},
-    "cli": {"runtime", "istio", "envoy", "agent", "control_plane", "intercept"},
+    "authz": {"runtime", "http", "calico"},
+    "cli": {"runtime", "istio", "envoy", "agent", "authz", "control_plane", "intercept"},
     "__main__": {"cli"},
 }
 

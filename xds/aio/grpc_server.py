@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self, TypeAlias, cast
 
@@ -84,7 +84,7 @@ class GrpcServer:
         addresses: Sequence[str],
         *,
         route: Route = lambda path: None,
-        unary: dict[str, Answer] | None = None,
+        unary: Mapping[str, Answer] | None = None,
         tls: grpc.ServerCredentials | None = None,
         socket_mode: int | None = None,
         options: Sequence[tuple[str, Any]] = (),
@@ -172,7 +172,7 @@ class GrpcServer:
 class _Methods(grpc.GenericRpcHandler):
     """Every method of the addresses; messages are bytes both ways."""
 
-    def __init__(self, route: Route, unary: dict[str, Answer]) -> None:
+    def __init__(self, route: Route, unary: Mapping[str, Answer]) -> None:
         self._route = route
         self._unary = unary
 

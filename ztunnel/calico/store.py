@@ -63,6 +63,13 @@ class Store:
             case _:
                 assert_never(update)
 
+    @property
+    def size(self) -> int:
+        """The number of objects, members of IP sets included."""
+        objects = len(self.policies) + len(self.profiles) + len(self.endpoints)
+        labels = len(self.service_accounts) + len(self.namespaces)
+        return objects + labels + len(self.ip_sets) + self.ip_sets.members
+
     def endpoint_at(self, address: str | None) -> c.EndpointId | None:
         """Return the endpoint that has an address, the newest if several claim it; None if none has."""
         found = self._by_address.get(address or "")

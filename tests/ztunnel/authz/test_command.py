@@ -1,0 +1,121 @@
+"""``ztunnel authz`` and ``dikastes`` as processes: serving, asking, health, ending, and refusals in one line."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ztunnel.authz.command import target
+
+LIMIT_S = 30.0
+
+
+def ztunnel(*args: str, program: str = "ztunnel") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(program, *args), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def command(program: str, *args: str) -> list[str]:
+    if program == "ztunnel":
+        return [sys.executable, "-m", "ztunnel", "authz", *args]
+    function = {"dikastes": "main", "healthz": "healthz"}[program]
+    return [sys.executable, "-c", f"import ztunnel.authz.dikastes as d, sys; sys.exit(d.{function}())", *args]
+
+
+@contextmanager
+def served(program: str, *args: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(program, *args), stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "serving ext_authz on" in line:
+                break
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/a/b.sock", "unix:/a/b.sock"),
+        ("unix:/a/b.sock", "unix:/a/b.sock"),
+        ("unix:///a/b.sock", "unix:/a/b.sock"),
+        ("./b.sock", "unix:./b.sock"),
+        ("localhost:50051", "localhost:50051"),
+        ("[::1]:50051", "[::1]:50051"),
+    ],
+)
+def test_addresses_in_every_spelling(text: str, expected: str) -> None:
+    assert target(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "unix:", "host:port"])
+def test_other_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"neither|has no path"):
+        target(text)
+
+
+def test_a_server_without_policies_denies_and_ends_by_signal(tmp_path: Path) -> None:
+    path = tmp_path / "authz.sock"
+    with served("ztunnel", "serve", "-l", str(path), "-d", f"unix://{tmp_path}/felix.sock") as process:
+        asked = ztunnel("check", "shop", "web", "--method", "GET", "--path", "/", "-d", str(path))
+        assert (asked.returncode, asked.stdout) == (1, "UNAVAILABLE: no policy has been received yet\n")
+        assert ztunnel("health", "liveness", "-d", str(path)).returncode == 0
+        ready = ztunnel("health", "readiness", "-d", f"unix:{path}")
+        assert (ready.returncode, ready.stdout) == (3, "unhealthy\n")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+    assert not path.exists()
+    assert ztunnel("health", "liveness", "-d", str(path)).returncode == 2
+
+
+def test_calicos_own_command_line(tmp_path: Path) -> None:
+    path = str(tmp_path / "dikastes.sock")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = {"DIKASTES_HTTP_BIND_PORT": str(port), "DIKASTES_HTTP_BIND_ADDR": "127.0.0.1"}
+    with served("dikastes", "server", "-l", path, "-d", f"{tmp_path}/felix.sock", env=env) as process:
+        assert ztunnel("client", "shop", "web", "--method", "GET", "-d", path, program="dikastes").returncode == 1
+        assert ztunnel("health", "liveness", "--dial-path", path, program="dikastes").returncode == 0
+        assert ztunnel("readiness", "-dialPath", path, program="healthz").returncode == 3
+        assert ztunnel("health", "nonsense", program="dikastes").returncode == 1
+        until = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/terminate", timeout=LIMIT_S) as answer:
+                    assert answer.read() == b"terminating Dikastes\n"
+                break
+            except OSError:  # the HTTP port is served after the socket
+                assert time.monotonic() < until
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("serve", "-l", "host"), "'host' is neither a path, unix:/path nor host:port"),
+        (("serve", "-d", "unix:"), "'unix:' has no path"),
+        (("serve", "--terminate", "x"), "'x' has no port"),
+        (("check", "a", "b", "--source", "x"), "'x' does not appear to be an IPv4 or IPv6 address"),
+        (("check", "a", "b", "--destination", "x"), "'x' is neither an IP address nor one with a port"),
+        (("serve", "-l", "/nowhere/a.sock"), "cannot serve on unix:/nowhere/a.sock: No such file or directory"),
+    ],
+)
+def test_bad_arguments_are_one_line(args: tuple[str, ...], words: str) -> None:
+    done = ztunnel(*args)
+    assert done.returncode == 1
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,126 @@
+"""``ext_authz`` requests as flows, and the answers.
+
+The services of v3, v2 and v2alpha are read alike: their messages have the same fields under the same numbers.
+"""
+
+from google.protobuf.message import DecodeError
+
+from xds.errors import ConfigError
+from xds.model import calico as c
+from xds.model.address import canonical
+from xds.proto.envoy.config.core.v3.core_pb2 import Address, HeaderValue, SocketAddress
+from xds.proto.envoy.service.auth.v3.external_auth_pb2 import AttributeContext, CheckRequest, CheckResponse
+
+_UDP = 17
+_TCP = 6
+
+
+def decode_request(data: bytes) -> c.Flow:
+    """Read a ``CheckRequest``.
+
+    Of a request without HTTP, such as that of Envoy's network filter, method and path are None. A peer that is
+    absent is one without address and principal.
+
+    Raises:
+        ConfigError: the bytes are no such message.
+    """
+    request = CheckRequest()
+    try:
+        request.ParseFromString(data)
+    except DecodeError as error:
+        raise ConfigError(f"not a CheckRequest: {error}") from error
+    attributes = request.attributes
+    source, destination = attributes.source, attributes.destination
+    http = attributes.request.http if attributes.request.HasField("http") else None
+    return c.Flow(
+        source_ip=_host(source.address),
+        destination_ip=_host(destination.address),
+        source_port=source.address.socket_address.port_value,
+        destination_port=destination.address.socket_address.port_value,
+        protocol=_UDP if destination.address.socket_address.protocol == SocketAddress.UDP else _TCP,
+        source_principal=source.principal,
+        destination_principal=destination.principal,
+        source_labels=_labels(source),
+        destination_labels=_labels(destination),
+        method=http.method if http is not None else None,
+        path=http.path if http is not None else None,
+    )
+
+
+def encode_request(flow: c.Flow) -> bytes:
+    """Return a ``CheckRequest`` about a flow; the inverse of :func:`decode_request`."""
+    request = CheckRequest()
+    attributes = request.attributes
+    for peer, host, port, principal, labels in (
+        (attributes.source, flow.source_ip, flow.source_port, flow.source_principal, flow.source_labels),
+        (
+            attributes.destination,
+            flow.destination_ip,
+            flow.destination_port,
+            flow.destination_principal,
+            flow.destination_labels,
+        ),
+    ):
+        peer.principal = principal
+        peer.labels.update(dict(labels))
+        if host is not None:
+            peer.address.socket_address.address = host
+            peer.address.socket_address.port_value = port
+            peer.address.socket_address.protocol = (
+                SocketAddress.UDP if flow.protocol == _UDP else SocketAddress.TCP
+            )
+    if flow.method is not None or flow.path is not None:
+        attributes.request.http.method = flow.method or ""
+        attributes.request.http.path = flow.path or ""
+    return request.SerializeToString()
+
+
+def encode_response(
+    code: int, message: str = "", *, explained: tuple[tuple[str, str], ...] | None = None
+) -> bytes:
+    """Return a ``CheckResponse``.
+
+    Args:
+        code: of gRPC; 0 allows.
+        message: why not, for the proxy's log.
+        explained: what to tell beside the code, names and values: as dynamic metadata, and if the answer is no, as
+            headers and body of the response to the client. None leaves that to the proxy.
+    """
+    response = CheckResponse()
+    response.status.code = code
+    response.status.message = message
+    if explained is not None:
+        for name, value in explained:
+            response.dynamic_metadata[name] = value
+        if code:
+            denied = response.denied_response
+            denied.status.code = 403
+            denied.body = f"{message}\n"
+            for name, value in explained:
+                denied.headers.add().header.MergeFrom(HeaderValue(key=f"x-policy-{name}", value=value))
+    return response.SerializeToString()
+
+
+def decode_response(data: bytes) -> tuple[int, str]:
+    """Return code and message of a ``CheckResponse``.
+
+    Raises:
+        ConfigError: the bytes are no such message.
+    """
+    try:
+        response = CheckResponse.FromString(data)
+    except DecodeError as error:
+        raise ConfigError(f"not a CheckResponse: {error}") from error
+    return response.status.code, response.status.message
+
+
+def _host(address: Address) -> str | None:
+    """Return the IP address in canonical form; None for a pipe, and for a text that is none."""
+    try:
+        return canonical(address.socket_address.address)
+    except ValueError:
+        return None
+
+
+def _labels(peer: AttributeContext.Peer) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(peer.labels.items())) if peer.labels else ()

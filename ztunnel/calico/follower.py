@@ -1,0 +1,168 @@
+"""Follows a PolicySync server: a new store for each stream, which takes over when it is complete.
+
+While the connection is away, and while a new stream has not said InSync, the last complete store goes on
+answering. So an object that was deleted meanwhile does not live on, and a restart of Felix stops nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import random
+from typing import Final
+
+from xds.aio.channel import Channel
+from xds.dialects.calico.policysync import decode
+from xds.errors import ConfigError
+from xds.grpc.status import RpcFailed
+from xds.model import calico as c
+from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.store import Store
+from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+METHOD: Final = "/felix.PolicySync/Sync"
+
+#: Felix's own limit is 4 MiB, 82,200 members of an IP set. Other servers need not know it.
+_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+#: Messages that may be wrong in a row of one stream before it is begun anew.
+_FAULTS: Final = 100
+#  Objects and members of IP sets in one store. The largest store that Calico has measured has 280,000; a server
+# that  never ends its snapshot must not take all memory.
+_OBJECTS: Final = 5_000_000
+#: Updates applied before other tasks get their turn.
+_BATCH: Final = 64
+
+
+@dataclass(slots=True)
+class FollowerCounts:
+    """What happened on all streams.
+
+    Attributes:
+        streams: begun.
+        updates: applied.
+        faults: messages that could not be read.
+        ignored: payloads that policy does not need.
+    """
+
+    streams: int = 0
+    updates: int = 0
+    faults: int = 0
+    ignored: int = 0
+
+
+class Follower:
+    """The connection to one PolicySync server.
+
+    Args:
+        target: ``unix:/path`` or ``host:port``.
+        clock: for :attr:`age_s`.
+        trust_domains: see :class:`~ztunnel.calico.evaluator.Evaluator`.
+        changed: called after each update of the store that answers, and when another one takes over.
+        backoff: between streams; by default 0.5 s, doubling to 5 s, a fifth of it at random.
+
+    Attributes:
+        evaluator: over the last complete store; before the first, one that answers UNAVAILABLE.
+        in_sync: the stream is up and its store is the one that answers.
+        error: why the last stream ended.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        clock: Clock,
+        *,
+        trust_domains: frozenset[str] = frozenset(),
+        changed: Callable[[], None] = lambda: None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.target = target
+        self.evaluator = Evaluator(Store(), trust_domains)
+        self.in_sync = False
+        self.error = ""
+        self.counts = FollowerCounts()
+        self._clock = clock
+        self._trust_domains = trust_domains
+        self._changed = changed
+        self._lost_at: float | None = None
+        self._backoff = backoff or Backoff(0.5, 5.0, spread=0.2)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the store that answers was known to be current; 0 while in sync, and before the first."""
+        return 0.0 if self.in_sync or self._lost_at is None else self._clock.monotonic() - self._lost_at
+
+    async def run(self) -> None:
+        """Follow the server until cancelled."""
+        while True:
+            try:
+                async with Channel(self.target, message_limit_bytes=_MESSAGE_BYTES) as channel:
+                    await self._stream(channel)
+                self.error = "the server has ended the stream"
+            except RpcFailed as error:
+                self.error = str(error)
+            except ConfigError as error:
+                self.error = str(error)
+            finally:
+                if self.in_sync:
+                    self._lost_at = self._clock.monotonic()
+                self.in_sync = False
+            wait_s = self._backoff.next(random())
+            log.warning("PolicySync stream ended server=%s error=%s wait_s=%.1f", self.target, self.error, wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _stream(self, channel: Channel) -> None:
+        call = await channel.call(METHOD)
+        try:
+            await call.write(b"", ended=True)
+            self.counts.streams += 1
+            pending = Evaluator(Store(), self._trust_domains)
+            faults = 0
+            read = 0
+            while (message := await call.read()) is not None:
+                try:
+                    update = decode(message)
+                except ConfigError as error:
+                    self.counts.faults += 1
+                    faults += 1
+                    log.warning("PolicySync message not readable server=%s error=%s", self.target, error)
+                    if faults >= _FAULTS:
+                        raise ConfigError(f"{faults} messages cannot be read, the last one: {error}") from error
+                    continue
+                if update is None:
+                    self.counts.ignored += 1
+                    continue
+                pending.apply(update)
+                self.counts.updates += 1
+                if pending.store.size > _OBJECTS:
+                    raise ConfigError(f"the server has sent more than {_OBJECTS:,} objects")
+                if isinstance(update, c.InSync) and pending is not self.evaluator:
+                    self._take_over(pending)
+                if pending is self.evaluator:
+                    self._changed()
+                # What has arrived is read without waiting, and a snapshot is long: checks come in between.
+                read += 1
+                if read % _BATCH == 0:
+                    await asyncio.sleep(0)
+        finally:
+            call.cancel()
+
+    def _take_over(self, pending: Evaluator) -> None:
+        self.evaluator = pending
+        self.in_sync = True
+        self.error = ""
+        self._backoff.reset()
+        store = pending.store
+        log.info(
+            "PolicySync in sync server=%s policies=%d profiles=%d endpoints=%d ip_sets=%d members=%d",
+            self.target,
+            len(store.policies),
+            len(store.profiles),
+            len(store.endpoints),
+            len(store.ip_sets),
+            store.ip_sets.members,
+        )
+        for set_id, member in store.ip_sets.broken():
+            log.error("IP set not usable id=%s member=%r", set_id, member)
