@@ -42,6 +42,12 @@ PURE_APPLICATION = (
     "ztunnel/calico/clauses.py",
     "ztunnel/calico/evaluator.py",
     "ztunnel/calico/walk.py",
+    "ztunnel/calico/resources.py",
+    "ztunnel/calico/kubernetes.py",
+    "ztunnel/calico/read.py",
+    "ztunnel/calico/compile.py",
+    "ztunnel/policysync/view.py",
+    "ztunnel/policysync/explain.py",
     "ztunnel/istio/route.py",
     "ztunnel/istio/balance.py",
     "ztunnel/istio/inbound_target.py",
@@ -152,7 +158,8 @@ LAYERS = {
     "control_plane": {"runtime", "identity"},
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
-    "cli": {"runtime", "istio", "envoy", "agent", "authz", "control_plane", "intercept"},
+    "policysync": {"runtime", "calico"},
+    "cli": {"runtime", "istio", "envoy", "agent", "authz", "policysync", "control_plane", "intercept"},
     "__main__": {"cli"},
 }
 

@@ -1,12 +1,14 @@
 """YAML by the rules of its version 1.2's core schema, as JSON would be read: for :mod:`xds.proto.json`."""
 
 import re
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import yaml
 
 from xds.errors import ConfigError
 
+_T = TypeVar("_T")
 
 #: Values that aliases may make of a document, and how many times as many as it has itself: an anchor that a
 #: document of a mesh repeats for each chain makes tens of times.
@@ -15,13 +17,26 @@ _MOST_TIMES: Final = 100
 
 
 def load(text: str) -> object:
-    """The document as plain values.
+    """Return the document as plain values.
 
     Raises:
         ConfigError: a syntax error, with line and column; or aliases that :func:`check_aliases` refuses.
     """
+    return _guarded(lambda: yaml.load(text, Loader=_Loader))  # derived from SafeLoader
+
+
+def load_all(text: str) -> list[object]:
+    """Return the documents of a file, which ``---`` parts, as plain values; an empty one is None.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
+    return _guarded(lambda: list(yaml.load_all(text, Loader=_Loader)))
+
+
+def _guarded(read: Callable[[], _T]) -> _T:
     try:
-        value = yaml.load(text, Loader=_Loader)  # derived from SafeLoader
+        value = read()
         check_aliases(value)
         return value
     except yaml.YAMLError as error:

@@ -1,0 +1,124 @@
+"""``ztunnel policy`` as a person uses it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ztunnel.calico.cluster import PODS, SEED, flow
+from tests.ztunnel.calico.test_follower import following, run, until
+from xds.model import calico as c
+
+LIMIT_S = 30.0
+WEB = "spiffe://cluster.local/ns/shop/sa/frontend"
+
+
+def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ztunnel", "policy", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "pods.yaml").write_text(PODS)
+    (tmp_path / "policies.yaml").write_text(SEED)
+    return tmp_path
+
+
+def test_check_counts(files: Path) -> None:
+    done = ztunnel("check", str(files))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "1 policies in 1 tiers, 4 pods, 2 namespaces, 1 service accounts: valid\n"
+
+
+def test_check_lists_every_fault(files: Path) -> None:
+    (files / "policies.yaml").write_text(SEED.replace("action: Allow", "action: allow"))
+    done = ztunnel("check", str(files), str(files / "none"))
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"{files}/none: No such file or directory"
+    assert [line.partition("spec.")[2] for line in lines[1:]] == [
+        "ingress[0].action: must be Allow, Deny, Log or Pass, not 'allow'",
+        "egress[0].action: must be Allow, Deny, Log or Pass, not 'allow'",
+    ]
+
+
+def test_explain_prints_the_walk(files: Path) -> None:
+    done = ztunnel(
+        *("explain", str(files), "--from", "shop/front", "--to", "10.0.0.2"), *("--method", "PUT", "--path", "/x")
+    )
+    assert done.returncode == 1
+    assert done.stdout == (
+        "from shop/front to shop/back, port 80/tcp PUT /x\n"
+        "egress of shop/front\n"
+        "  profiles\n"
+        "    Profile/kns.shop\n"
+        "      rule 0: allows\n"
+        "  => allowed by __PROFILE__|Profile/kns.shop|rule 0\n"
+        "ingress of shop/back\n"
+        "  tier default\n"
+        "    GlobalNetworkPolicy/allow-frontend-to-backend\n"
+        "      rule 0: no match: http\n"
+        "    end of tier: denies\n"
+        "  => denied by default|GlobalNetworkPolicy/allow-frontend-to-backend|end of tier\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (("--from", "shop/front", "--to", "shop/back", "--method", "GET", "--path", "/api/v2/x"), 0),
+        (("--from", "192.0.2.1", "--to", "shop/front"), 0),
+        (
+            ("--from", WEB, "--to", "shop/back", "--method", "GET", "--path", "/api/v2"),
+            1,
+        ),  # no address: not the pod
+        (("--from", "shop/none", "--to", "shop/back"), 2),
+        (("--from", "nonsense", "--to", "shop/back"), 2),
+        (("--from", "shop/front", "--to", "shop/back", "--protocol", "x"), 2),
+    ],
+)
+def test_explain_answers_by_its_status(args: tuple[str, ...], status: int, files: Path) -> None:
+    done = ztunnel("explain", str(files), *args)
+    assert done.returncode == status, done
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_follows_the_files(files: Path) -> None:
+    back = c.EndpointId("k8s", "shop/back", "eth0")
+    command = ["serve", str(files), "--socket", f"{files}/node.sock", "--prefix", str(files), "--node", "n1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ztunnel", "policy", *command], stderr=subprocess.PIPE, text=True
+    )
+
+    async def main() -> None:
+        async with following(f"unix:{files}/node.sock") as follower:
+            await until(lambda: follower.in_sync)
+            assert {key.workload for key in follower.evaluator.store.endpoints} == {"shop/front", "shop/back"}
+            assert follower.evaluator.check(back, flow()).allowed
+            (files / "policies.yaml").write_text(SEED.replace("[GET, POST]", "[POST]"))
+            await until(lambda: not follower.evaluator.check(back, flow()).allowed)
+            (files / "policies.yaml").write_text("broken: [")
+            (files / "more.yaml").write_text(SEED)
+            (files / "policies.yaml").unlink()
+            await until(lambda: follower.evaluator.check(back, flow()).allowed)
+        assert (files / "mount" / "u-2" / "socket").is_socket()
+
+    try:
+        run(main)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+        assert not (files / "node.sock").exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_needs_a_socket_and_files_without_faults(files: Path) -> None:
+    assert ztunnel("serve", str(files)).returncode == 2
+    (files / "policies.yaml").write_text("[")
+    done = ztunnel("serve", str(files), "--socket", f"{files}/x.sock")
+    assert done.returncode == 1
+    assert "policies.yaml: not valid YAML" in done.stderr

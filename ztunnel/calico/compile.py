@@ -1,0 +1,370 @@
+"""Compiles resources to what PolicySync sends: selectors to IP sets, tiers in order, labels inherited. Pure.
+
+A rule keeps the original texts of its selectors beside the ids of the sets, as Felix does: the sets say which
+addresses are meant, and identities are judged by the texts. Ids are Calico's own, so that both could serve one
+client.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from typing import Final
+
+from xds.model import calico as c
+from xds.model.address import IpNetwork
+from xds.model.selector import All, And, Global, Has, In, Node, Not, Or, Selector, hashed_id, parse_selector
+from ztunnel.calico.resources import (
+    BUILT_IN_TIERS,
+    ApiPolicy,
+    ApiProfile,
+    ApiRule,
+    Entity,
+    NamedPort,
+    Pod,
+    Resources,
+)
+
+NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
+ACCOUNT_LABEL: Final = "projectcalico.org/serviceaccount"
+ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
+NAME_LABEL: Final = "projectcalico.org/name"
+_OF_NAMESPACE: Final = "pcns."
+_OF_ACCOUNT: Final = "pcsa."
+#: Labels of Kubernetes have at most so many characters; a longer account name is no label.
+_LABEL_LENGTH: Final = 63
+
+
+@dataclass(slots=True)
+class Compiled:
+    """Everything that a node may be told, by key.
+
+    Attributes:
+        ip_sets: type and members of the sets that rules name.
+        pods: uid, namespace and name of the pods that are endpoints.
+        nodes: the node of each endpoint.
+    """
+
+    ip_sets: dict[str, tuple[c.IpSetType, frozenset[str]]] = field(default_factory=dict)
+    policies: dict[c.PolicyId, c.Policy] = field(default_factory=dict)
+    profiles: dict[str, c.Policy] = field(default_factory=dict)
+    endpoints: dict[c.EndpointId, c.Endpoint] = field(default_factory=dict)
+    accounts: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
+    uids: dict[str, c.EndpointId] = field(default_factory=dict)
+    nodes: dict[c.EndpointId, str] = field(default_factory=dict)
+
+
+def compile_resources(resources: Resources) -> Compiled:
+    """Return what resources mean for every pod in them."""
+    return _Compiler(resources).compiled()
+
+
+def endpoint_id(pod: Pod) -> c.EndpointId:
+    """Return the key of a pod's endpoint."""
+    return c.EndpointId("k8s", f"{pod.namespace}/{pod.name}", "eth0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Selectable:
+    """What selectors of endpoints can select: a pod, or a network set."""
+
+    labels: Mapping[str, str]
+    nets: tuple[IpNetwork, ...]
+    ports: tuple[NamedPort, ...] = ()
+
+
+class _Compiler:
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._result = Compiled()
+        self._pods = {
+            endpoint_id(pod): pod for pod in resources.pods.values() if pod.addresses and not pod.host_network
+        }
+        self._profiles = self._all_profiles()
+        self._selectable = {key: self._of_pod(pod) for key, pod in self._pods.items()}
+        self._everything = [*self._selectable.values(), *self._network_sets()]
+
+    def compiled(self) -> Compiled:
+        result = self._result
+        for profile in self._profiles.values():
+            rules = [tuple(self._rule(rule, "") for rule in part) for part in (profile.inbound, profile.outbound)]
+            result.profiles[profile.name] = c.Policy("", *rules)
+        for policy in self._resources.policies.values():
+            namespace = policy.id.namespace
+            rules = [
+                tuple(self._rule(rule, namespace) for rule in part) for part in (policy.inbound, policy.outbound)
+            ]
+            result.policies[policy.id] = c.Policy(namespace, *rules)
+        ordered = self._ordered_tiers()
+        for key, pod in self._pods.items():
+            found = self._selectable[key]
+            tiers = tuple(self._tiers_of(found.labels, ordered))
+            result.endpoints[key] = c.Endpoint("", found.nets, tiers, tuple(self._profiles_of(pod)))
+            result.nodes[key] = pod.node
+            if pod.uid:
+                result.uids[pod.uid] = key
+        return result
+
+    # Labels and profiles
+
+    def _all_profiles(self) -> dict[str, ApiProfile]:
+        """Return the profiles that exist and those that namespaces and accounts imply."""
+        allow = (ApiRule(c.Action.ALLOW),)
+        found: dict[str, ApiProfile] = {}
+        names = {pod.namespace for pod in self._pods.values()} | set(self._resources.namespaces)
+        for name in sorted(names):
+            known = self._resources.namespaces.get(name)
+            labels = {**(known.labels if known else {}), NAME_LABEL: name}
+            self._result.namespaces[name] = labels
+            prefixed = {_OF_NAMESPACE + key: value for key, value in labels.items()}
+            found[f"kns.{name}"] = ApiProfile(f"kns.{name}", allow, allow, prefixed)
+        accounts = {(pod.namespace, pod.account) for pod in self._pods.values()} | set(self._resources.accounts)
+        for namespace, name in sorted(accounts):
+            account = self._resources.accounts.get((namespace, name))
+            labels = {**(account.labels if account else {}), NAME_LABEL: name}
+            self._result.accounts[namespace, name] = labels
+            prefixed = {_OF_ACCOUNT + key: value for key, value in labels.items()}
+            found[f"ksa.{namespace}.{name}"] = ApiProfile(f"ksa.{namespace}.{name}", (), (), prefixed)
+        return found | self._resources.profiles
+
+    def _profiles_of(self, pod: Pod) -> Iterator[str]:
+        yield f"kns.{pod.namespace}"
+        yield f"ksa.{pod.namespace}.{pod.account}"
+
+    def _of_pod(self, pod: Pod) -> _Selectable:
+        labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
+        if len(pod.account) < _LABEL_LENGTH:
+            labels[ACCOUNT_LABEL] = pod.account
+        for name in self._profiles_of(pod):
+            for key, value in self._profiles[name].labels.items():
+                labels.setdefault(key, value)
+        nets = tuple(ip_network(address) for address in pod.addresses)
+        return _Selectable(labels, nets, pod.ports)
+
+    def _network_sets(self) -> Iterator[_Selectable]:
+        for found in self._resources.network_sets.values():
+            labels = dict(found.labels)
+            if found.namespace:
+                labels[NAMESPACE_LABEL] = found.namespace
+                profile = self._profiles.get(f"kns.{found.namespace}")
+                for key, value in (profile.labels if profile else {}).items():
+                    labels.setdefault(key, value)
+            yield _Selectable(labels, found.nets)
+
+    # Tiers
+
+    def _ordered_tiers(self) -> list[tuple[str, bool, list[tuple[ApiPolicy, Selector]]]]:
+        """Return name, whether its end passes, and policies of each tier, all in order.
+
+        Tiers that policies name and that do not exist come last and deny at their end.
+        """
+        known = {name: (order, passes) for name, (order, passes) in BUILT_IN_TIERS.items()}
+        known |= {tier.name: (tier.order, tier.passes) for tier in self._resources.tiers.values()}
+        policies: dict[str, list[ApiPolicy]] = {}
+        for policy in self._resources.policies.values():
+            policies.setdefault(policy.tier, []).append(policy)
+        names = sorted(policies, key=lambda name: (name not in known, *known.get(name, (0.0,))[:1], name))
+        return [
+            (
+                name,
+                known[name][1] if name in known else False,
+                [(policy, _policy_selector(policy)) for policy in sorted(policies[name], key=_place)],
+            )
+            for name in names
+        ]
+
+    def _tiers_of(
+        self, labels: Mapping[str, str], ordered: Iterable[tuple[str, bool, list[tuple[ApiPolicy, Selector]]]]
+    ) -> Iterator[c.Tier]:
+        for name, passes, policies in ordered:
+            selected = [policy for policy, selector in policies if selector.matches(labels)]
+            ingress = tuple(policy.id for policy in selected if policy.ingress)
+            egress = tuple(policy.id for policy in selected if policy.egress)
+            if ingress or egress:
+                yield c.Tier(name, ingress, egress, passes)
+
+    # Rules
+
+    def _rule(self, rule: ApiRule, namespace: str) -> c.Rule:
+        protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
+        not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
+        source = self._peer(rule.source, namespace, protocol, is_destination=False)
+        destination = self._peer(rule.destination, namespace, protocol, is_destination=True)
+        return c.Rule(rule.action, source, destination, protocol, not_protocol, rule.ip_version, rule.http)
+
+    def _peer(
+        self, entity: Entity, namespace: str, protocol: int | str | None, *, is_destination: bool
+    ) -> c.PeerMatch:
+        selector = _peer_selector(entity, namespace)
+        names = [port for port in entity.ports if isinstance(port, str)]
+        not_names = [port for port in entity.not_ports if isinstance(port, str)]
+        ranges = tuple(port for port in entity.ports if isinstance(port, tuple))
+        not_ranges = tuple(port for port in entity.not_ports if isinstance(port, tuple))
+        named = tuple(self._named_port_set(selector, protocol, name) for name in names)
+        not_named = tuple(self._named_port_set(selector, protocol, name) for name in not_names)
+        sets: list[str] = []
+        not_sets: list[str] = []
+        port_sets: list[str] = []
+        # Sets of named ports hold what the selector selects already.
+        if selector is not None and (ranges or not named):
+            sets.append(self._selector_set(selector))
+        if selector is None and entity.not_selector:
+            not_sets.append(self._selector_set(parse_selector(entity.not_selector)))
+        if entity.service is not None:
+            (port_sets if is_destination else sets).append(self._service_set(entity.service, ports=is_destination))
+        return c.PeerMatch(
+            nets=entity.nets,
+            not_nets=entity.not_nets,
+            ports=ranges,
+            not_ports=not_ranges,
+            named_ports=named,
+            not_named_ports=not_named,
+            ip_sets=tuple(sets),
+            not_ip_sets=tuple(not_sets),
+            ip_port_sets=tuple(port_sets),
+            selector=entity.selector,
+            not_selector=entity.not_selector,
+            namespace_selector=entity.namespace_selector,
+            account_names=entity.account_names,
+            account_selector=entity.account_selector,
+        )
+
+    # IP sets
+
+    def _set(self, set_id: str, kind: c.IpSetType, members: Callable[[], Iterable[str]]) -> str:
+        if set_id not in self._result.ip_sets:
+            self._result.ip_sets[set_id] = (kind, frozenset(members()))
+        return set_id
+
+    def _selector_set(self, selector: Selector) -> str:
+        def members() -> Iterator[str]:
+            for found in self._selected(selector):
+                yield from map(str, found.nets)
+
+        return self._set(selector.identity, c.IpSetType.NET, members)
+
+    def _named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
+        selector = selector or Selector(All())
+        known = {number: text for text, number in c.PROTOCOLS.items()}
+        wanted = known.get(protocol) if isinstance(protocol, int) else protocol
+        text = wanted if wanted in ("tcp", "udp", "sctp") else "any"
+
+        def members() -> Iterator[str]:
+            for found in self._selected(selector):
+                for port in found.ports:
+                    if port.name == name and text in ("any", port.protocol):
+                        yield from _members(found.nets, port.protocol, port.port)
+
+        return self._set(hashed_id("n:", f"{selector.identity},{text},{name}"), c.IpSetType.IP_AND_PORT, members)
+
+    def _service_set(self, service: tuple[str, str], *, ports: bool) -> str:
+        namespace, name = service
+        found = self._resources.services.get(service)
+        pods = [
+            selectable
+            for key, selectable in self._selectable.items()
+            if found is not None
+            and found.selector
+            and self._pods[key].namespace == namespace
+            and found.selector.items() <= selectable.labels.items()
+        ]
+
+        def addresses() -> Iterator[str]:
+            for pod in pods:
+                yield from map(str, pod.nets)
+
+        def with_ports() -> Iterator[str]:
+            for protocol, target in found.targets if found is not None else ():
+                for pod in pods:
+                    for number in _target(target, protocol, pod.ports):
+                        yield from _members(pod.nets, protocol, number)
+
+        if ports:
+            return self._set(hashed_id("svc:", f"{namespace}/{name}"), c.IpSetType.IP_AND_PORT, with_ports)
+        return self._set(hashed_id("svcnoport:", f"{namespace}/{name}"), c.IpSetType.NET, addresses)
+
+    def _selected(self, selector: Selector) -> Iterator[_Selectable]:
+        return (found for found in self._everything if selector.matches(found.labels))
+
+
+def _members(nets: Iterable[IpNetwork], protocol: str, port: int) -> Iterator[str]:
+    return (f"{net.network_address},{protocol}:{port}" for net in nets)
+
+
+def _target(target: int | str, protocol: str, ports: Iterable[NamedPort]) -> Iterator[int]:
+    if isinstance(target, int):
+        yield target
+    else:
+        yield from (port.port for port in ports if port.name == target and port.protocol == protocol)
+
+
+def _place(policy: ApiPolicy) -> tuple[float, str]:
+    return policy.order, f"{policy.id.name}/{policy.id.namespace}/{policy.id.kind}"
+
+
+def _policy_selector(policy: ApiPolicy) -> Selector:
+    """Return the selector of the endpoints that a policy is for."""
+    parts = [parse_selector(policy.selector).root] if policy.selector.strip() else []
+    if policy.namespace_selector.strip():
+        parts.append(parse_selector(policy.namespace_selector).prefixed(_OF_NAMESPACE).root)
+        # "All namespaces" leaves out what is in none, such as a global network set.
+        parts = [_replaced(part, All, Has(NAMESPACE_LABEL)) for part in parts]
+    if policy.account_selector.strip():
+        part = parse_selector(policy.account_selector).prefixed(_OF_ACCOUNT).root
+        parts.append(_replaced(part, All, Has(ACCOUNT_LABEL)))
+    if policy.id.namespace:
+        parts.append(_in_namespace(policy.id.namespace))
+    return _joined(parts) or Selector(All())
+
+
+def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
+    """Return the selector of the endpoints that one side of a rule means; None if nothing in it selects any."""
+    accounts: list[Node] = []
+    if entity.account_selector.strip():
+        accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)
+    if entity.account_names:
+        accounts.append(In(ACCOUNT_LABEL, tuple(sorted(set(entity.account_names))), negated=False))
+    own = [selector.root] if (selector := _joined(accounts)) is not None else []
+    if entity.selector.strip():
+        own.append(parse_selector(entity.selector).root)
+    parts: list[Node] = []
+    if entity.namespace_selector.strip():
+        part = parse_selector(entity.namespace_selector).prefixed(_OF_NAMESPACE).root
+        part = _replaced(part, All, Has(NAMESPACE_LABEL))
+        parts.append(_replaced(part, Global, Not(Has(NAMESPACE_LABEL))))
+    elif namespace and (own or entity.not_selector.strip()):
+        parts.append(_in_namespace(namespace))
+    joined = _joined(own)
+    if joined is not None:
+        parts.append(joined.root)
+    positive = _joined(parts)
+    if positive is not None and entity.not_selector.strip():
+        negative = parse_selector(entity.not_selector).root
+        return _joined([positive.root, negative.operand if isinstance(negative, Not) else Not(negative)])
+    return positive
+
+
+def _joined(parts: list[Node]) -> Selector | None:
+    if not parts:
+        return None
+    return Selector(parts[0] if len(parts) == 1 else And(tuple(parts)))
+
+
+def _in_namespace(name: str) -> Node:
+    return parse_selector(f"{NAMESPACE_LABEL} == '{name}'").root
+
+
+def _replaced(node: Node, kind: type[Node], by: Node) -> Node:
+    """Return a selector's tree with every node of a kind replaced."""
+    if isinstance(node, kind):
+        return by
+    match node:
+        case Not():
+            inner = _replaced(node.operand, kind, by)
+            return inner.operand if isinstance(inner, Not) else Not(inner)
+        case And():
+            return And(tuple(_replaced(operand, kind, by) for operand in node.operands))
+        case Or():
+            return Or(tuple(_replaced(operand, kind, by) for operand in node.operands))
+        case _:
+            return node

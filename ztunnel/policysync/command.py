@@ -1,0 +1,210 @@
+"""``ztunnel policy check|explain|serve``."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ztunnel.runtime.watched_file import FileState, file_state
+
+if TYPE_CHECKING:
+    from ztunnel.calico.resources import Resources
+
+log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``policy`` to ``argparse``'s sub-commands."""
+    policy: argparse.ArgumentParser = subparsers.add_parser(
+        "policy",
+        help="check, explain and serve Calico's and Kubernetes' policies",
+        description="Policies in YAML files, with the pods, namespaces and service accounts that they select.",
+    )
+    commands = policy.add_subparsers(dest="policy", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="read files and list every fault")
+    _add_files(check)
+    check.set_defaults(run=check_command)
+    explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
+    _add_files(explain)
+    explain.add_argument(
+        "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
+    )
+    explain.add_argument("--to", required=True, metavar="WHO", help="namespace/pod or IP")
+    explain.add_argument("--port", type=int, default=80, metavar="PORT", help="of the destination (default 80)")
+    explain.add_argument("--protocol", default="tcp", metavar="NAME", help="(default tcp)")
+    explain.add_argument("--method", help="of an HTTP request; without method and path it is a connection")
+    explain.add_argument("--path", help="of an HTTP request")
+    explain.add_argument("--staged", action="store_true", help="as if staged policies were enforced")
+    explain.add_argument("--trust-domain", default="cluster.local", metavar="NAME", help="of pods' identities")
+    explain.set_defaults(run=explain_command)
+    serve = commands.add_parser("serve", help="serve files to policy servers by PolicySync; edits apply at once")
+    _add_files(serve)
+    serve.add_argument("--socket", metavar="PATH", help="for a node's proxy: all its pods")
+    serve.add_argument("--prefix", type=Path, metavar="DIR", help="a socket for each pod, DIR/mount/UID/socket")
+    serve.add_argument("--node", metavar="NAME", help="only pods of this node")
+    serve.add_argument(
+        "--form", choices=("messages", "names"), default="messages", help="names: for clients before Calico 3.32"
+    )
+    serve.set_defaults(run=serve_command)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Print what there is in files, or every fault; the exit status."""
+    resources = _read(args.files)
+    if resources is None:
+        return 1
+    tiers = {policy.tier for policy in resources.policies.values()}
+    print(
+        f"{len(resources.policies)} policies in {len(tiers)} tiers, "
+        f"{len(resources.pods)} pods, {len(resources.namespaces)} namespaces, "
+        f"{len(resources.accounts)} service accounts: valid"
+    )
+    return 0
+
+
+def explain_command(args: argparse.Namespace) -> int:
+    """Print the walk through both ends' policies; the exit status is 0 if both allow."""
+    from xds.model import calico as c
+    from ztunnel.calico.compile import compile_resources
+    from ztunnel.policysync.explain import UnknownParty, evaluator_of, explain, party
+
+    resources = _read(args.files)
+    if resources is None:
+        return 1
+    try:
+        source = party(args.source, resources, args.trust_domain)
+        destination = party(args.to, resources, args.trust_domain)
+        protocol = c.PROTOCOLS.get(args.protocol.lower()) or int(args.protocol)
+    except UnknownParty as error:
+        print(f"ztunnel policy explain: {error}", file=sys.stderr)
+        return 2
+    except ValueError:
+        print(f"ztunnel policy explain: {args.protocol!r} is no IP protocol", file=sys.stderr)
+        return 2
+    http = args.method is not None or args.path is not None
+    flow = c.Flow(
+        source_ip=source.address,
+        destination_ip=destination.address,
+        destination_port=args.port,
+        protocol=protocol,
+        source_principal=source.principal,
+        destination_principal=destination.principal,
+        method=(args.method or "") if http else None,
+        path=(args.path or "") if http else None,
+    )
+    made = evaluator_of(compile_resources(resources))
+    allowed = True
+    request = f" {flow.method} {flow.path}" if http else ""
+    print(f"from {source.name} to {destination.name}, port {args.port}/{args.protocol}{request}")
+    for end, direction in ((source, c.Direction.EGRESS), (destination, c.Direction.INGRESS)):
+        if end.endpoint is None:
+            print(f"{direction} of {end.name}\n  no pod here: no policy")
+            continue
+        verdict, lines = explain(made, flow, end.endpoint, direction, enforced=not args.staged)
+        print("\n".join(lines))
+        allowed = allowed and verdict.allowed
+    return 0 if allowed else 1
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from xds.aio.grpc_server import ServeError
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    if args.socket is None and args.prefix is None:
+        print("ztunnel policy serve: needs --socket or --prefix", file=sys.stderr)
+        return 2
+    resources = _read(args.files)
+    if resources is None:
+        return 1
+    try:
+        asyncio.run(_serve(args, resources))
+    except (ServeError, OSError) as error:
+        print(f"ztunnel policy serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
+    from xds.dialects.calico.policysync import PolicyForm
+    from ztunnel.calico.compile import Compiled, compile_resources
+    from ztunnel.policysync.server import Binder, PolicySyncServer
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def of_node(compiled: Compiled) -> list[Any]:
+        return [key for key in compiled.endpoints if args.node in (None, compiled.nodes.get(key))]
+
+    async with PolicySyncServer(PolicyForm(args.form)) as server:
+        binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
+        seen = _states(args.files)
+        compiled = compile_resources(resources)
+        server.publish(compiled)
+        if args.socket is not None:
+            await server.open(args.socket, of_node)
+        if binder is not None:
+            await binder.bind(compiled)
+        log.info("serving PolicySync on %s", ", ".join(server.paths) or "no socket yet")
+        while not stop.is_set():
+            now = _states(args.files)
+            if now != seen:
+                seen = now
+                found = _read(args.files)
+                if found is None:
+                    log.error("policies not usable, the last good ones are served")
+                else:
+                    compiled = compile_resources(found)
+                    server.publish(compiled)
+                    log.info("policies changed, %d are served", len(compiled.policies))
+            if binder is not None:
+                await binder.bind(compiled)
+            try:
+                await asyncio.wait_for(stop.wait(), _POLL_S)
+            except TimeoutError:
+                continue
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    """Return the files that are meant: of a folder, its YAML files in order."""
+    return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+
+
+def _states(paths: list[Path]) -> list[tuple[Path, FileState]]:
+    return [(file, file_state(file)) for file in _files(paths)]
+
+
+def _read(paths: list[Path]) -> "Resources | None":
+    """Return what the files say, or None after every fault was printed."""
+    from ztunnel.calico.read import read_resources
+    from ztunnel.runtime.config_reader import Faults
+
+    texts: dict[str, str] = {}
+    faults = []
+    for file in _files(paths):
+        try:
+            texts[str(file)] = file.read_text()
+        except OSError as error:
+            faults.append(f"{file}: {error.strerror}")
+        except UnicodeDecodeError:
+            faults.append(f"{file}: not UTF-8")
+    found = None
+    try:
+        found = read_resources(texts)
+    except Faults as error:
+        faults += error.faults
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return None if faults else found

@@ -1,0 +1,176 @@
+"""The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
+
+What a stream must send is computed when it can be written, from what its client has and what there is: a slow
+client costs no queue and gets the newest state when it catches up. The last stream of a socket wins; the one
+before ends well.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from xds.aio.grpc_server import Context, GrpcServer, ServeError, read
+from xds.dialects.calico.policysync import PolicyForm, encode
+from xds.model import calico as c
+from xds.proto.felix.policysync_pb2 import ReportResult
+from ztunnel.calico.compile import Compiled
+from ztunnel.policysync.view import View, by_names, changes, view_of
+
+log = logging.getLogger(__name__)
+
+SYNC: Final = "/felix.PolicySync/Sync"
+REPORT: Final = "/felix.PolicySync/Report"
+#: Policy servers have other users than this process; the folder of a socket is private to its pod.
+SOCKET_MODE: Final = 0o777
+
+#: The endpoints that a socket is about.
+Endpoints = Callable[[Compiled], Iterable[c.EndpointId]]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """One Sync call. ``replaced``: a newer one has taken its place."""
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    replaced: bool = False
+
+
+class PolicySyncServer:
+    """Serves compiled policies; ``async with`` ends every socket.
+
+    Args:
+        form: how policies are listed, for clients before Calico 3.32.
+    """
+
+    def __init__(self, form: PolicyForm = PolicyForm.MESSAGES) -> None:
+        self._form = form
+        self._compiled: Compiled | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._sockets: dict[str, AsyncExitStack] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for path in list(self._sockets):
+            await self.close(path)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the sockets."""
+        return tuple(self._sockets)
+
+    def publish(self, compiled: Compiled) -> None:
+        """Serve another state from now on; clients are sent the difference."""
+        self._compiled = compiled
+        for stream in self._streams.values():
+            stream.changed.set()
+
+    async def open(self, path: str, endpoints: Endpoints) -> None:
+        """Serve a socket, in place of a stale one.
+
+        Raises:
+            ServeError: the path cannot be served.
+        """
+        async with AsyncExitStack() as stack:
+            server = GrpcServer(
+                [f"unix:{path}"],
+                route=lambda method: (
+                    (lambda context: self._serve(context, path, endpoints)) if method == SYNC else None
+                ),
+                # Without a collector of flows, as Felix.
+                unary={REPORT: lambda message: ReportResult(successful=False).SerializeToString()},
+                socket_mode=SOCKET_MODE,
+            )
+            await stack.enter_async_context(server)
+            self._sockets[path] = stack.pop_all()
+
+    async def close(self, path: str) -> None:
+        """End a socket and its stream; idempotent."""
+        sockets = self._sockets.pop(path, None)
+        if sockets is not None:
+            await sockets.aclose()
+
+    async def _serve(self, context: Context, path: str, endpoints: Endpoints) -> None:
+        await read(context)
+        stream = _Stream()
+        previous = self._streams.get(path)
+        if previous is not None:
+            previous.replaced = True
+            previous.changed.set()
+        self._streams[path] = stream
+        try:
+            await self._send(context, stream, endpoints)
+        finally:
+            if self._streams.get(path) is stream:
+                del self._streams[path]
+
+    async def _send(self, context: Context, stream: _Stream, endpoints: Endpoints) -> None:
+        sent, in_sync, known = View(), False, False
+        while not stream.replaced:
+            stream.changed.clear()
+            if self._compiled is not None:
+                view = view_of(self._compiled, endpoints(self._compiled))
+                if self._form is PolicyForm.NAMES:
+                    view = by_names(view)
+                for update in changes(sent, view):
+                    await context.write(encode(update, self._form))
+                sent = view
+                if not in_sync:
+                    await context.write(encode(c.InSync(), self._form))
+                    in_sync = True
+                if known and not view.endpoints:
+                    return  # the pod is gone, and with it who listens
+                known = bool(view.endpoints)
+            await stream.changed.wait()
+
+
+def pod_socket(prefix: Path, uid: str) -> str:
+    """Return the path of a pod's socket, in the folder that is mounted into the pod."""
+    return str(prefix / "mount" / uid / "socket")
+
+
+class Binder:
+    """Keeps a socket for each pod of a node below ``<prefix>/mount``.
+
+    Args:
+        server: whose sockets these are.
+        prefix: such as ``/var/run/nodeagent``.
+        node: whose pods; None is every node's.
+    """
+
+    def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._node = node
+        self._failed: set[str] = set()
+
+    async def bind(self, compiled: Compiled) -> None:
+        """Open sockets of pods that have come, close those of pods that have gone. What failed is tried again."""
+        wanted = {
+            pod_socket(self._prefix, uid): endpoint
+            for uid, endpoint in compiled.uids.items()
+            if self._node in (None, compiled.nodes.get(endpoint))
+        }
+        ours = f"{self._prefix}/mount/"
+        for path in self._server.paths:
+            if path.startswith(ours) and path not in wanted:
+                await self._server.close(path)
+        for path, endpoint in wanted.items():
+            if path not in self._server.paths:
+                await self._open(path, endpoint)
+
+    async def _open(self, path: str, endpoint: c.EndpointId) -> None:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            await self._server.open(path, lambda compiled: (endpoint,))
+        except (ServeError, OSError) as error:
+            if path not in self._failed:
+                log.error("socket of pod not served pod=%s error=%s", endpoint.workload, error)
+            self._failed.add(path)
+        else:
+            self._failed.discard(path)
