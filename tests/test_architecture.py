@@ -140,7 +140,19 @@ def relative(path: Path) -> str:
 
 
 #: Folders of the repository; another one is a design decision.
-TOP_LEVEL = {"ztunnel", "hbone", "xds", "tproxy", "tests", "bench", "deploy", "docs", "requirements", ".ci"}
+TOP_LEVEL = {
+    "ztunnel",
+    "hbone",
+    "xds",
+    "tproxy",
+    "tests",
+    "bench",
+    "deploy",
+    "docs",
+    "examples",
+    "requirements",
+    ".ci",
+}
 
 #: What each part of the application may import of the others. Commands stand above the front ends, these above
 #: what they share; the two front ends never meet.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from deploy.demo import policy
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected
@@ -36,13 +37,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument(
         "--mode",
-        choices=MODES,
+        choices=(*MODES, "policy"),
         default="node",
-        help="node: Envoy's dialect; inpod: today's Istio (make demo MODE=inpod)",
+        help="node: Envoy's dialect; inpod: today's Istio; policy: Calico's, beside Envoy (make demo MODE=policy)",
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards (make demo KEEP=1)")
     args = parser.parse_args()
     try:
+        if args.mode == "policy":
+            return policy.main()
         become_root_of_own_namespaces()
         began = time.monotonic()
         with stage(MODES[args.mode], sys.stdout.isatty()) as demo:

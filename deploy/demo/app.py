@@ -24,6 +24,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_POST(self) -> None:
+        """Answer as to GET."""
+        self.do_GET()
+
     def log_message(self, *args: object) -> None:
         """Log nothing, so that only the proxies' lines are shown."""
 

