@@ -91,7 +91,9 @@ class PageServer:
         self._connections: dict[_Connection, None] = {}  # in order of their last activity
         self._server: asyncio.Server | None = None
         self.connections_total = 0
-        self._lines = LineLimit(clock, lambda count: log.warning("%s: lines left out=%d", name, count))
+        self._lines = LineLimit(
+            clock, lambda count: log.warning("%s: lines about full pages left_out=%d", name, count)
+        )
 
     async def __aenter__(self) -> "PageServer":
         if self._alone:

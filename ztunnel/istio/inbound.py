@@ -203,7 +203,7 @@ class Inbound:
             Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
 
     def _denials_left_out(self, count: int) -> None:
-        log.warning("connections denied before their handshake, lines left out=%d", count)
+        log.warning("connections denied before their handshake have no line left_out=%d", count)
 
     async def _request(self, peer: _Peer, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""

@@ -7,6 +7,7 @@ that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` wri
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -43,6 +44,10 @@ _TARGETS = (
     ("hbone", "ztunnel::hbone"),
     ("tproxy", "ztunnel::tproxy"),
 )
+
+
+_FIELDS_AT_END = re.compile(r"(?: [a-z][a-z_.]*=%[sdrg])+$")
+_NAME = re.compile(r"([a-z_.]+)=%")
 
 
 class InvalidLevel(ValueError):
@@ -163,6 +168,28 @@ def json_line(time: str, level: str, target: str, message: str, fields: Fields) 
     return _encode(entry) + "\n"
 
 
+def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
+    """Return a record's message without the fields at its end, and these: ``fetched identity=%s`` has one.
+
+    A line of JSON has them as keys, as those of the Rust ztunnel; plain lines print them where they stand.
+    """
+    head, names = _parts(str(record.msg))
+    args = record.args
+    if not names or not isinstance(args, tuple) or len(args) < len(names):
+        return record.getMessage(), []
+    first = len(args) - len(names)
+    values = [value if type(value) is int else str(value) for value in args[first:]]
+    return head % args[:first], list(zip(names, values, strict=True))
+
+
+@lru_cache(maxsize=512)  # of the formats in our sources
+def _parts(text: str) -> tuple[str, tuple[str, ...]]:
+    found = _FIELDS_AT_END.search(text)
+    if found is None:
+        return text, ()
+    return text[: found.start()], tuple(_NAME.findall(found[0]))
+
+
 def timestamp(seconds: float) -> str:
     """Return a time as RFC 3339 has it, in UTC with microseconds."""
     second, micros = divmod(round(seconds * 1_000_000), 1_000_000)
@@ -240,14 +267,18 @@ class LogStream(logging.Handler):
         target, least = known
         if record.levelno < least:
             return
+        fields: Fields = ()
         try:
-            message = record.getMessage()
+            if self._line is json_line and record.args:
+                message, fields = message_and_fields(record)
+            else:
+                message = record.getMessage()
             if record.exc_info:
                 message += "\n" + (self.formatter or logging.Formatter()).formatException(record.exc_info)
         except Exception:  # noqa: BLE001  a bad format must not take the caller down
             self.handleError(record)
             return
-        self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), ())
+        self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), fields)
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
         """Format and pass on one line; the caller has checked the level."""

@@ -185,3 +185,31 @@ def test_a_line_leaves_nothing_behind(line: Callable[..., str]) -> None:
     ours = [tracemalloc.Filter(True, "*/ztunnel/*"), tracemalloc.Filter(True, "*/json/*")]
     left = after.filter_traces(ours).compare_to(before.filter_traces(ours), "lineno")
     assert not [str(each) for each in left if each.count_diff >= 100]
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "message", "fields"),
+    [
+        ("fetched identity=%s expires=%d", ("a b", 5), "fetched", {"identity": "a b", "expires": 5}),
+        ("pod %s started uid=%s", ("web", "u"), "pod web started", {"uid": "u"}),
+        ("%d%% of a=%s b", (5, "x"), "5% of a=x b", {}),
+        ("no fields", (), "no fields", {}),
+        ("in the middle a=%s of it", ("x",), "in the middle a=x of it", {}),
+        ("an error error=%s", (ValueError("bad"),), "an error", {"error": "bad"}),
+    ],
+)
+def test_fields_of_operational_lines_are_keys_in_json(
+    tmp_path: Path, text: str, args: tuple[object, ...], message: str, fields: dict[str, object]
+) -> None:
+    for json_lines in (True, False):
+        lines = Lines(tmp_path, "info", json_lines=json_lines)
+        record = logging.LogRecord("ztunnel.istio.app", logging.INFO, "", 0, text, args, None)
+        lines.stream.emit(record)
+        *_, line = lines
+        lines.close()
+        if json_lines:
+            entry = json.loads(line)
+            assert entry.pop("message") == message
+            assert {key: value for key, value in entry.items() if key not in ("level", "time", "scope")} == fields
+        else:
+            assert text % args in line
