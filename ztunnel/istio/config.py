@@ -59,6 +59,7 @@ class IstioConfig:
         auth_token: path or literal; ``None``: the default file, if it exists.
         packet_mark: the mark of the proxy's sockets; ``None``: none.
         dns_host: the address that the DNS proxy serves; empty: loopback, in both families.
+        compliance: see :meth:`ztunnel.istio.certificates.manager.TlsPolicy.for_compliance`.
         connect_retries: further endpoints that are tried before a connection fails.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
@@ -112,7 +113,7 @@ class IstioConfig:
     ipv6: bool = True
     crl_path: str = ""
     worker_threads: int = 1
-    post_quantum_only: bool = False
+    compliance: str = ""
     tls12: bool = False
     authz_info_logging: bool = False
     log_filter: str = "info"
@@ -143,7 +144,7 @@ class IstioConfig:
     @property
     def tls_policy(self) -> TlsPolicy:
         """The TLS parameters of tunnels."""
-        return TlsPolicy.for_compliance("pqc" if self.post_quantum_only else "", tls_1_2=self.tls12)
+        return TlsPolicy.for_compliance(self.compliance, tls_1_2=self.tls12)
 
     @property
     def version_tag(self) -> str:

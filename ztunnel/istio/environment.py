@@ -47,6 +47,11 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
     return read
 
 
+def _switch(text: str) -> bool:
+    """Return a boolean, which some variables have as a number; the Rust ztunnel takes both without complaint."""
+    return boolean({"1": "true", "0": "false", "": "false"}.get(text, text))
+
+
 def _quantity(text: str) -> int:
     """Return the CPUs of a Kubernetes quantity, rounded up."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", text, re.ASCII)
@@ -138,7 +143,7 @@ def config_from(
     _limits(seen, values, proxy_config, cpus)
     _dns(seen, values, metadata)
     values["log_filter"] = seen.get("RUST_LOG", _log_filter, "info")
-    values["log_json"] = seen.get("LOG_FORMAT", _one_of("plain", "json"), "plain") == "json"
+    values["log_json"] = seen.get("LOG_FORMAT", _one_of("plain", "text", "json"), "plain") == "json"
     _validate(seen, values)
     if seen.faults:
         raise SettingsError(seen.faults)
@@ -335,23 +340,28 @@ def _keepalive_retries(seen: _Environment) -> int:
 def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["localhost_app_tunnel"] = seen.get("LOCALHOST_APP_TUNNEL", boolean, True)
     values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
-    values["pool_max_streams"] = seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(1, 65535), 100)
+    values["pool_max_streams"] = max(1, seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(0, 65535), 100))
     values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
-    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9).
-    values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(65_535, 2**31 - 1), 4 * 1024 * 1024)
+    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9): a connection's window cannot be less
+    # than it is at first. A stream's least is what each starts with here (hbone/windows.py).
+    values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(16_384, 2**31 - 1), 4 * 1024 * 1024)
     values["connection_window"] = seen.get(
         "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
     )
     values["frame_size"] = seen.get("HTTP2_FRAME_SIZE", _number(16_384, 2**24 - 1), 1024 * 1024)
     values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", boolean, False)
-    compliance = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc"), "")
-    values["post_quantum_only"] = compliance == "pqc"
-    values["tls12"] = seen.get("TLS12_ENABLED", boolean, False)
+    compliance = values["compliance"] = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc", "fips-140-2"), "")
+    if compliance == "fips-140-2":
+        seen.warnings.append(
+            "COMPLIANCE_POLICY=fips-140-2: only approved groups and suites are used, of a cryptographic module"
+            " that is not validated itself"
+        )
+    values["tls12"] = seen.get("TLS12_ENABLED", _switch, False)
     try:
         TlsPolicy.for_compliance(compliance, tls_1_2=values["tls12"])
     except ValueError as error:
         seen.faults.append(str(error))
-    values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", boolean, False)
+    values["authz_info_logging"] = seen.get("AUTHZ_POLICY_INFO_LOGGING", _switch, False)
     values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
     values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
@@ -385,8 +395,8 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int,
     available = limit or old_limit or cpus
 
     def threads(text: str) -> int:
-        if text.endswith("%") and text[:-1].isascii() and text[:-1].isdigit():
-            return max(1, math.ceil(available * int(text[:-1]) / 100))
+        if re.fullmatch(r"\d+(\.\d+)?%", text, re.ASCII):
+            return max(1, math.ceil(available * float(text[:-1]) / 100))
         count = _number(0, 4096)(text)
         return count or available
 

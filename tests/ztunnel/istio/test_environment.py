@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode, SocketConfig
 from ztunnel.istio.environment import ISTIOD, MESH_CONFIG, config_from
 from ztunnel.runtime.settings import SettingsError, duration_s
@@ -123,8 +124,21 @@ def test_what_an_empty_environment_means() -> None:
         ({}, "illegal_ports", frozenset({15001, 15006, 15008})),
         ({"IPV6_ENABLED": "false"}, "ipv6", False),
         ({"CRL_PATH": "/crl"}, "crl_path", "/crl"),
-        ({"COMPLIANCE_POLICY": "pqc"}, "post_quantum_only", True),
+        ({"COMPLIANCE_POLICY": "pqc"}, "compliance", "pqc"),
+        ({"COMPLIANCE_POLICY": "fips-140-2"}, "compliance", "fips-140-2"),
+        ({"COMPLIANCE_POLICY": "fips-140-2"}, "tls_policy", TlsPolicy(groups=("P-256", "P-384"))),
         ({"TLS12_ENABLED": "true"}, "tls12", True),
+        ({"TLS12_ENABLED": "1"}, "tls12", True),
+        ({"TLS12_ENABLED": "0"}, "tls12", False),
+        ({"AUTHZ_POLICY_INFO_LOGGING": "1"}, "authz_info_logging", True),
+        ({"LOG_FORMAT": "text"}, "log_json", False),
+        ({"SECRET_TTL": "24hour"}, "secret_ttl_s", 86400.0),
+        ({"SECRET_TTL": "1w"}, "secret_ttl_s", 604800.0),
+        ({"SECRET_TTL": "1h 30m"}, "secret_ttl_s", 5400.0),
+        ({"SECRET_TTL": "500us"}, "secret_ttl_s", 0.0005),
+        ({"KEEPALIVE_RETRIES": "0"}, "socket", SocketConfig(keepalive_retries=1)),
+        ({"POOL_MAX_STREAMS_PER_CONNECTION": "0"}, "pool_max_streams", 1),
+        ({"HTTP2_STREAM_WINDOW_SIZE": "32768"}, "stream_window", 32768),
         ({"AUTHZ_POLICY_INFO_LOGGING": "true"}, "authz_info_logging", True),
         ({"RUST_LOG": "error,ztunnel::proxy=warn"}, "log_filter", "error,ztunnel::proxy=warn"),
         ({"LOG_FORMAT": "json"}, "log_json", True),
@@ -169,6 +183,8 @@ def test_variables(env: dict[str, str], field: str, value: Any) -> None:
         ({"ZTUNNEL_WORKER_THREADS": "5"}, 5),
         ({"ZTUNNEL_WORKER_THREADS": "30%"}, 3),
         ({"ZTUNNEL_WORKER_THREADS": "1%"}, 1),
+        ({"ZTUNNEL_WORKER_THREADS": "12.5%"}, 1),
+        ({"ZTUNNEL_WORKER_THREADS": "37.6%"}, 4),
         ({"ZTUNNEL_WORKER_THREADS": "50%", "ZTUNNEL_RESOURCE_CPU_LIMIT": "2"}, 1),
         ({"PROXY_CONFIG": "{concurrency: 3, proxyMetadata: {}}"}, 3),
         ({"PROXY_CONFIG": "{concurrency: 0, proxyMetadata: {}}"}, 8),

@@ -103,7 +103,10 @@ class TlsPolicy:
 
     @classmethod
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
-        """Return the parameters for ``COMPLIANCE_POLICY``: empty, or ``pqc`` for post-quantum key exchange only.
+        """Return the parameters for ``COMPLIANCE_POLICY``.
+
+        It is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups which that
+        standard approves; the suites are approved in any case.
 
         Raises:
             ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
@@ -111,6 +114,8 @@ class TlsPolicy:
         match policy:
             case "":
                 return cls(tls_1_2=tls_1_2)
+            case "fips-140-2":
+                return cls(tls_1_2=tls_1_2, groups=("P-256", "P-384"))
             case "pqc" if tls_1_2:
                 raise ValueError(
                     "COMPLIANCE_POLICY=pqc excludes TLS12_ENABLED: TLS 1.2 has no post-quantum groups"
@@ -118,7 +123,7 @@ class TlsPolicy:
             case "pqc":
                 return cls(groups=("X25519MLKEM768",))
             case _:
-                raise ValueError(f"unknown compliance policy {policy!r}; known is pqc")
+                raise ValueError(f"unknown compliance policy {policy!r}; known are pqc and fips-140-2")
 
 
 class WorkloadCertificate:
