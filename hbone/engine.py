@@ -46,7 +46,7 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import Budget, PeerShare
+from hbone.flow import Budget, PeerShare, WindowPool
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
 from hbone.hpack_cache import EMPTY_TABLE, BlockDecoder, BlockEncoder, HeaderBlockError
@@ -450,13 +450,13 @@ class Engine:
         """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
         return self._unparsed is not None
 
-    def share(self, share: PeerShare) -> None:
+    def share(self, share: PeerShare, pod: WindowPool | None = None) -> None:
         """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
 
-        Called before the first stream; :meth:`leave_share` ends it.
+        Windows grow in ``pod``, too, if there is one. Called before the first stream; :meth:`leave_share` ends it.
         """
         self._peer_work = share.work
-        self._window.join(share)
+        self._window.join(share, pod)
 
     def leave_share(self) -> None:
         """Return the windows of this connection to its share; idempotent, and nothing without one.

@@ -10,6 +10,7 @@ from typing import Final
 
 from hbone.limits import Limits
 
+_WINDOW_BYTES: Final = 256 * 1024 * 1024  # of a process whose owner knows no better
 _MOST_PEERS: Final = 4096  # with an open connection or remembered: a guess, at some 300 bytes each
 
 
@@ -55,21 +56,52 @@ class Budget:
         return -self._left / self._rate if self._left < 0 and self._rate > 0 else 0.0
 
 
+class WindowPool:
+    """Bytes by which receive windows may grow, of some connections together: a pod's, or a process's."""
+
+    __slots__ = ("limit", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes; False, and none taken: there are not so many."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Return bytes that were taken."""
+        self.used -= size
+
+
 class PeerShare:
-    """What all connections of one peer have together."""
+    """What all connections of one peer have together.
 
-    __slots__ = ("_most_window_bytes", "connections", "window_bytes", "work")
+    Args:
+        limits: of the peer.
+        windows: of the process, which the peer's come out of.
+    """
 
-    def __init__(self, limits: Limits) -> None:
+    __slots__ = ("_most_window_bytes", "_windows", "connections", "window_bytes", "work")
+
+    def __init__(self, limits: Limits, windows: WindowPool | None = None) -> None:
         self._most_window_bytes = limits.peer_window_bytes
+        self._windows = windows
         self.window_bytes = 0
         """Receive windows of the connections beyond their first ones."""
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
 
     def take_window(self, size: int) -> bool:
-        """Let a connection's receive window grow by ``size``; False: all of the peer's have enough together."""
+        """Let a connection's receive window grow by ``size``; False: all of the peer's, or all of the process's,
+        have enough together.
+        """
         if self.window_bytes + size > self._most_window_bytes:
+            return False
+        if self._windows is not None and not self._windows.take(size):
             return False
         self.window_bytes += size
         return True
@@ -77,6 +109,8 @@ class PeerShare:
     def return_window(self, size: int) -> None:
         """Take note that a connection's window is smaller by ``size``, or gone."""
         self.window_bytes -= size
+        if self._windows is not None:
+            self._windows.give_back(size)
 
 
 class PeerShares:
@@ -84,12 +118,16 @@ class PeerShares:
 
     A share outlives its connections, so that a peer which connects again finds the debt that it left. Beyond a
     number of peers those without a connection are forgotten, the oldest first.
+
+    Attributes:
+        windows: of all peers together; its limit is the owner's to set.
     """
 
-    __slots__ = ("_shares",)
+    __slots__ = ("_shares", "windows")
 
     def __init__(self) -> None:
         self._shares: dict[str, PeerShare] = {}
+        self.windows = WindowPool(_WINDOW_BYTES)
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -98,7 +136,7 @@ class PeerShares:
         """Return the share of ``peer`` and count a connection that uses it; :meth:`leave` ends that."""
         share = self._shares.pop(peer, None)
         if share is None:
-            share = PeerShare(limits)
+            share = PeerShare(limits, self.windows)
             if len(self._shares) >= _MOST_PEERS:
                 self._forget_one()
         self._shares[peer] = share

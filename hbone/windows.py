@@ -13,15 +13,15 @@ half of what is left of the rest. However many streams are pinned, the next one 
 proved itself it finds as much as it can use.
 
 The connection's own window follows the streams: one that has few costs a peer little of the bytes that all of its
-connections may have waiting (:class:`hbone.flow.PeerShare`). When these are used up, nothing grows. That is
-backpressure for this peer and no error.
+connections may have waiting (:class:`hbone.flow.PeerShare`), and of those of its pod and of the process
+(:class:`hbone.flow.WindowPool`). When these are used up, nothing grows. That is backpressure and no error.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from hbone.flow import PeerShare
+from hbone.flow import PeerShare, WindowPool
 from hbone.settings import Http2Settings
 
 FAST_S: Final = 0.05
@@ -65,6 +65,7 @@ class ConnectionWindow:
 
     __slots__ = (
         "_grown",
+        "_pod",
         "_proven",
         "_share",
         "_unproven",
@@ -89,6 +90,7 @@ class ConnectionWindow:
         self._proven = self.most_bytes - kept - self._unproven
         self._grown = 0  # bytes that streams have beyond their first windows
         self._share: PeerShare | None = None
+        self._pod: WindowPool | None = None
         self.first = settings.first_connection_window_bytes
         """The window that the connection starts with, whatever its peer."""
         self.size = self.first
@@ -97,15 +99,21 @@ class ConnectionWindow:
         self.unacknowledged = 0
         """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
 
-    def join(self, share: PeerShare) -> None:
-        """Take what goes beyond the first window from ``share``; called before any stream is open."""
+    def join(self, share: PeerShare, pod: WindowPool | None = None) -> None:
+        """Take what goes beyond the first window from ``share`` and ``pod``; called before any stream is open."""
         self._share = share
+        self._pod = pod
 
     def leave(self) -> None:
         """Return everything to the share; the connection is over. Idempotent."""
         if self._share is not None:
-            self._share.return_window(self.size - self.first)
+            self._return_window(self._share, self.size - self.first)
             self._share = None
+
+    def _return_window(self, share: PeerShare, size: int) -> None:
+        share.return_window(size)
+        if self._pod is not None:
+            self._pod.give_back(size)
 
     def opened(self, streams: int) -> None:
         """Take note that there are ``streams`` now, one more than before."""
@@ -177,8 +185,11 @@ class ConnectionWindow:
         change = wanted - self.size
         if self._share is not None and change:
             if change < 0:
-                self._share.return_window(-change)
+                self._return_window(self._share, -change)
             elif not self._share.take_window(change):
+                return False
+            elif self._pod is not None and not self._pod.take(change):
+                self._share.return_window(change)
                 return False
         self.size = wanted
         self.unacknowledged += change

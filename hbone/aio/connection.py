@@ -50,7 +50,7 @@ from hbone.events import (
     StreamReset,
     WindowOpened,
 )
-from hbone.flow import PeerShare
+from hbone.flow import PeerShare, WindowPool
 from hbone.settings import Http2Settings, Role, client_settings, server_settings
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
@@ -68,6 +68,7 @@ class ConnectionSettings:
     """Times and windows of a connection; the defaults are the Rust ztunnel's, the handshake's limit is ours.
 
     ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
+    ``windows``: of all connections of a pod together; None: no such bound.
     ``drain_grace_s``: a server takes requests for this time after its peer has acknowledged the end.
     ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one.
     """
@@ -76,6 +77,7 @@ class ConnectionSettings:
     handshake_timeout_s: float = 10.0
     first_request_timeout_s: float | None = 10.0
     drain_grace_s: float = 1.0
+    windows: WindowPool | None = None
     ping_interval_s: float | None = 10.0
     ping_timeout_s: float = 20.0
 
@@ -209,7 +211,7 @@ class Connection(TunnelCarrier):
         self._established.set_result(None)
         if self.facts is not None and self.facts.uri_sans:
             self._share = self.poller.peers.join(self.facts.uri_sans[0], self.settings.http2.limits)
-            self.engine.share(self._share)
+            self.engine.share(self._share, self.settings.windows)
         if tls is None or not tls.half_rtt_sent:
             self.engine.start()
         if self._closing and self.role is Role.SERVER:

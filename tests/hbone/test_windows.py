@@ -11,7 +11,7 @@ from hbone import frames
 from hbone.engine import Engine
 from hbone.errors import LocalProtocolError
 from hbone.events import DataReceived, RequestReceived, ResponseReceived
-from hbone.flow import PeerShare
+from hbone.flow import PeerShare, PeerShares, WindowPool
 from hbone.limits import Limits
 from hbone.settings import Role, client_settings, server_settings
 from hbone.windows import FAST_S, PROVEN_BYTES, SLOW_S, ConnectionWindow, StreamWindow
@@ -239,6 +239,25 @@ def test_connections_of_one_peer_share_its_bytes() -> None:
         connection.leave()
         connection.leave()
     assert share.window_bytes == 0
+
+
+def test_pods_and_the_process_bound_windows_too() -> None:
+    shares, pods = PeerShares(), [WindowPool(2 * MIB), WindowPool(8 * MIB)]
+    shares.windows.limit = 5 * MIB
+    connections = []
+    for number in range(8):
+        connection, stream = window(), StreamWindow(16_384, 0.0)
+        connection.join(shares.join(f"peer {number}", Limits()), pods[number % 2])
+        stream.delivered = PROVEN_BYTES
+        for turn in range(12):
+            use(connection, stream, turn * 0.01)
+        connections.append(connection)
+        assert pods[0].used <= 2 * MIB
+        assert shares.windows.used == pods[0].used + pods[1].used <= 5 * MIB
+    assert shares.windows.used > 4 * MIB
+    for connection in connections:
+        connection.leave()
+    assert (shares.windows.used, pods[0].used, pods[1].used) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("receiver", Role)

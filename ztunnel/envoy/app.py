@@ -45,6 +45,7 @@ from ztunnel.envoy.upstream.grpc import GrpcClusters, tls_of
 from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
@@ -90,6 +91,7 @@ class Proxy:
         )
         rng = random.Random()
         self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
+        self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
         self.logs = AccessLogs(self.stats, settings.log_flush_s)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)

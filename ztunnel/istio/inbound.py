@@ -167,7 +167,7 @@ class Inbound:
                 await serve_connection(
                     sock,
                     context,
-                    node.server_settings,
+                    pod.server_settings,
                     node.poller,
                     lambda request: self._request(here, request),
                     on_established=established,

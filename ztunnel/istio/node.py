@@ -25,6 +25,7 @@ from ztunnel.istio.workload_labels import WorkloadLabels, labels_of
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 
 #: Forwarded queries under way, of all pods together; each has two sockets.
 DNS_QUERIES = 512
@@ -50,6 +51,7 @@ class Node:
             from the same ports.
         ask: requests a key from the control plane (on demand); ``None`` when the mesh holds everything.
         pods: pods that run here, for joining tunnels that never leave the node; see :meth:`register`.
+        pod_window_bytes: bytes by which the windows of one pod's tunnel connections may grow, all together.
         half_open: connections to pods before the end of their handshake.
         descriptors: shares of the process's descriptors, by pod.
         baggage_labels: what peers say of themselves, within their budgets.
@@ -76,6 +78,7 @@ class Node:
     client_settings: ConnectionSettings = field(init=False)
     server_settings: ConnectionSettings = field(init=False)
     keepalive: sockets.Keepalive | None = field(init=False)
+    pod_window_bytes: int = field(init=False)
     half_open: HalfOpen = field(init=False)
     descriptors: Descriptors = field(init=False)
     baggage_labels: BaggageLabels = field(init=False, default_factory=BaggageLabels)
@@ -87,6 +90,8 @@ class Node:
         self.client_settings = self._settings(client_settings())
         self.server_settings = self._settings(server_settings())
         wanted = config.socket
+        in_all, self.pod_window_bytes = waiting_bytes(memory_limit_bytes() // max(1, config.worker_threads))
+        self.poller.peers.windows.limit = in_all
         most = limit_of_process()
         limits = HalfOpenLimits.of_descriptors(most, timeout_s=config.handshake_timeout_s)
         self.half_open = HalfOpen(self.poller, limits)

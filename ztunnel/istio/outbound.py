@@ -365,7 +365,7 @@ class Outbound:
             undo.push(owned)
             certificate = await self._pod.certificate(call.labels.workload)
             context = certificate.client_context(route.inner_identities)
-            inner = await connect(near, context, node.client_settings, node.poller)
+            inner = await connect(near, context, self._pod.client_settings, node.poller)
             owned.callback(inner.close)
             entry.inner = inner
             network = (b"x-forwarded-network", node.config.network.encode())

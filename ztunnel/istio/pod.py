@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from hbone.flow import WindowPool
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, PodName
 from ztunnel.istio.connections import PodConnections
@@ -52,7 +53,8 @@ class PodProxy:
         self._connections = PodConnections()
         self._tasks = Tasks(f"{name.namespace}/{name.name}")
         self._share = node.descriptors.share(f"{name.namespace}/{name.name}", self._connections.descriptors)
-        context = PodContext(node, self._local, self._sockets, self._connections, self._tasks)
+        windows = WindowPool(node.pod_window_bytes)
+        context = PodContext(node, self._local, self._sockets, self._connections, self._tasks, windows)
         self._tunnels = PodTunnels(context)
         self._inbound = Inbound(context)
         self._outbound = Outbound(context, self._tunnels, dns.resolve if dns is not None else _resolves_nothing)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hbone.aio.connection import ConnectionSettings
+from hbone.flow import WindowPool
 from xds.model.workload import Workload
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.connections import PodConnections
@@ -23,6 +25,7 @@ class PodContext:
         sockets: opens sockets in it.
         connections: its tables.
         tasks: run its connections.
+        windows: bytes by which the windows of its tunnel connections may grow.
     """
 
     node: Node
@@ -30,6 +33,17 @@ class PodContext:
     sockets: PodSockets
     connections: PodConnections
     tasks: Tasks
+    windows: WindowPool
+
+    @property
+    def client_settings(self) -> ConnectionSettings:
+        """Settings of the pod's outgoing tunnel connections."""
+        return replace(self.node.client_settings, windows=self.windows)
+
+    @property
+    def server_settings(self) -> ConnectionSettings:
+        """Settings of the tunnel connections that come to the pod."""
+        return replace(self.node.server_settings, windows=self.windows)
 
     async def certificate(self, workload: Workload) -> WorkloadCertificate:
         """Return a workload's certificate.

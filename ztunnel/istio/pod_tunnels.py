@@ -26,6 +26,7 @@ class PodTunnels:
         config = pod.node.config
         self._node = pod.node
         self._sockets = pod.sockets
+        self._settings = pod.client_settings
         self._pool = Pool(
             self._dial,
             PoolSettings(
@@ -71,7 +72,7 @@ class PodTunnels:
         return await dial_connection(
             lambda: key.credentials.client_context(key.options),
             lambda: self._sockets.connect(key.address),
-            self._node.client_settings,
+            self._settings,
             self._node.poller,
         )
 

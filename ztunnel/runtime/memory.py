@@ -1,0 +1,56 @@
+"""How much memory this process may have: its cgroup's limit, or the machine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_PROC: Final = Path("/proc")
+#: Shares of it for bytes that wait for applications: of all connections, and of one pod's.
+_WAITING: Final = 4
+_WAITING_OF_POD: Final = 4
+_LEAST_WAITING: Final = 16 * 1024 * 1024
+
+
+def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
+    """Return the least of the limits of this process's cgroup and of those above it, and the machine's memory.
+
+    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``); what cannot be read is no limit.
+    """
+    limits = [_machine_bytes(proc)]
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        # Inside a container the path may be the host's, which is not there; its own limit is at the root then.
+        folder = root / path.strip("/")
+        for each in (folder, *folder.parents):
+            limit = _text(each / name).strip()
+            if limit.isdigit():
+                limits.append(int(limit))
+            if each == root:
+                break
+    return min(limits)
+
+
+def waiting_bytes(limit: int) -> tuple[int, int]:
+    """Return how many bytes may wait for applications in a process of ``limit`` bytes, and in one pod of it."""
+    in_all = max(_LEAST_WAITING, limit // _WAITING)
+    return in_all, max(_LEAST_WAITING // 2, in_all // _WAITING_OF_POD)
+
+
+def _machine_bytes(proc: Path) -> int:
+    for line in _text(proc / "meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 40
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
