@@ -22,7 +22,7 @@ from hbone.events import Header, Headers
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
-_TOLERATED_LIST_BYTES = 131_072
+TOLERATED_LIST_BYTES = 131_072
 """Lists up to this size end their stream, larger ones the connection: decoding one takes at most 20 ms."""
 #: Fields whose values never come twice (a trace's identifier, a client's port) or are secrets: nothing with one is
 #: remembered.
@@ -132,7 +132,7 @@ class BlockDecoder(Generic[T]):
     Args:
         max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
         parse: see above.
-        oversized: stands for a list beyond that. It is decoded all the same, up to :data:`_TOLERATED_LIST_BYTES`:
+        oversized: stands for a list beyond that. It is decoded all the same, up to :data:`TOLERATED_LIST_BYTES`:
             the dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
     """
 
@@ -152,7 +152,7 @@ class BlockDecoder(Generic[T]):
     def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T], oversized: T) -> None:
         self._max_list_bytes = max_list_bytes
         self._oversized = oversized
-        self._decoder = Decoder(max_header_list_size=max(_TOLERATED_LIST_BYTES, max_list_bytes))
+        self._decoder = Decoder(max_header_list_size=max(TOLERATED_LIST_BYTES, max_list_bytes))
         self._table = _WatchedTable()
         self._decoder.header_table = self._table
         self._changes = self._table.changes

@@ -85,6 +85,8 @@ PURE_APPLICATION = (
     "ztunnel/agent/description.py",
     "ztunnel/agent/errors.py",
     "ztunnel/runtime/backoff.py",
+    "ztunnel/runtime/client_hello.py",
+    "ztunnel/limits/table.py",
     "ztunnel/istio/zds/reconcile.py",
 )
 
@@ -171,7 +173,18 @@ LAYERS = {
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "calico"},
-    "cli": {"runtime", "istio", "envoy", "agent", "authz", "policysync", "control_plane", "intercept"},
+    "limits": {"runtime", "http", "istio"},
+    "cli": {
+        "runtime",
+        "istio",
+        "envoy",
+        "agent",
+        "authz",
+        "policysync",
+        "control_plane",
+        "intercept",
+        "limits",
+    },
     "__main__": {"cli"},
 }
 

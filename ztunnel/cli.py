@@ -38,7 +38,7 @@ _HELP = {
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }
 
-_COMMANDS = ("proxy", "version", "agent", "authz", "control-plane", "intercept", "policy")
+_COMMANDS = ("proxy", "version", "agent", "authz", "control-plane", "intercept", "limits", "policy")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -61,12 +61,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
     if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
-        from ztunnel import agent, authz, control_plane, intercept, policysync
+        from ztunnel import agent, authz, control_plane, intercept, limits, policysync
 
         agent.add_arguments(commands)
         authz.add_arguments(commands)
         control_plane.add_arguments(commands)
         intercept.add_arguments(commands)
+        limits.add_arguments(commands)
         policysync.add_arguments(commands)
     return parser
 

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 Pages = Callable[[PageRequest], Page | Awaitable[Page]]
 
+CONNECTIONS = 64
 _MAX_HEAD = 16 * 1024
-_MAX_BODY = 64 * 1024
+MAX_BODY = 64 * 1024
 #: A head that has begun must be complete within this time (as Rust ztunnel's servers).
 _HEAD_TIMEOUT_S = 2.0
 #: Longer than usual scrape intervals, so that scrapers keep their connection.
@@ -74,7 +75,7 @@ class PageServer:
         pages: Pages,
         clock: Clock,
         *,
-        max_connections: int = 64,
+        max_connections: int = CONNECTIONS,
         product: str = "envoy",
         reuse_port: bool = False,
         alone: bool = False,
@@ -262,7 +263,7 @@ class _Connection:
             body = b""
             while isinstance(event := await self._event(), h11.Data):
                 body += event.data
-                if len(body) > _MAX_BODY:
+                if len(body) > MAX_BODY:
                     raise h11.RemoteProtocolError("body too long", error_status_hint=413)
         return _page_request(head, body)
 

@@ -18,7 +18,15 @@ from hbone.aio.fiber import Fiber
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
-from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason
+from hbone.errors import (
+    ConnectRefused,
+    ErrorCode,
+    HboneError,
+    PeerSilent,
+    RemoteProtocolError,
+    TlsError,
+    TlsReason,
+)
 from hbone.events import Headers
 from hbone.headers import first, forwarded_host, parse_baggage
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
@@ -175,6 +183,7 @@ class Inbound:
             finally:
                 if here.connection is not None:
                     connections.tunnels.remove(here.connection)
+                    self._ended(here, here.connection.error)
         except EarlyDeny as denial:
             self._denied(source, local, str(denial))
         except IdentityError as error:
@@ -196,6 +205,18 @@ class Inbound:
             node.count_sockets("destination", -1)
             if owned is not None:
                 owned.close()
+
+    def _ended(self, peer: _Peer, error: Exception | None) -> None:
+        """Count and log a connection that one of the limits on peers has ended."""
+        if isinstance(error, RemoteProtocolError) and error.code == ErrorCode.ENHANCE_YOUR_CALM:
+            self._node.metrics.calmed += 1
+            if self._denials.admits():
+                log.warning(
+                    "tunnel connection ended by a limit src.addr=%s src.identity=%s error=%s",
+                    peer.source,
+                    peer.identity or "",
+                    error.detail,
+                )
 
     def _denied(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
         # A limit of the pod's own: any address can cause these lines, and as many as it likes.

@@ -200,6 +200,7 @@ class Counts:
     authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
+    calmed: int = 0
     over_budget: int = 0
     loop_stalls: int = 0
     loop_late_s: float = 0.0
@@ -251,6 +252,8 @@ class Metrics:
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         self.connect_retries = 0
         self.loop = LoopDelays()
+        #: Tunnel connections that a limit of the protocol has ended.
+        self.calmed = 0
         self.gauges: dict[str, Gauge] = {}
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
@@ -350,6 +353,7 @@ class Metrics:
             authorization_dry_run=dict(self.authorization_dry_run),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
+            calmed=self.calmed,
             over_budget=self.over_budget,
             loop_stalls=self.loop.stalls.value,
             loop_late_s=self.loop.late_s,
@@ -404,6 +408,7 @@ class Metrics:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count
         self.connect_retries += part.connect_retries
+        self.calmed += part.calmed
         self.over_budget += part.over_budget
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s

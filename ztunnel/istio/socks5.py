@@ -13,7 +13,7 @@ _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
 #: Bytes to discard before a close; a greeting and a request are at most 257 and 262 bytes (RFC 1928, 3 and 4).
-_MOST_BYTES = 4096
+MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
 #: The time limit for resolving a name; resolvers take longer to give up on one that does not exist.
 _LOOKUP_S = 5.0
@@ -70,7 +70,7 @@ def _refuse(client: PlainSocket, answer: bytes) -> None:
     client.send_first(answer)
     # Closing a socket with unread bytes sends RST (RFC 2525, 2.17), and the client may see it before the answer.
     with contextlib.suppress(OSError):
-        client.sock.recv(_MOST_BYTES)
+        client.sock.recv(MOST_BYTES)
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:

@@ -27,6 +27,11 @@ def limit_of_process() -> int:
     return _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
 
 
+def reserve_of(limit: int) -> int:
+    """Return how many of a process's descriptors are kept back."""
+    return max(16, min(1024, limit // 8))
+
+
 def lowest_free() -> int:
     """Return the number that the next descriptor gets: all below it are in use (dup(2)). The limit, if none is."""
     with contextlib.suppress(OSError):
@@ -53,7 +58,7 @@ class Descriptors:
         self, limit: int, shed: Callable[[], bool] = lambda: False, in_use: Callable[[], int] = lowest_free
     ) -> None:
         self.limit = limit
-        self.reserve = max(16, min(1024, limit // 8))
+        self.reserve = reserve_of(limit)
         self.paused = 0
         self._shed = shed
         self._in_use = in_use

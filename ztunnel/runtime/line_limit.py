@@ -8,8 +8,8 @@ from hbone.flow import Budget
 from ztunnel.runtime.clock import Clock
 
 #: Lines at once and per second. A person reads the first few; the count says what the others would.
-_BURST = 50
-_RATE = 5.0
+BURST = 50
+RATE = 5.0
 
 
 class LineLimit:
@@ -23,7 +23,7 @@ class LineLimit:
     """
 
     def __init__(
-        self, clock: Clock, suppressed: Callable[[int], None], *, burst: float = _BURST, rate: float = _RATE
+        self, clock: Clock, suppressed: Callable[[int], None], *, burst: float = BURST, rate: float = RATE
     ) -> None:
         self._clock = clock
         self._suppressed = suppressed

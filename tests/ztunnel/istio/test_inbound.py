@@ -494,6 +494,19 @@ def test_a_pod_that_stops_ends_what_has_not_begun_its_handshake(tmp_path: Path) 
     play(tmp_path, body)
 
 
+def test_a_peer_that_goes_too_far_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        for _ in range(connection.settings.http2.limits.control_burst + 100):
+            connection.engine.ping(bytes(8))
+        connection.flush()
+        await cluster.until(lambda: cluster.node.metrics.calmed)
+        found = [record.getMessage() for record in caplog.records if "ended by a limit" in record.getMessage()]
+        assert len(found) == 1
+        assert f"src.identity={identity('client')} " in found[0]
+
+    play(tmp_path, closing(body))
+
+
 def test_strangers_cause_a_bounded_number_of_lines(tmp_path: Path) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)

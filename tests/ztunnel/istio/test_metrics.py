@@ -320,7 +320,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         worker.crl_rejections["source"] = number
         worker.on_demand_dns[("a",) * 8 + ("host",)] = number
         worker.authorization_dry_run[("p", "DENY", "match")] = number
-        worker.connect_retries = worker.over_budget = number
+        worker.connect_retries = worker.over_budget = worker.calmed = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
     for worker in others:
@@ -332,6 +332,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         ("istio_crl_policy_rejections_total", {"reporter": "source"}, 3),
         ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "match"}, 3),
         ("ztunnel_connect_retries_total", {}, 3),
+        ("ztunnel_calmed_connections_total", {}, 3),
         ("ztunnel_metric_series_over_budget_total", {}, 3),
         ("ztunnel_metric_series", {}, 2),
         ("istio_xds_message_total", {"url": "t"}, 1),

@@ -146,6 +146,13 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         (),
     )
     yield _family(
+        "ztunnel_calmed_connections",
+        "counter",
+        "Tunnel connections ended by a limit of the protocol (unstable)",
+        [((), metrics.calmed)],
+        (),
+    )
+    yield _family(
         "ztunnel_metric_series", "gauge", "Traffic label sets in use (unstable)", [((), len(metrics.series))], ()
     )
     yield _family(

@@ -39,8 +39,8 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-_QUERIES: Final = 1000
-_CONNECTIONS: Final = 100
+QUERIES: Final = 1000
+CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
 #: Per turn of the loop: each is a task of 0.1 ms, for which connections of all pods wait.
@@ -110,8 +110,8 @@ class DnsServer:
         on_query: Callable[[QueryReport], None],
         *,
         idle_s: float = _IDLE_S,
-        connections: int = _CONNECTIONS,
-        queries: int = _QUERIES,
+        connections: int = CONNECTIONS,
+        queries: int = QUERIES,
         query_burst: int = QUERY_BURST,
         query_rate: float = QUERY_RATE,
         rng: random.Random | None = None,

@@ -1,0 +1,62 @@
+"""The command ``ztunnel limits``: prints the limits of an Istio mesh's proxy with the values in force here.
+
+The values are those of the environment that the command runs in, of its descriptors and of its memory. Where two
+values share a row, the first is at once and the second per second. Exit status: 0; 1 with unusable settings, each
+on a line of standard error.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from ztunnel.istio.command import check
+from ztunnel.limits.table import COLUMNS, Limit, limits
+from ztunnel.runtime.descriptors import limit_of_process
+from ztunnel.runtime.memory import memory_limit_bytes
+from ztunnel.runtime.settings import SettingsError
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``limits`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    command = subparsers.add_parser(
+        "limits",
+        help="print every limit on peers, pods and strangers",
+        description="Print every limit, with its value here, its variable, its metric and what happens beyond it.",
+    )
+    command.add_argument("--format", choices=("table", "markdown", "json"), default="table")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the limits and return the exit status."""
+    try:
+        config = check(os.environ, "")
+    except SettingsError as error:
+        for fault in error.faults:
+            print(f"Error: {fault}", file=sys.stderr)
+        return 1
+    found = limits(config, descriptors=limit_of_process(), memory_bytes=memory_limit_bytes())
+    print("\n".join(printed(found, args.format)))
+    return 0
+
+
+def printed(found: Iterable[Limit], form: str) -> Iterable[str]:
+    """Yield the lines of the limits: ``table``, ``markdown`` or ``json``, which is one line each."""
+    if form == "json":
+        for limit in found:
+            yield json.dumps(asdict(limit))
+        return
+    rows = [COLUMNS, *(limit.cells for limit in found)]
+    if form == "markdown":
+        yield f"| {' | '.join(rows[0])} |"
+        yield "|---" * len(COLUMNS) + "|"
+        for row in rows[1:]:
+            yield f"| {' | '.join(row)} |"
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
