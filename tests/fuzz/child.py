@@ -99,7 +99,7 @@ def main(name: str, seconds: float, folder: Path) -> None:
         f"-max_len={target.most_bytes}",
         f"-rss_limit_mb={_RSS_MIB}",
         f"-artifact_prefix={folder}/",
-        "-print_final_stats=0",
+        "-timeout=10",  # seconds of one input: it hangs
         "-verbosity=1",
     ]
     atheris.Setup([sys.argv[0], *options, str(seeds)], one)

@@ -39,7 +39,7 @@ from pyroute2.netlink.rtnl.ifinfmsg import IFF_UP, ifinfmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from tproxy.resources import Address, IpRule, Route, VethPair
-from tproxy.wire import MalformedDump, Message
+from tproxy.wire import MalformedDump, Message, attributes
 
 __all__ = [
     "RTM_DELADDR",
@@ -72,6 +72,9 @@ __all__ = [
 AF_UNSPEC, AF_INET, AF_INET6 = 0, 2, 10
 #: ``linux/rtnetlink.h``: set by the gateway's owner (next hop), set by the kernel on cached routes.
 RTNH_F_ONLINK, RTM_F_CLONED = 4, 0x200
+#: ``struct rtmsg``, and the place of ``rtm_protocol`` in it.
+_RTMSG_BYTES, _RTMSG_PROTOCOL = 12, 5
+_RTA_ENCAP = 22
 _HEADER: Final = struct.Struct("=IHHII")
 
 #: Returns the index of a device by its name.
@@ -295,9 +298,15 @@ def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | 
     Raises:
         MalformedDump: not the layout of ``struct rtmsg`` and its attributes.
     """
+    if len(body) < _RTMSG_BYTES:
+        raise MalformedDump(body)
+    # Foreign routes are many, and pyroute2 walks the attributes of one with an encapsulation without end where a
+    # length is 0. None of ours has one.
+    if body[_RTMSG_PROTOCOL] != protocol or any(kind == _RTA_ENCAP for kind, _ in attributes(body[_RTMSG_BYTES:])):
+        return None
     found = _decoded(rtmsg, body)
     kinds = (rt_type["unicast"], rt_type["local"])
-    if found["proto"] != protocol or found["flags"] & RTM_F_CLONED or found["type"] not in kinds:
+    if found["flags"] & RTM_F_CLONED or found["type"] not in kinds:
         return None
     anywhere = "0.0.0.0" if found["family"] == AF_INET else "::"
     table, gateway, source = (found.get_attr(name) for name in ("RTA_TABLE", "RTA_GATEWAY", "RTA_PREFSRC"))

@@ -6,7 +6,7 @@ import pytest
 
 from tproxy.aio import rtnetlink
 from tproxy.resources import Address, End, IpRule, NamespaceName, Route, VethPair
-from tproxy.wire import MalformedDump
+from tproxy.wire import MalformedDump, attribute
 
 PROTOCOL = 162
 
@@ -124,3 +124,14 @@ def test_a_link_whose_kind_is_cut_is_malformed(cut: int) -> None:
     """pyroute2 leaves the bytes of a nest that it cannot decode in place of its attributes."""
     with pytest.raises(MalformedDump):
         rtnetlink.read_link(rtnetlink.create_bridge("br0").body[:cut])
+
+
+def test_a_route_with_an_encapsulation_is_not_ours() -> None:
+    """pyroute2 would look for the encapsulation's type in attributes of length 0, without end."""
+    ours = bytes((2, 8, 0, 0, 254, PROTOCOL, 0, 1, 0, 0, 0, 0))
+    assert (
+        rtnetlink.read_route(ours + attribute(22, b"\0" * 4) + attribute(1, b"\x0a\0\0\0"), PROTOCOL, {}) is None
+    )
+    assert rtnetlink.read_route(ours + b"\x06\0\x16\0\x05\0\0\0" + b"\0\0\x16\0", PROTOCOL, {}) is None
+    with pytest.raises(MalformedDump):
+        rtnetlink.read_route(ours[:11], PROTOCOL, {})
