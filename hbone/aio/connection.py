@@ -70,7 +70,9 @@ class ConnectionSettings:
     ``first_request_timeout_s``: a server closes a connection without any request by then; None: never.
     ``windows``: of all connections of a pod together; None: no such bound.
     ``drain_grace_s``: a server takes requests for this time after its peer has acknowledged the end.
-    ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one.
+    ``ping_interval_s`` None: no keepalive. Both times of pings are kept to a quarter of the shorter one. They are
+    not the Rust ztunnel's 10 and 20 s: a peer that vanished without a FIN is noticed within 20 s, not 35, and one
+    that stood still for 10 s goes on.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -78,8 +80,8 @@ class ConnectionSettings:
     first_request_timeout_s: float | None = 10.0
     drain_grace_s: float = 1.0
     windows: WindowPool | None = None
-    ping_interval_s: float | None = 10.0
-    ping_timeout_s: float = 20.0
+    ping_interval_s: float | None = 5.0
+    ping_timeout_s: float = 12.0
 
 
 def default_client() -> ConnectionSettings:
