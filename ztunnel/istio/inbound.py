@@ -11,6 +11,7 @@ import logging
 import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from hbone.aio.connection import Connection
@@ -42,10 +43,11 @@ from ztunnel.identity.peer import is_of_trust_domain, is_one_of
 from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.certificates.manager import IdentityError, WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
-from ztunnel.istio.connections import Phase, PodConnection
+from ztunnel.istio.connections import Phase, PodConnection, PodConnections
 from ztunnel.istio.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
 from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.istio.metrics import PeerLabels
+from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     POLICY_CHANGE,
     RECURSIVE_CALL,
@@ -67,6 +69,42 @@ log = logging.getLogger(__name__)
 #: How long policies are waited for that a workload names and that have not come; control planes send them a moment
 #: after the workload.
 _POLICY_GRACE_S: Final = 5.0
+
+
+def _denials_left_out(count: int) -> None:
+    log.warning("connections denied before their handshake have no line left_out=%d", count)
+
+
+class _EarlyDenials:
+    """The access lines of connections that are denied before their handshake, at the pod's own rate.
+
+    Any address can cause these lines, and as many as it likes.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.limit = LineLimit(node.clock, _denials_left_out)
+
+    def write(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
+        """Write a line, if the rate admits one."""
+        if self.limit.admits():
+            Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
+
+
+def _turned_away(
+    node: Node, connections: PodConnections, denials: _EarlyDenials, arrival: Arrival, reason: str
+) -> None:
+    """Account for a connection that ends before its handshake, or has been too slow in it."""
+    sock = arrival.sock
+    if not arrival.in_handshake:  # else its fiber does
+        connections.arriving.remove(sock)
+        node.count_sockets("destination", -1)
+    if reason:
+        try:
+            source, local = _address(arrival.peer), _address(sock.getsockname())
+        except OSError:
+            return
+        denials.write(source, local, f"tls handshake error: {reason}")
 
 
 class _Refusal(Exception):
@@ -112,8 +150,10 @@ class Inbound:
         self._authorizer = Authorizer(pod.node)
         self._policies: WorkloadPolicies | None = None
         self._grace: asyncio.TimerHandle | None = None
-        self._denials = LineLimit(pod.node.clock, self._denials_left_out)
-        self._entrance = pod.node.half_open.entrance(self._handshake_begins, self._turned_away)
+        self._denials = _EarlyDenials(pod.node)
+        # The entrance outlives this pod's last connection; a method here would make a cycle of the two.
+        turned_away = partial(_turned_away, pod.node, pod.connections, self._denials)
+        self._entrance = pod.node.half_open.entrance(self._handshake_begins, turned_away)
         pod.local.watch(self._mesh_changed)
 
     # Accepting
@@ -133,19 +173,6 @@ class Inbound:
 
     def _handshake_begins(self, arrival: Arrival) -> Fiber:
         return self._pod.tasks.run(self._node.poller, self._tunnels(arrival), "inbound")
-
-    def _turned_away(self, arrival: Arrival, reason: str) -> None:
-        """Account for a connection that ends before its handshake, or has been too slow in it."""
-        sock = arrival.sock
-        if not arrival.in_handshake:  # else its fiber does
-            self._pod.connections.arriving.remove(sock)
-            self._node.count_sockets("destination", -1)
-        if reason:
-            try:
-                source, local = _address(arrival.peer), _address(sock.getsockname())
-            except OSError:
-                return
-            self._denied(source, local, f"tls handshake error: {reason}")
 
     async def _tunnels(self, arrival: Arrival) -> None:
         """Serve one connection that brings tunnels, until it ends."""
@@ -185,18 +212,18 @@ class Inbound:
                     connections.tunnels.remove(here.connection)
                     self._ended(here, here.connection.error)
         except EarlyDeny as denial:
-            self._denied(source, local, str(denial))
+            self._denials.write(source, local, str(denial))
         except IdentityError as error:
-            self._denied(source, local, f"signing error: {error}")
+            self._denials.write(source, local, f"signing error: {error}")
         except TlsError as error:
             if error.reason is TlsReason.REVOKED and not error.by_peer:
                 node.metrics.crl_rejections["destination"] += 1
-            self._denied(source, local, f"tls handshake error: {error}")
+            self._denials.write(source, local, f"tls handshake error: {error}")
         except PeerSilent as error:
-            self._denied(source, local, f"tls handshake error: {error}")
+            self._denials.write(source, local, f"tls handshake error: {error}")
         except HboneError as error:
             if here.connection is None:
-                self._denied(source, local, f"tls handshake error: {error}")
+                self._denials.write(source, local, f"tls handshake error: {error}")
             else:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
@@ -210,21 +237,13 @@ class Inbound:
         """Count and log a connection that one of the limits on peers has ended."""
         if isinstance(error, RemoteProtocolError) and error.code == ErrorCode.ENHANCE_YOUR_CALM:
             self._node.metrics.calmed += 1
-            if self._denials.admits():
+            if self._denials.limit.admits():
                 log.warning(
                     "tunnel connection ended by a limit src.addr=%s src.identity=%s error=%s",
                     peer.source,
                     peer.identity or "",
                     error.detail,
                 )
-
-    def _denied(self, source: SocketAddress, local: SocketAddress, reason: str) -> None:
-        # A limit of the pod's own: any address can cause these lines, and as many as it likes.
-        if self._denials.admits():
-            Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
-
-    def _denials_left_out(self, count: int) -> None:
-        log.warning("connections denied before their handshake have no line left_out=%d", count)
 
     async def _request(self, peer: _Peer, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""

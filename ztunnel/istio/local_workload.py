@@ -15,6 +15,10 @@ from ztunnel.istio.workload_labels import WorkloadLabels
 _WAIT_S: Final = 5.0
 
 
+def _nothing() -> None:
+    """Stop watching what is not watched."""
+
+
 class LocalWorkload:
     """Follows the mesh from construction until :meth:`close`.
 
@@ -28,7 +32,7 @@ class LocalWorkload:
         self._current = node.mesh.local_workload(name.name, name.namespace, name.service_account)
         self._waiting: set[asyncio.Future[None]] = set()
         self._watchers: list[Callable[[Workload], None]] = []
-        self._stop_watching = node.mesh.watch(self._mesh_changed)
+        self._stop_watching: Callable[[], None] = node.mesh.watch(self._mesh_changed)
 
     @property
     def current(self) -> Workload | None:
@@ -42,6 +46,7 @@ class LocalWorkload:
     def close(self) -> None:
         """Follow the mesh no more; idempotent."""
         self._stop_watching()
+        self._stop_watching = _nothing  # the old one refers to this object
         self._watchers.clear()
 
     def _mesh_changed(self, changes: Changes) -> None:

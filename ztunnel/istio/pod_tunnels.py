@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Hashable, Iterable
+from functools import partial
 
-from hbone.aio.connection import Connection
+from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
@@ -13,7 +14,9 @@ from hbone.pool import PoolSettings
 from xds.model.address import SocketAddress
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.node import Node
 from ztunnel.istio.pod_context import PodContext
+from ztunnel.istio.pod_sockets import PodSockets
 
 #: Of a pod's tunnels: its certificate, and the identities that the far end may show.
 _Key = PoolKey[WorkloadCertificate, tuple[str, ...]]
@@ -24,11 +27,9 @@ class PodTunnels:
 
     def __init__(self, pod: PodContext) -> None:
         config = pod.node.config
-        self._node = pod.node
-        self._sockets = pod.sockets
-        self._settings = pod.client_settings
+        # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
         self._pool = Pool(
-            self._dial,
+            partial(_dial, pod.node, pod.sockets, pod.client_settings),
             PoolSettings(
                 max_streams_per_connection=config.pool_max_streams,
                 idle_timeout_s=config.pool_unused_release_s,
@@ -64,18 +65,20 @@ class PodTunnels:
         key = PoolKey(target, certificate, certificate.generation, identities)
         return self._pool.open(key, request, client)
 
-    async def _dial(self, key: Hashable) -> Connection:
-        assert isinstance(key, PoolKey)
-        return await self._dial_key(key)
-
-    async def _dial_key(self, key: _Key) -> Connection:
-        return await dial_connection(
-            lambda: key.credentials.client_context(key.options),
-            lambda: self._sockets.connect(key.address),
-            self._settings,
-            self._node.poller,
-        )
-
     async def close(self) -> None:
         """Close every connection at once; waiting callers get ``PoolClosed``."""
         await self._pool.close()
+
+
+async def _dial(node: Node, sockets: PodSockets, settings: ConnectionSettings, key: Hashable) -> Connection:
+    assert isinstance(key, PoolKey)
+    return await _dial_key(node, sockets, settings, key)
+
+
+async def _dial_key(node: Node, sockets: PodSockets, settings: ConnectionSettings, key: _Key) -> Connection:
+    return await dial_connection(
+        lambda: key.credentials.client_context(key.options),
+        lambda: sockets.connect(key.address),
+        settings,
+        node.poller,
+    )

@@ -292,6 +292,10 @@ class HalfOpen:
         self._timer = self._retry = None
 
 
+def _begins_nothing(arrival: Arrival) -> Cancellable:
+    raise AssertionError("a handshake of a closed entrance")
+
+
 class Entrance:
     """The half-open connections of one pod.
 
@@ -476,6 +480,7 @@ class Entrance:
         What has begun ends with its fiber.
         """
         self._closed = True
+        self._begin = _begins_nothing  # nothing begins here any more; without this the pod could not be freed
         self._all.removed(self)
         for arrival in list(self._arrivals):
             if not arrival.in_handshake:
