@@ -42,7 +42,12 @@ _COMMANDS = ("proxy", "version", "agent", "authz", "control-plane", "intercept",
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ztunnel", description="A node's tunnel proxy for ambient meshes.")
+    parser = argparse.ArgumentParser(
+        prog="ztunnel",
+        description="A node's tunnel proxy for ambient meshes.",
+        epilog="ztunnel COMMAND --help explains a command; the daemon is ztunnel proxy.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     proxy = commands.add_parser(
         "proxy",
@@ -74,8 +79,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
-    # Without a command it is the proxy, as in Rust ztunnel.
-    given = list(sys.argv[1:] if argv is None else argv) or ["proxy"]
+    given = list(sys.argv[1:] if argv is None else argv) or ["help"]
+    if given[0] == "--version":
+        given[0] = "version"
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
         from ztunnel.istio.workers.worker import run
 
@@ -88,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unknown command: {given[0]}", file=sys.stderr)
         parser.print_help(sys.stderr)
         return 1
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        _command_of(parser, given).error(f"unknown arguments: {' '.join(unknown)}")
     if args.command == "version":
         return _version()
     if args.command == "proxy":
@@ -97,6 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if inspect.isawaitable(status):
         status = asyncio.run(_result(status))
     return int(status)
+
+
+def _command_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the innermost command that a command line names: its usage helps."""
+    for word in given:
+        choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+        if choices and word in choices[0]:
+            parser = choices[0][word]
+    return parser
 
 
 async def _result(status: Awaitable[int]) -> int:
@@ -120,7 +137,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _istio(args: argparse.Namespace) -> int:
     """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
-    from ztunnel.istio.command import check, run
+    from ztunnel.istio.command import check, described, run
 
     try:
         config = check(os.environ, " ".join(["proxy", *args.arguments]))
@@ -132,6 +149,7 @@ def _istio(args: argparse.Namespace) -> int:
         return run(config)
     for warning in config.warnings:
         print(f"Warning: {warning}", file=sys.stderr)
+    print(f"configuration is valid: {described(config)}", file=sys.stderr)
     return 0
 
 
@@ -164,24 +182,25 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
     from xds.errors import ConfigError
     from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
-    from ztunnel.envoy.validate import faults_of, faults_of_file
+    from ztunnel.envoy.validate import Findings, findings_of, findings_of_file
 
     status = 0
     try:
         if settings.bootstrap and validate:
-            faults = faults_of_file(settings.bootstrap)
+            found = findings_of_file(settings.bootstrap)
         elif settings.bootstrap:
             bootstrap = load_bootstrap(settings.bootstrap)
         else:
             bootstrap = read_bootstrap(
                 bootstrap_for(settings.control_plane, settings.node, delta=settings.delta, admin=settings.admin)
             )
-            faults = faults_of(bootstrap) if validate else []
+            found = findings_of(bootstrap) if validate else Findings([])
         if validate:
-            for fault in faults:
+            for fault in found.faults:
                 print(fault)
-            print(f"{len(faults)} faults" if faults else "configuration is valid", file=sys.stderr)
-            status = 1 if faults else 0
+            summary = f"configuration is valid: {found.checked()}"
+            print(f"{len(found.faults)} faults" if found.faults else summary, file=sys.stderr)
+            status = 1 if found.faults else 0
         else:
 
             async def serve() -> None:

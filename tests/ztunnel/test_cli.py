@@ -61,10 +61,70 @@ def test_help_and_version_go_to_standard_output() -> None:
     assert version.stdout.count("\n") == 1
 
 
-def test_without_a_command_it_is_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_command_it_says_which_there_are() -> None:
+    shown = ztunnel()
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout == ztunnel("help").stdout
+    assert "the daemon is ztunnel proxy" in shown.stdout
+
+
+def test_the_version_is_a_flag_too() -> None:
+    assert ztunnel("--version").stdout == ztunnel("version").stdout
+
+
+@pytest.mark.parametrize(
+    "command", [("proxy",), ("agent",), ("control-plane", "mesh.yaml"), ("intercept", "apply")], ids=" ".join
+)
+def test_an_unknown_flag_shows_the_usage_of_its_command(command: tuple[str, ...]) -> None:
+    done = ztunnel(*command, "--bogus")
+    assert done.returncode == 2
+    words = " ".join(word for word in command if "." not in word)
+    assert done.stderr.startswith(f"usage: ztunnel {words} ")
+    assert done.stderr.endswith(f"ztunnel {words}: error: unknown arguments: --bogus\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("agent", "--socket", "/nonexistent/a.sock"), "/nonexistent"),
+        (("control-plane", "/nonexistent"), "/nonexistent: no such file or directory"),
+        (("intercept", "apply", "-f", "/nonexistent"), "/nonexistent: no such file or directory"),
+        (("intercept", "apply"), "host.addresses: must be a list of IP addresses, and is missing"),
+        (("proxy", "--spin-us", "x"), "--spin-us=x: must be a whole number, not negative"),
+        (("proxy", "--admin", "1:2:3"), "--admin=1:2:3: must be ip:port, a port, or off"),
+        (("proxy", "--tunnel-source", "x"), "--tunnel-source=x: must be one of client-pod, envoy"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_fault_is_told_in_words(command: tuple[str, ...], words: str) -> None:
+    """No name of a Python type, no number of an error, no word of the language's own."""
+    done = ztunnel(*command)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    for python in ("Errno", "None", "Traceback", "invalid literal", "is not a valid"):
+        assert python not in done.stderr
+
+
+def test_a_valid_environment_says_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDS_ADDRESS", "https://istiod:15012")
+    monkeypatch.setenv("ZTUNEL_SPIN_US", "5")
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 0
+    assert "ZTUNEL_SPIN_US is not known; did you mean ZTUNNEL_SPIN_US?" in done.stderr
+    assert "configuration is valid: control plane https://istiod:15012" in done.stderr
+
+
+def test_a_valid_bootstrap_says_what_was_checked(tmp_path: Path) -> None:
+    path = tmp_path / "bootstrap.yaml"
+    path.write_text("static_resources: {clusters: [{name: a}, {name: b}]}\n")
+    done = ztunnel("proxy", "--bootstrap", str(path), "--validate")
+    assert (done.returncode, done.stderr) == (0, "configuration is valid: 2 resources, 0 TLS contexts\n")
+
+
+def test_the_proxy_reports_every_fault_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXY_MODE", "neither")
     monkeypatch.setenv("RUST_LOG", "loud")
-    done = ztunnel()
+    done = ztunnel("proxy")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "Error: invalid env var PROXY_MODE=neither (must be one of shared, dedicated)",

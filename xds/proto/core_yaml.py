@@ -40,7 +40,9 @@ def _guarded(read: Callable[[], _T]) -> _T:
         check_aliases(value)
         return value
     except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+        # The parser calls what it reads "<unicode string>"; the caller knows the file.
+        words = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"not valid YAML: {words}") from None
     except RecursionError:
         raise ConfigError("nested too deeply") from None
     except ValueError as error:  # characters YAML does not allow, integers of 5,000 digits

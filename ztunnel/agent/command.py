@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ztunnel.runtime.settings import plain_reason
+
 _DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
 
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{args.state}: {fault}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"ztunnel agent: {error}", file=sys.stderr)
+        print(f"ztunnel agent: {plain_reason(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ztunnel.runtime.settings import plain_reason
+
 _WARNING = "for laptops, tests and virtual machines; a cluster uses istiod"
 
 
@@ -113,8 +115,11 @@ def run(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"{args.mesh}: {fault}", file=sys.stderr)
         return 1
-    except (CaError, ServeError, OSError) as error:
+    except (CaError, ServeError) as error:
         print(f"ztunnel control-plane: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"ztunnel control-plane: {plain_reason(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xds.model.address import SocketAddress
-from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
@@ -75,19 +75,21 @@ class Settings:
     switches: Switches = Switches()
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value
-
-
 def _address(text: str) -> SocketAddress | None:
     if text in ("", "off"):
         return None
     if text.isdigit():
         text = f"0.0.0.0:{text}"
-    return SocketAddress.parse(text)
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        raise ValueError("must be ip:port, a port, or off") from None
+
+
+def _tunnel_source(text: str) -> TunnelSource:
+    if text not in list(TunnelSource):
+        raise ValueError("must be one of " + ", ".join(TunnelSource))
+    return TunnelSource(text)
 
 
 def _level(text: str) -> str:
@@ -110,8 +112,8 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "shutdown_s": ("CONNECTION_TERMINATION_DEADLINE", duration_s),
     "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", duration_s),
     "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
-    "spin_us": ("ZTUNNEL_SPIN_US", _count),
-    "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", _count),
+    "spin_us": ("ZTUNNEL_SPIN_US", count),
+    "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", count),
 }
 
 SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
@@ -121,7 +123,7 @@ SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", boolean),
     "judge_ports": ("ZTUNNEL_JUDGE_PORTS", boolean),
     "strict_tls": ("ZTUNNEL_STRICT_TLS", boolean),
-    "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", TunnelSource),
+    "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", _tunnel_source),
 }
 
 COMPAT_VARIABLE = "ZTUNNEL_ENVOY_COMPAT"

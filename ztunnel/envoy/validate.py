@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -45,22 +46,44 @@ from ztunnel.envoy.upstream.grpc import tls_of
 _RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
 
 
-def faults_of_file(path: str) -> list[str]:
-    """Return every fault of a bootstrap file and of every file it leads to, one line each."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a check found.
+
+    Attributes:
+        faults: one line each, with their places.
+        resources, contexts: how many resources and TLS contexts were checked.
+        files: the resource files among what was read.
+    """
+
+    faults: list[str]
+    resources: int = 0
+    contexts: int = 0
+    files: tuple[str, ...] = ()
+
+    def checked(self) -> str:
+        """Return what was checked, for a person."""
+        files = f", and {', '.join(self.files)}" if self.files else ""
+        return f"{self.resources} resources, {self.contexts} TLS contexts{files}"
+
+
+def findings_of_file(path: str) -> Findings:
+    """Check a bootstrap file and every file it leads to."""
     faults: list[ConfigError] = []
     try:
         message = parse_bootstrap(path, faults)
     except ConfigError as error:
-        return [f"{path}: {error}"]
+        return Findings([f"{path}: {error}"])
     read = len(faults)  # the readable parts are checked nevertheless
     bootstrap = read_bootstrap(message, faults)
-    return [f"{path}: {fault}" for fault in faults] + faults_of(bootstrap, path, unread=faults[:read])
+    found = findings_of(bootstrap, path, unread=faults[:read])
+    return replace(found, faults=[*(f"{path}: {fault}" for fault in faults), *found.faults])
 
 
-def faults_of(
+def findings_of(
     bootstrap: BootstrapConfig, place: str = "bootstrap", *, unread: Collection[ConfigError] = ()
-) -> list[str]:
-    """Return everything wrong with a bootstrap's static resources and with every file it leads to, one line each.
+) -> Findings:
+    """Check a bootstrap's static resources and every file it leads to.
 
     Args:
         bootstrap: the bootstrap.
@@ -83,7 +106,7 @@ def faults_of(
     if bootstrap.ads is not None and bootstrap.ads.cluster in bootstrap.targets:
         check.control_plane(bootstrap.targets[bootstrap.ads.cluster], place)
     check.contexts()
-    return list(dict.fromkeys(check.faults))  # a control plane's cluster is checked twice
+    return check.findings()
 
 
 def _at_fault(faults: Collection[ConfigError]) -> frozenset[str]:
@@ -97,11 +120,17 @@ class _Check:
         self._bootstrap = bootstrap
         self._static_secrets = {secret.name for secret in bootstrap.message.static_resources.secrets}
         self._surroundings = Surroundings(lambda path: Path(path).read_bytes(), os.environ)
+        self._resources = 0
         self._files: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
+
+    def findings(self) -> Findings:
+        """Return what was found so far."""
+        faults = list(dict.fromkeys(self.faults))  # a control plane's cluster is checked twice
+        return Findings(faults, self._resources, len(self._contexts), tuple(self._files))
 
     def control_plane(self, target: GrpcTarget, place: str) -> None:
         """Check the TLS of the stream to the control plane."""
@@ -171,6 +200,7 @@ class _Check:
         return self._by_file.get((ref.source.path, ref.name)) if isinstance(ref.source, FileSource) else None
 
     def _resource(self, message: Message, place: str, file: str) -> None:
+        self._resources += 1
         match message:
             case listener_pb2.Listener():
                 self._listener(message, place)

@@ -22,6 +22,7 @@ from tproxy.operations import Operation
 from tproxy.render.text import operation_text, state_text
 from tproxy.resources import Namespace, NamespaceName, State
 from ztunnel.intercept.description import BadDescription, Description, Flags, namespaces, parse
+from ztunnel.runtime.settings import plain_reason
 
 DONE, DIFFERS, FAILED = 0, 1, 2
 
@@ -86,7 +87,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
             case _:
                 return await _remove(args, out)
     except (TproxyError, BadDescription, OSError) as error:
-        print(f"ztunnel intercept: {error}", file=err)
+        print(f"ztunnel intercept: {plain_reason(error) if isinstance(error, OSError) else error}", file=err)
         return FAILED
 
 

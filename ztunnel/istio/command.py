@@ -20,6 +20,17 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
     return config_from(env, cpus=cpus_available(), arguments=arguments)
 
 
+def described(config: IstioConfig) -> str:
+    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed."""
+    parts = {
+        "control plane": config.xds_address,
+        "certificates from": config.ca_address,
+        "local file": config.local_xds_path,
+        "warnings": str(len(config.warnings)) if config.warnings else "",
+    }
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+
+
 def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return the number of CPUs that this process may use: its affinity, limited by its control group (v2)."""
     cpus = len(os.sched_getaffinity(0))

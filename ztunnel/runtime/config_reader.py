@@ -1,5 +1,6 @@
 """Reads descriptions that operators write, and reports all faults together, each with its place. Pure."""
 
+import json
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final
@@ -24,6 +25,13 @@ class Faults(Exception):
 
     def __str__(self) -> str:
         return "; ".join(self.faults)
+
+
+def _but(value: object) -> str:
+    """Return the end of a sentence that began with what a value must be: what it is instead, as written."""
+    if value is None:
+        return ", and is missing"
+    return f", not {value!r}" if isinstance(value, str) else f", not {json.dumps(value, default=str)}"
 
 
 class ConfigReader:
@@ -54,7 +62,7 @@ class ConfigReader:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            self.fault(place, f"must be a mapping, not {value!r}")
+            self.fault(place, f"must be a mapping{_but(value)}")
             return {}
         if known is not None:
             for key in value:
@@ -68,7 +76,7 @@ class ConfigReader:
         if value is None:
             return []
         if not isinstance(value, list):
-            self.fault(f"{place}.{key}", f"must be a list, not {value!r}")
+            self.fault(f"{place}.{key}", f"must be a list{_but(value)}")
             return []
         return value
 
@@ -77,14 +85,14 @@ class ConfigReader:
         values = self.items(entry, key, place)
         for value in values:
             if not isinstance(value, str) or not value:
-                self.fault(f"{place}.{key}", f"must be texts, not {value!r}")
+                self.fault(f"{place}.{key}", f"must be texts{_but(value)}")
         return tuple(str(value) for value in values)
 
     def text(self, entry: Mapping[str, Any], key: str, place: str, default: str) -> str:
         """Return a text."""
         value = entry.get(key, default)
         if not isinstance(value, str):
-            self.fault(f"{place}.{key}".lstrip("."), f"must be text, not {value!r}")
+            self.fault(f"{place}.{key}".lstrip("."), f"must be text{_but(value)}")
             return default
         return value
 
@@ -92,7 +100,7 @@ class ConfigReader:
         """Return true or false."""
         value = entry.get(key, default)
         if not isinstance(value, bool):
-            self.fault(f"{place}.{key}", f"must be true or false, not {value!r}")
+            self.fault(f"{place}.{key}", f"must be true or false{_but(value)}")
             return default
         return value
 
@@ -100,28 +108,28 @@ class ConfigReader:
         """Return one of ``options``; the first is the default."""
         value = entry.get(key, options[0])
         if value not in options:
-            self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}, not {value!r}")
+            self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}{_but(value)}")
             return options[0]
         return str(value)
 
     def port(self, value: object, place: str) -> int:
         """Return a port."""
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
-            self.fault(place, f"must be a port, 1 to 65535, not {value!r}")
+            self.fault(place, f"must be a port, 1 to 65535{_but(value)}")
             return 1
         return value
 
     def addresses(self, values: object, place: str) -> tuple[IPv4Address | IPv6Address, ...]:
         """Return IP addresses, at least one."""
         if not isinstance(values, list | tuple) or not values:
-            self.fault(place, f"must be a list of IP addresses, not {values!r}")
+            self.fault(place, f"must be a list of IP addresses{_but(values)}")
             return ()
         found = []
         for value in values:
             try:
                 found.append(ip_address(value if isinstance(value, str) else ""))
             except ValueError:
-                self.fault(place, f"must be IP addresses, not {value!r}")
+                self.fault(place, f"must be IP addresses{_but(value)}")
         return tuple(found)
 
     def interface(self, value: object, place: str) -> str:
@@ -132,7 +140,7 @@ class ConfigReader:
             or name in (".", "..")
             or any(char in "/:\0" or char.isspace() for char in name)
         ):
-            self.fault(place, f"must be the name of an interface, not {value!r}")
+            self.fault(place, f"must be the name of an interface{_but(value)}")
         return name
 
     def namespace(self, value: object, place: str) -> str | None:
@@ -141,7 +149,7 @@ class ConfigReader:
             return None
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
             return str(value)
-        self.fault(place, f"must be a name, a path or a process id, not {value!r}")
+        self.fault(place, f"must be a name, a path or a process id{_but(value)}")
         return None
 
     def plain_name(self, name: str, place: str) -> None:
@@ -150,4 +158,4 @@ class ConfigReader:
         Names become parts of identities, which are paths, and of cluster names, which are split at underscores.
         """
         if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
-            self.fault(place, f"must be letters, digits, '-' and '.', not {name!r}")
+            self.fault(place, f"must be letters, digits, '-' and '.'{_but(name)}")

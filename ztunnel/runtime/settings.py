@@ -41,6 +41,23 @@ class SettingsError(Exception):
         return "\n".join(self.faults)
 
 
+def plain_reason(error: OSError) -> str:
+    """Return what went wrong with a file or socket, for a person: the name and the kernel's words, no number."""
+    words = (error.strerror or str(error)).lower()
+    return f"{error.filename}: {words}" if error.filename else words
+
+
+def count(text: str) -> int:
+    """Parse a number that is not negative.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("must be a whole number, not negative")
+    return int(text)
+
+
 def boolean(text: str) -> bool:
     """Parse ``true`` or ``false``.
 

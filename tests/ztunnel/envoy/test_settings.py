@@ -72,7 +72,7 @@ def test_all_faults_are_reported_together() -> None:
         "ZTUNNEL_STRICT_TLS=yes: must be true or false",
         "ZTUNNEL_TUNNEL_SOURCE=mars",
         "ZTUNNEL_LOG_LEVEL=loud: must be one of",
-        "ZTUNNEL_SPIN_US=-1: must not be negative",
+        "ZTUNNEL_SPIN_US=-1: must be a whole number, not negative",
         "ZTUNNEL_TYPO: no such variable",
         "--metrics=99999",
         "give --bootstrap FILE, or --control-plane ADDRESS",
