@@ -73,6 +73,11 @@ def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:
     return Page(status=status, content_type=content_type, body=(body,))
 
 
+def not_found(paths: Iterable[str]) -> Page:
+    """Return the answer to a path that a port does not have: which paths it has."""
+    return text(f"no such page; this port has {', '.join(paths)}\n", 404, PLAIN)
+
+
 def printable(name: str) -> str:
     """Return ``name`` with line breaks and control characters escaped, for a page of lines.
 

@@ -1,13 +1,15 @@
 """Answers the scrape port: ``/metrics`` and ``/stats/prometheus``, in the format that the scraper requests."""
 
 from ztunnel.envoy.telemetry.stats import Stats
-from ztunnel.http.page import PLAIN, Page, PageRequest, text
+from ztunnel.http.page import Page, PageRequest, not_found
+
+_PATHS = ("/metrics", "/stats/prometheus")
 
 
 def page(stats: Stats, request: PageRequest) -> Page:
     """Return the answer of the metrics server."""
-    if request.path not in ("/metrics", "/stats/prometheus"):
-        return text("", 404, PLAIN)
+    if request.path not in _PATHS:
+        return not_found(_PATHS)
     from ztunnel.envoy.telemetry.prometheus import scraped  # with the first scrape: see exposition
     from ztunnel.http import exposition
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.http import liveness
-from ztunnel.http.page import PLAIN, Page, PageRequest, printable, text
+from ztunnel.http.page import PLAIN, Page, PageRequest, not_found, printable, text
 
 if TYPE_CHECKING:
     from ztunnel.envoy.upstream.cluster import LiveCluster
@@ -21,7 +21,7 @@ def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
     if request.path == liveness.PATH:
         return liveness.page(proxy.poller, request)
     if request.path != "/healthz/ready":
-        return text("", 404, PLAIN)
+        return not_found(["/healthz/ready", liveness.PATH])
     if request.method not in ("GET", "HEAD"):
         return text("", 405, PLAIN)
     state = proxy.state

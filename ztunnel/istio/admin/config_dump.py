@@ -49,6 +49,11 @@ def pieces(proxy: InspectedProxy, connections: Mapping[RunningPod, object] | Non
     yield "}\n"
 
 
+def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
+    """Yield ``workloadState`` of the dump by itself; ``carried`` are the connections that workers carry."""
+    yield _dumped(_pods(proxy, carried), 0) + "\n"
+
+
 def _dumped(value: object, indent: int) -> str:
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
     return text.replace("\n", "\n" + " " * indent)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.http import liveness
-from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, text
+from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, not_found, text
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.istio.admin import config_dump
 from ztunnel.istio.admin.inspected import InspectedProxy, InspectedWorkers
@@ -32,8 +32,10 @@ usage: POST /logging?level={mod1}={level1},{mod2}={level2}	(To change specific m
 hint: loglevel:	error|warn|info|debug|trace|off
 hint: mod_name:	the module name, i.e. ztunnel::proxy
 """
+_METRICS_PATHS = ("/metrics", "/stats/prometheus")
 _PAGES = {
     "/config_dump": "everything this proxy knows",
+    "/connections": "live connections, by pod",
     "/logging": "levels of the log (POST)",
     "/quitquitquit": "end in order (POST)",
     "/debug/pprof/profile": "not available: use py-spy",
@@ -99,7 +101,7 @@ class Servers:
         if request.path == liveness.PATH:
             return liveness.page(self._proxy.poller, request)
         if request.path != "/healthz/ready":
-            return text("", 404, PLAIN)
+            return not_found(["/healthz/ready", liveness.PATH])
         if request.method != "GET":
             return text("", 405, PLAIN)
         pending = self._proxy.readiness.pending
@@ -108,8 +110,8 @@ class Servers:
         return text(f"not ready, pending: {', '.join(sorted(pending))}\n", 500, PLAIN)
 
     def _stats(self, request: PageRequest) -> Page | Awaitable[Page]:
-        if request.path not in ("/metrics", "/stats/prometheus"):
-            return text("", 404, PLAIN)
+        if request.path not in _METRICS_PATHS:
+            return not_found(_METRICS_PATHS)
         if self._proxy.workers is not None:
             return self._stats_of_all(self._proxy.workers, request)
         return _metrics_page(self._proxy.metrics, request)
@@ -142,8 +144,16 @@ class Servers:
                 return _profile(request)
             case "/debug/pprof/heap" | "/debug/pprof/heap/profiling":
                 return text("jemalloc not enabled\n", 500, PLAIN)
+            case "/connections":
+                return self._connections()
             case _:
-                return text("", 404, PLAIN)
+                return not_found(["/", *_PAGES])
+
+    async def _connections(self) -> Page:
+        """Return the pods with their live connections: the part of the dump that changes from call to call."""
+        workers = self._proxy.workers
+        carried = await workers.connections() if workers is not None else {}
+        return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
 
     def _logging(self, request: PageRequest) -> Page:
         if request.method != "POST":

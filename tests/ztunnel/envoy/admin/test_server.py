@@ -147,7 +147,8 @@ def test_health_checks_can_be_failed_and_passed(reference: Reference) -> None:
         assert running.readiness.get("/healthz/live").text == "live\n"
         assert running.admin.post("/healthcheck/ok").status == 200
         assert running.admin.get("/ready").text == "LIVE\n"
-        assert running.readiness.get("/other").status == 404
+        other = running.readiness.get("/other")
+        assert (other.status, other.text) == (404, "no such page; this port has /healthz/ready\n")
         assert running.readiness.post("/healthz/ready").status == 405
 
     serve(reference, check)
@@ -307,7 +308,8 @@ def test_metrics_port_negotiates(reference: Reference) -> None:
         assert dict(openmetrics.headers)["content-type"].startswith("application/openmetrics-text")
         assert openmetrics.text.endswith("\n# EOF\n")
         assert openmetrics.text.count("# EOF") == 1
-        assert running.metrics.get("/").status == 404
+        other = running.metrics.get("/")
+        assert (other.status, other.text) == (404, "no such page; this port has /metrics, /stats/prometheus\n")
 
     serve(reference, check)
 

@@ -99,7 +99,7 @@ def test_readiness_names_what_is_pending() -> None:
             assert (await rig.ask("readiness", "/healthz/ready", method)).status == 405
         for path in ("/", "/healthz", "/metrics"):
             answer = await rig.ask("readiness", path)
-            assert (answer.status, answer.text) == (404, "")
+            assert (answer.status, answer.text) == (404, "no such page; this port has /healthz/ready\n")
 
     served(check)
 
@@ -148,7 +148,11 @@ def test_metrics_answer_under_two_names() -> None:
             assert "workload_manager_proxies_started_total 0.0\n" in answer.text
             assert answer.text.endswith("# EOF\n")
         assert (await rig.ask("stats", "/metrics", "POST")).status == 200
-        assert (await rig.ask("stats", "/")).status == 404
+        unknown = await rig.ask("stats", "/")
+        assert (unknown.status, unknown.text) == (
+            404,
+            "no such page; this port has /metrics, /stats/prometheus\n",
+        )
 
     served(check, {"ISTIO_META_ISTIO_VERSION": "1.30.1"})
 
@@ -208,7 +212,12 @@ def test_pages_and_methods() -> None:
         quit_ = await rig.ask("admin", "/quitquitquit", "POST")
         assert (quit_.status, quit_.text) == (200, "shutdown now\n")
         assert rig.proxy._stop.is_set()
-        assert (await rig.ask("admin", "/nothing")).status == 404
+        unknown = await rig.ask("admin", "/nothing")
+        assert unknown.status == 404
+        home = await rig.ask("admin", "/")
+        for path in ("/", "/config_dump", "/connections", "/logging", "/quitquitquit"):
+            assert path in unknown.text
+            assert path in home.text
         for query in ("seconds=0", "seconds=301", "seconds=x", "frequency=0", "frequency=1001"):
             name, largest = ("seconds", 300) if query.startswith("seconds") else ("frequency", 1000)
             answer = await rig.ask("admin", f"/debug/pprof/profile?{query}")
@@ -265,6 +274,7 @@ def test_the_dump_of_a_shared_proxy() -> None:
         assert answer.text.startswith('{\n  "certificates": [\n    {\n      "certChain": [')
         assert [type(dump[key]) for key in ("workloads", "services", "policies", "certificates")] == [list] * 4
         assert (dump["workloadState"], dump["stagedServices"]) == ({}, {})
+        assert json.loads((await rig.ask("admin", "/connections")).text) == dump["workloadState"]
         assert dump["staticConfig"] == {"policies": [], "services": [], "workloads": []}
         (entry,) = dump["certificates"]
         assert entry["identity"] == "spiffe://cluster.local/ns/default/sa/default"
