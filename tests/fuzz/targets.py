@@ -191,7 +191,7 @@ def _client_seeds() -> list[bytes]:
 
 
 def _hpack(data: bytes) -> None:
-    decoder: BlockDecoder[object] = BlockDecoder(65_536, parse_request)
+    decoder: BlockDecoder[object] = BlockDecoder(65_536, parse_request, None)
     # Several blocks on one connection: the dynamic table of one is what the next refers to.
     for block in data.split(b"\xff\xff\xff"):
         try:
@@ -374,6 +374,9 @@ class _Writer:
 
     def abort(self) -> None:
         pass
+
+    def get_extra_info(self, name: str) -> object:
+        return ("127.0.0.1", 1) if name == "peername" else None
 
 
 async def _serve(data: bytes) -> None:

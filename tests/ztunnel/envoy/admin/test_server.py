@@ -148,7 +148,7 @@ def test_health_checks_can_be_failed_and_passed(reference: Reference) -> None:
         assert running.admin.post("/healthcheck/ok").status == 200
         assert running.admin.get("/ready").text == "LIVE\n"
         other = running.readiness.get("/other")
-        assert (other.status, other.text) == (404, "no such page; this port has /healthz/ready\n")
+        assert (other.status, other.text) == (404, "no such page; this port has /healthz/ready, /healthz/live\n")
         assert running.readiness.post("/healthz/ready").status == 405
 
     serve(reference, check)

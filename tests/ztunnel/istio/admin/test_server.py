@@ -99,7 +99,10 @@ def test_readiness_names_what_is_pending() -> None:
             assert (await rig.ask("readiness", "/healthz/ready", method)).status == 405
         for path in ("/", "/healthz", "/metrics"):
             answer = await rig.ask("readiness", path)
-            assert (answer.status, answer.text) == (404, "no such page; this port has /healthz/ready\n")
+            assert (answer.status, answer.text) == (
+                404,
+                "no such page; this port has /healthz/ready, /healthz/live\n",
+            )
 
     served(check)
 
