@@ -339,7 +339,7 @@ def test_tls_with_what_comes_late(tmp_path: Path) -> None:
         async with mesh.begun() as proxy:
 
             def logged(text: str) -> bool:
-                return any(text in line["message"] for line in proxy.log())
+                return any(text in str(value) for line in proxy.log() for value in line.values())
 
             missed = f"cannot read root certificate file {mesh.root}"
             await eventually(lambda: logged(missed), "the root is missed")

@@ -7,7 +7,7 @@ import pytest
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.keepalive import Keepalive
 from hbone.aio.poller import Poller
-from tests.ztunnel.istio import virtual_time
+from tests.hbone import virtual_time
 
 #: Peers of a proxy that died without a FIN should see an end within this time.
 NOTICED_S = 20.0

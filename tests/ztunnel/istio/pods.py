@@ -28,7 +28,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.settings import server_settings
 from tests.hbone.certificates import Authority
-from tests.ztunnel.istio import virtual_time
+from tests.hbone import virtual_time
 from tests.ztunnel.istio.nodes import Lines
 from tproxy.errors import ConnectFailed
 from xds.model.address import SocketAddress

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hbone.aio.poller import Poller
-from tests.ztunnel.istio import virtual_time
+from tests.hbone import virtual_time
 from tests.ztunnel.istio.pods import pair
 from tests.ztunnel.runtime.test_client_hello import HELLO
 from ztunnel.runtime import half_open as module
