@@ -350,11 +350,18 @@ class Entrance:
         source.arrivals[arrival] = None
         self._all.changed(+1)
         self.look(arrival, hung_up=False)
-        if not (arrival.over or arrival.queued):
+        if not arrival.over:
             arrival.watch(self._poller)
 
     def look(self, arrival: Arrival, *, hung_up: bool) -> None:
-        """Peek at what a connection has sent, and queue it for its handshake when that can begin."""
+        """Peek at what a connection has sent, and queue it for its handshake when that can begin.
+
+        One that is queued is looked at for its end only: what nobody waits for must take no turn.
+        """
+        if arrival.queued:
+            if hung_up:
+                self.turn_away(arrival, GONE)
+            return
         most = self._limits.hello_bytes
         room = self._poller.ciphertext[: 2 * most]  # headers of records come on top
         try:
@@ -372,7 +379,6 @@ class Entrance:
             self.turn_away(arrival, TOO_LONG)
         else:
             # What is no TLS gets its error from the handshake, too.
-            arrival.unwatch(self._poller)
             arrival.queued = True
             source = arrival.source
             if not source.queue:
@@ -405,6 +411,7 @@ class Entrance:
             self._ready.remove(source)
         source.running[arrival] = self.running[arrival] = None
         self._all.handshakes += 1
+        arrival.unwatch(self._poller)
         try:
             arrival.begin(self._begin, now_s)
         except BaseException:

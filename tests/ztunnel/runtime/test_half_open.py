@@ -256,6 +256,23 @@ def test_unfinished_handshakes_are_paid_for_and_finished_ones_are_not() -> None:
     play(main)
 
 
+def test_one_that_hangs_up_while_it_waits_takes_no_turn() -> None:
+    async def main() -> None:
+        limits = replace(LIMITS, unfinished_of_source=(1.0, 0.5))
+        with pods(limits) as (half_open, (pod,), order):
+            waiting = [pod.comes("a", HELLO) for _ in range(4)]
+            await until(lambda: pod.begun)
+            for client in waiting[1:]:
+                client.close()
+            await until(lambda: len(half_open) == 1)
+            assert pod.turned_away == [("a", module.GONE)] * 3
+            pod.comes("a", HELLO)
+            await until(lambda: len(order) == 2)
+            pod.end()
+
+    play(main)
+
+
 def test_one_that_does_not_begin_leaves_its_place() -> None:
     async def main() -> None:
         with closing(Poller()) as poller:
