@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-#: Resources per piece: some five milliseconds to compile, two to apply.
-_PIECE = 250
+#: Resources per piece: a millisecond to compile, half of one to apply, for which connections of all pods wait.
+_PIECE = 50
 #: Faults named in one log line.
 _NAMED = 10
 
