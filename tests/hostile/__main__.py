@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.hostile.attacks import ATTACKS, Attack, reset_handshakes, run
+from tests.hostile.attacks import ATTACKS, FAILED_PROBE, Attack, reset_handshakes, run
 from tests.hostile.bystander import Bystander, Latencies
 from tests.hostile.target import Target, envoy, ours
 
-_TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {"ours": ours, "envoy": envoy}
+_TARGETS: dict[str, Callable[..., AbstractContextManager[Target]]] = {"ours": ours, "envoy": envoy}
 _LEAST_S = 0.001
 
 
@@ -31,8 +31,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f}"
 
 
-def _row(attack: Attack, open_target: Callable[[], AbstractContextManager[Target]], seconds: float) -> list[str]:
-    with open_target() as target:
+def _row(attack: Attack, open_target: Callable[..., AbstractContextManager[Target]], seconds: float) -> list[str]:
+    with open_target(files=attack.files) as target:
         alone = _alone(target, seconds)
         before, cpu_s, growth = target.rss_bytes(), target.cpu_s(), 0
         with Bystander(target) as bystander:
@@ -50,6 +50,8 @@ def _row(attack: Attack, open_target: Callable[[], AbstractContextManager[Target
         wrong.append(f"{during.failed} failed")
     if growth > attack.most_growth:
         wrong.append("grows")
+    if seen.answers[FAILED_PROBE]:
+        wrong.append(f"{seen.answers[FAILED_PROBE]} probes failed")
     if attack.calm and not seen.ends["ENHANCE_YOUR_CALM"]:
         wrong.append("not told")
     return [
@@ -66,7 +68,7 @@ def _row(attack: Attack, open_target: Callable[[], AbstractContextManager[Target
     ]
 
 
-def _handshakes(open_target: Callable[[], AbstractContextManager[Target]]) -> str:
+def _handshakes(open_target: Callable[..., AbstractContextManager[Target]]) -> str:
     with open_target() as target:
         reset_handshakes(target, 500)
         seen = _alone(target, 1.0)
@@ -90,7 +92,7 @@ def main() -> None:
         print(f"\n{name}\n\n| {' | '.join(columns)} |")
         print("|---" * len(columns) + "|")
         for attack in ATTACKS:
-            if args.only in attack.name:
+            if args.only in attack.name and not (attack.ours_only and name != "ours"):
                 row = _row(attack, _TARGETS[name], args.seconds)
                 bad += name == "ours" and row[-1] != "ok"
                 print(f"| {' | '.join(row)} |", flush=True)

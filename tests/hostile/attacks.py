@@ -1,21 +1,23 @@
-"""The attackers: each is a script of one connection, which is begun anew when the server has ended it."""
+"""The attackers: scripts of one connection, begun anew when the server has ended it, and storms of many."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+import dns.message
 from hpack import Encoder
 
 from hbone import frames
@@ -24,9 +26,11 @@ from hbone.frames import frame
 from tests.hostile.target import ATTACKER, Target
 from tests.hostile.wire import Ended, Wire
 
+FAILED_PROBE = "probe failed"
 _SPAWN = multiprocessing.get_context("spawn")
 _HEAD = [(b":method", b"CONNECT"), (b":authority", b"refused:1")]
 Script = Callable[[Wire], Iterator[bytes]]
+Storm = Callable[[Target, float, "Seen"], None]
 
 
 @dataclass(slots=True)
@@ -51,6 +55,9 @@ class Attack:
         row: of the list of attacks.
         name: in the table.
         script: yields bytes to send.
+        storm: instead of a script, attacks until a time by itself.
+        ours_only: Envoy has no such port.
+        files: descriptors that the server may have.
         calm: the server must end it with ENHANCE_YOUR_CALM.
         connections: at once.
         most_growth: of the server's memory, in bytes.
@@ -59,11 +66,14 @@ class Attack:
 
     row: str
     name: str
-    script: Script
+    script: Script | None = None
     calm: bool = True
     connections: int = 1
     most_growth: int = 20 << 20
     window: int = 1 << 20
+    storm: Storm | None = None
+    ours_only: bool = False
+    files: int | None = None
 
 
 # What is dear to read
@@ -235,6 +245,148 @@ def drip(wire: Wire) -> Iterator[bytes]:
         yield b""
 
 
+# Noisy neighbours
+
+
+def bulk(wire: Wire) -> Iterator[bytes]:
+    """As much as the window allows, all the time."""
+    stream_id = wire.open("sink:1")
+    while True:
+        size = min(wire.credit[0], wire.credit[stream_id], 16_384)
+        if size <= 0:
+            before = wire.credit[0] + wire.credit[stream_id]
+            wire.wait(lambda before=before: wire.credit[0] + wire.credit[stream_id] > before)
+            continue
+        wire.credit[0] -= size
+        wire.credit[stream_id] -= size
+        yield frame(frames.DATA, 0, stream_id, bytes(size))
+
+
+def comes_and_goes(wire: Wire) -> Iterator[bytes]:
+    """A whole handshake, a tunnel, and another connection."""
+    wire.open("echo:1")
+    yield b""
+
+
+def _half_open(first: bytes, *, most: int, per_s: float, readiness: bool = False) -> Storm:
+    """Connections that stop after ``first``: ``most`` at once, so many new ones a second."""
+
+    def storm(target: Target, until_s: float, seen: Seen) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        held: deque[socket.socket] = deque()
+        due_s = probe_s = time.monotonic()
+        while (now_s := time.monotonic()) < until_s:
+            sock = socket.socket()
+            sock.settimeout(2.0)
+            with suppress(OSError):
+                sock.connect(("127.0.0.1", target.port))
+                sock.sendall(first)
+                seen.connections += 1
+                seen.sent += len(first)
+            held.append(sock)
+            if len(held) > most:
+                held.popleft().close()
+            if readiness and target.pages_port and now_s >= probe_s:
+                probe_s = now_s + 0.5
+                _probe(target, seen)
+            due_s = max(due_s + 1 / per_s, now_s - 0.1)
+            time.sleep(max(0.0, due_s - now_s))
+        for sock in held:
+            sock.setblocking(False)
+            try:
+                while sock.recv(65_536):
+                    pass
+                seen.ends["closed"] += 1
+            except BlockingIOError:
+                seen.ends["open"] += 1
+            except OSError:
+                seen.ends["closed"] += 1
+            sock.close()
+
+    return storm
+
+
+def slow_clients(target: Target, until_s: float, seen: Seen) -> None:
+    """70 clients of the pages with half a request each, and probes beside them."""
+    held: list[socket.socket] = []
+    while time.monotonic() < until_s:
+        while len(held) < 70:
+            held.append(socket.create_connection(("127.0.0.1", target.pages_port)))
+            held[-1].sendall(b"GET /healthz/ready HTT")
+            seen.connections += 1
+        _probe(target, seen)
+        gone = [sock for sock in held if _is_over(sock)]
+        for sock in gone:
+            held.remove(sock)
+            sock.close()
+        time.sleep(0.05)
+    for sock in held:
+        sock.close()
+
+
+def queries(target: Target, until_s: float, seen: Seen) -> None:
+    """Queries for a name of the mesh, without a pause, and responses that are none."""
+    query = dns.message.make_query("cart.shop.svc.cluster.local", "A").to_wire()
+    response = query[:2] + b"\x80" + query[3:]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        while time.monotonic() < until_s:
+            for _ in range(50):
+                with suppress(OSError):
+                    seen.sent += sock.sendto(query, ("127.0.0.1", target.dns_port))
+                    sock.sendto(response, ("127.0.0.1", target.dns_port))
+            with suppress(OSError):
+                while sock.recv(4096):
+                    seen.answers["answer"] += 1
+    seen.connections = 1
+
+
+def pushes(target: Target, until_s: float, seen: Seen) -> None:
+    """A control plane that sends 20,000 services, again and again."""
+    while time.monotonic() < until_s:
+        _get(target, "/push")
+        seen.connections += 1
+        time.sleep(0.2)
+
+
+def _get(target: Target, path: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", target.pages_port), timeout=1.0) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n".encode())
+        return sock.recv(100)
+
+
+def _probe(target: Target, seen: Seen) -> None:
+    """Ask for readiness as a kubelet does, which waits a second."""
+    try:
+        seen.answers["probed" if _get(target, "/healthz/ready").startswith(b"HTTP/1.1 ") else FAILED_PROBE] += 1
+    except OSError:
+        seen.answers[FAILED_PROBE] += 1
+
+
+def _is_over(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return not sock.recv(100)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _client_hello() -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.set_alpn_protocols(["h2"])
+    outgoing = ssl.MemoryBIO()
+    session = context.wrap_bio(ssl.MemoryBIO(), outgoing)
+    with suppress(ssl.SSLWantReadError):
+        session.do_handshake()
+    return outgoing.read()
+
+
+HELLO = _client_hello()
+
+
 def _after(moment_s: float) -> Callable[[], bool]:
     return lambda: time.monotonic() >= moment_s
 
@@ -258,7 +410,20 @@ ATTACKS: tuple[Attack, ...] = (
     Attack("11", "zero window, 199 streams", zero_window, calm=False, most_growth=20 << 20, window=65_535),
     Attack("12", "dripped headers", drip, calm=False, connections=5),
     Attack("52", "20 connections, unread", unread, calm=False, connections=20, most_growth=96 << 20),
-)
+    Attack("49", "half-open, no byte, 2,000/s", calm=False, storm=_half_open(b"", most=5000, per_s=2000)),
+    Attack("49", "half-open, ClientHello, 1,325/s", calm=False, storm=_half_open(HELLO, most=5000, per_s=1325)),
+    Attack(
+        "31, 50", "900 half-open, 512 descriptors", calm=False, files=512,
+        storm=_half_open(b"", most=900, per_s=1000, readiness=True),
+    ),
+    Attack("51", "70 slow clients of pages", calm=False, storm=slow_clients, ours_only=True),
+    Attack("34", "noisy: bulk", bulk, calm=False, connections=2, most_growth=64 << 20),
+    Attack("29", "noisy: connection storm", comes_and_goes, calm=False, connections=4),
+    Attack("34", "noisy: handshake storm", calm=False, storm=_half_open(HELLO, most=20, per_s=5000)),
+    Attack("54", "noisy: DNS flood", calm=False, storm=queries, ours_only=True),
+    Attack("33", "noisy: 100 slow readers", unread, calm=False, most_growth=40 << 20),
+    Attack("25", "noisy: 20,000 services pushed", calm=False, storm=pushes, ours_only=True, most_growth=160 << 20),
+)  # fmt: skip
 
 
 def _headers(wire: Wire, block: bytes) -> bytes:
@@ -287,20 +452,25 @@ def _data(wire: Wire, stream_id: int, piece: bytes, cost: int) -> Iterator[bytes
 def run(attack: Attack, target: Target, seconds: float) -> Queue[Seen]:
     """Start an attack in a process of its own, which puts what it has seen into the queue when it is over."""
     queue: Queue[Seen] = _SPAWN.Queue()
-    arguments = (ATTACKS.index(attack), target.port, target.folder, time.monotonic() + seconds, queue)
+    arguments = (ATTACKS.index(attack), target, time.monotonic() + seconds, queue)
     _SPAWN.Process(target=_play, args=arguments, daemon=True).start()
     return queue
 
 
-def _play(number: int, port: int, folder: Path, until_s: float, queue: Queue[Seen]) -> None:
+def _play(number: int, target: Target, until_s: float, queue: Queue[Seen]) -> None:
     attack, seen = ATTACKS[number], Seen()
     # What is measured is what the server takes from its other clients, not what the attacker takes from all
     # processes of a small machine.
     os.nice(19)
 
+    if attack.storm is not None:
+        attack.storm(target, until_s, seen)
+        queue.put(seen)
+        return
+
     def again() -> None:
         while time.monotonic() < until_s:
-            _one(attack, port, folder, until_s, seen)
+            _one(attack, target.port, target.folder, until_s, seen)
 
     threads = [threading.Thread(target=again) for _ in range(attack.connections)]
     for thread in threads:
@@ -315,6 +485,7 @@ def _one(attack: Attack, port: int, folder: Path, until_s: float, seen: Seen) ->
     try:
         wire = Wire(port, folder, ATTACKER, until_s, window=attack.window)
         seen.connections += 1
+        assert attack.script is not None
         for piece in attack.script(wire):
             wire.send(piece)
     except (Ended, OSError, ssl.SSLError):
@@ -338,15 +509,7 @@ def _note(wire: Wire, until_s: float, seen: Seen) -> None:
 
 def reset_handshakes(target: Target, count: int) -> None:
     """Send a ClientHello and a RST right behind it, ``count`` times (row 9 of the faults seen)."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.set_alpn_protocols(["h2"])
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    session = context.wrap_bio(incoming, outgoing)
-    with suppress(ssl.SSLWantReadError):
-        session.do_handshake()
-    hello = outgoing.read()
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", target.port)) as sock:
-            sock.sendall(hello)
+            sock.sendall(HELLO)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

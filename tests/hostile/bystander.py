@@ -55,7 +55,7 @@ class Bystander:
 
     def _wire(self) -> Wire:
         target = self._target
-        return Wire(target.port, target.folder, BYSTANDER, time.monotonic() + _LIMIT_S)
+        return Wire(target.bystander_port, target.folder, BYSTANDER, time.monotonic() + _LIMIT_S)
 
     def _request(self, wire: Wire, stream_id: int) -> None:
         wire.until_s = time.monotonic() + _LIMIT_S

@@ -24,7 +24,12 @@ _MANAGER = "type.googleapis.com/envoy.extensions.filters.network.http_connection
 _BOOTSTRAP = """
 static_resources:
   listeners:
-  - name: tunnels
+{listeners}
+  clusters:
+{clusters}
+"""
+_LISTENER = """
+  - name: tunnels-{port}
     address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
     filter_chains:
     - transport_socket:
@@ -52,8 +57,6 @@ static_resources:
           route_config:
             virtual_hosts:
 {hosts}
-  clusters:
-{clusters}
 """
 _HOST = """
             - name: {name}
@@ -79,12 +82,21 @@ _CLUSTER = """
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that runs, and what its clients need."""
+    """A server that runs, and what its clients need.
+
+    Attributes:
+        port: tunnels of the pod that is attacked.
+        bystander_port: those of another pod of the same proxy.
+        dns_port, pages_port: names and pages; 0: it has none.
+    """
 
     port: int
     pid: int
     folder: Path
     log: Path
+    bystander_port: int
+    dns_port: int = 0
+    pages_port: int = 0
 
     def rss_bytes(self) -> int:
         """Memory that the process has resident."""
@@ -98,34 +110,36 @@ class Target:
 
 
 @contextlib.contextmanager
-def ours(limits: Mapping[str, float] | None = None) -> Iterator[Target]:
-    """Run a server of ours; ``limits`` differ from the default."""
+def ours(limits: Mapping[str, float] | None = None, *, files: int | None = None) -> Iterator[Target]:
+    """Run a server of ours; ``limits`` differ from the default, ``files`` is the most descriptors it may have."""
     with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
         given = json.dumps({"folder": str(folder), "ports": ports, "limits": dict(limits or {})})
         command = [sys.executable, "-m", "tests.hostile.ours", given]
-        with _process(command, log.fileno()) as process:
+        with _process(command, log.fileno(), files) as process:
             assert process.stdout is not None
-            yield Target(int(process.stdout.readline()), process.pid, folder, folder / "log")
+            found = json.loads(process.stdout.readline())
+            yield Target(pid=process.pid, folder=folder, log=folder / "log", **found)
 
 
 @contextlib.contextmanager
-def envoy() -> Iterator[Target]:
-    """Run a real Envoy."""
+def envoy(*, files: int | None = None) -> Iterator[Target]:
+    """Run a real Envoy; ``files`` is the most descriptors that it may have."""
     with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as second:
+            port, other = free.getsockname()[1], second.getsockname()[1]
+        hosts = "".join(_HOST.format(name=name) for name in ports)
         bootstrap = folder / "envoy.yaml"
         bootstrap.write_text(
             _BOOTSTRAP.format(
-                port=port,
-                manager=_MANAGER,
-                folder=folder,
-                hosts="".join(_HOST.format(name=name) for name in ports),
+                listeners="".join(
+                    _LISTENER.format(port=each, manager=_MANAGER, folder=folder, hosts=hosts)
+                    for each in (port, other)
+                ),
                 clusters="".join(_CLUSTER.format(name=name, port=each) for name, each in ports.items()),
             )
         )
         command = [str(ENVOY), "-c", str(bootstrap), "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"]
-        with _process(command, log.fileno()) as process:
+        with _process(command, log.fileno(), files) as process:
             until = time.monotonic() + _WAIT_S
             while True:
                 try:
@@ -134,7 +148,7 @@ def envoy() -> Iterator[Target]:
                 except OSError:
                     assert time.monotonic() < until, (folder / "log").read_text()
                     time.sleep(0.05)
-            yield Target(port, process.pid, folder, folder / "log")
+            yield Target(port, process.pid, folder, folder / "log", other)
 
 
 @contextlib.contextmanager
@@ -153,7 +167,9 @@ def _apps() -> Iterator[tuple[Path, dict[str, int]]]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], log: int | None) -> Iterator[subprocess.Popen[bytes]]:
+def _process(command: list[str], log: int | None, files: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    if files is not None:
+        command = ["prlimit", f"--nofile={files}:{files}", *command]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log) as process:
         try:
             yield process

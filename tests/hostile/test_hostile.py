@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.hostile.attacks import ATTACKS, Attack, reset_handshakes, run
+from tests.hostile.attacks import ATTACKS, FAILED_PROBE, Attack, reset_handshakes, run
 from tests.hostile.bystander import Bystander
 from tests.hostile.target import Target, ours
 
@@ -36,6 +36,14 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_a_bystander_is_served_beside(attack: Attack, target: Target) -> None:
+    if attack.files is None:
+        _attacked(attack, target)
+    else:
+        with ours(_LIMITS, files=attack.files) as few:
+            _attacked(attack, few)
+
+
+def _attacked(attack: Attack, target: Target) -> None:
     before = target.rss_bytes()
     with Bystander(target) as bystander:
         queue = run(attack, target, _SECONDS)
@@ -47,6 +55,7 @@ def test_a_bystander_is_served_beside(attack: Attack, target: Target) -> None:
     assert bystander.seen.failed == 0
     assert seen.connections >= attack.connections
     assert growth < attack.most_growth
+    assert not seen.answers[FAILED_PROBE]
     if attack.calm:
         assert seen.ends["ENHANCE_YOUR_CALM"] >= 1, seen
 
