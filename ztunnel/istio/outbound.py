@@ -404,8 +404,7 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
     """Let an inner connection that is over reach the far side, and the outer tunnel end after it.
 
     To close at once, as upstream does, loses what waits in the socket pair, and a gateway that sees a reset drops
-    what it has not passed on. There is no close_notify: GOAWAY has said it, and what comes until the far side ends
-    must still be read.
+    what it has not passed on. What comes until the far side ends is still read; nothing is sent any more.
     """
     inner.engine.goaway()
     inner.flush()
@@ -413,7 +412,10 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_S)
     if inner.error is None:
-        with contextlib.suppress(OSError):  # the outer tunnel broke meanwhile
+        with contextlib.suppress(OSError, TlsError):  # the outer tunnel broke meanwhile
+            if inner.link.tls is not None:
+                inner.link.tls.close()  # else the far side could not tell this end from one that was cut off
+                inner.link.send_tls()
             near.shutdown(socket.SHUT_WR)
     await carrying
 

@@ -192,6 +192,11 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, lo
         assert await client.ask(b"last") == b"last"
         assert gateway.headers()[":authority"] == inner.headers()[":authority"] == "shop.example:80"
         assert (await cluster.line())["dst.identity"] == identity("far-server")
+        # The far side can tell this end from one that was cut off.
+        (far_end,) = inner.connections
+        await cluster.until(lambda: far_end.error is not None)
+        assert far_end.link.tls is not None
+        assert far_end.link.tls.peer_closed
 
     play(tmp_path, body, loop=loop)
 
