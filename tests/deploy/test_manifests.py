@@ -28,6 +28,7 @@ FILES = {
 
 #: What values files written for Istio's chart may say.
 ISTIOS_VALUES = """
+dnsPolicy dnsConfig
     hub tag variant image imagePullPolicy imagePullSecrets resourceName labels annotations podLabels podAnnotations
     affinity nodeSelector tolerations updateStrategy resources seLinuxOptions volumes volumeMounts env meshConfig
     terminationGracePeriodSeconds revision caAddress xdsAddress istioNamespace network multiCluster platform
@@ -329,6 +330,8 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
         "annotations": {"a": "b"},
         "podLabels": {"colour": "blue"},
         "podAnnotations": {"p": "q"},
+        "dnsPolicy": "None",
+        "dnsConfig": {"nameservers": ["192.0.2.53"]},
         "affinity": {"nodeAffinity": {"preferred": []}},
         "nodeSelector": {"zone": "one"},
         "tolerations": [{"operator": "Exists"}],
@@ -370,6 +373,7 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
     spec = pod["spec"]
     assert spec["serviceAccountName"] == "my-ztunnel"
     assert spec["terminationGracePeriodSeconds"] == 3600
+    assert (spec["dnsPolicy"], spec["dnsConfig"]) == ("None", given["dnsConfig"])
     assert spec["affinity"] == given["affinity"]
     assert spec["nodeSelector"] == {"kubernetes.io/os": "linux", "zone": "one"}
     assert spec["tolerations"] == given["tolerations"]
