@@ -9,6 +9,7 @@ import base64
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cryptography import x509
@@ -157,7 +158,35 @@ def _roots(value: str) -> object:
     return {"File": value} if roots.kind == "File" else roots.kind
 
 
-def config_entry(config: IstioConfig) -> Mapping[str, Any]:
+def _resolver(config: IstioConfig, resolv_conf: Path) -> Mapping[str, Any]:
+    """Return how names are resolved that the mesh does not know, in the Rust ztunnel's form."""
+    try:
+        text = resolv_conf.read_text(errors="replace")
+    except OSError:
+        text = ""
+    from ztunnel.istio.dns.forwarder import ATTEMPTS, TIMEOUT_S, name_servers, search_domains  # for this page only
+
+    return {
+        "dnsResolverCfg": {
+            "domain": None,
+            "search": list(search_domains(text)),
+            "name_servers": [
+                {
+                    "socket_addr": str(server),
+                    "protocol": protocol,
+                    "tls_dns_name": None,
+                    "trust_negative_responses": False,
+                    "bind_addr": None,
+                }
+                for server in name_servers(text, ipv6=config.ipv6)
+                for protocol in ("udp", "tcp")
+            ],
+        },
+        "dnsResolverOpts": {"timeout": {"secs": int(TIMEOUT_S), "nanos": 0}, "attempts": ATTEMPTS},
+    }
+
+
+def config_entry(config: IstioConfig, resolv_conf: Path = Path("/etc/resolv.conf")) -> Mapping[str, Any]:
     """Return the current settings, without tokens and the local file."""
     wildcard = "[::]" if config.ipv6 else "0.0.0.0"
     sockets = config.socket
@@ -214,8 +243,7 @@ def config_entry(config: IstioConfig) -> Mapping[str, Any]:
             OriginalSource.OFF: False,
         }[config.original_source],
         "proxyArgs": config.arguments,
-        "dnsResolverCfg": {},
-        "dnsResolverOpts": {},
+        **_resolver(config, resolv_conf),
         "inpodUds": config.inpod_uds,
         "inpodPortReuse": config.inpod_port_reuse,
         "packetMark": config.packet_mark,

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 
 _PORT: Final = 53
+TIMEOUT_S: Final = 5.0
+ATTEMPTS: Final = 3
 _MOST_SERVERS: Final = 8
 _CACHED: Final = 4096
 _CACHED_BYTES: Final = 1 << 20
@@ -163,8 +165,8 @@ class Forwarder:
         resolv_conf: Path = Path("/etc/resolv.conf"),
         *,
         ipv6: bool = True,
-        timeout_s: float = 5.0,
-        attempts: int = 3,
+        timeout_s: float = TIMEOUT_S,
+        attempts: int = ATTEMPTS,
         port: int = _PORT,
         places: asyncio.Semaphore | None = None,
     ) -> None:

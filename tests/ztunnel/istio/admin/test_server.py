@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +416,18 @@ def test_the_version_is_one_line_of_upstreams_shape() -> None:
     ]
     assert 'IstioVersion:"1.30"' in line
     assert "\n" not in line
+
+
+def test_the_resolver_is_in_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "resolv.conf"
+    path.write_text("nameserver 10.96.0.10\nsearch a.test b.test\n")
+    entry = config_entry(config_from({}, cpus=1, read_file=lambda path: None), path)
+    servers = entry["dnsResolverCfg"]["name_servers"]
+    assert [(each["socket_addr"], each["protocol"]) for each in servers] == [
+        ("10.96.0.10:53", "udp"),
+        ("10.96.0.10:53", "tcp"),
+    ]
+    assert entry["dnsResolverCfg"]["search"] == ["a.test", "b.test"]
+    assert entry["dnsResolverOpts"] == {"timeout": {"secs": 5, "nanos": 0}, "attempts": 3}
+    nothing = config_entry(config_from({}, cpus=1, read_file=lambda path: None), tmp_path / "none")
+    assert nothing["dnsResolverCfg"]["name_servers"] == []
