@@ -87,7 +87,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
         now_s = time.monotonic()
-        self._check.beat_s_at = now_s
+        self._check.begin(now_s, time.process_time())
         self._arm(now_s)
         self._thread.start()
         return self
@@ -148,8 +148,12 @@ class _Check:
         self._stall_s = stall_s
         self._beat_s = beat_s
         self._reported_at_s: float | None = None
-        self._last_s: float | None = None
-        self._last_cpu_s = 0.0
+        self._last_s = self._last_cpu_s = 0.0
+
+    def begin(self, now_s: float, cpu_s: float) -> None:
+        """Take this for the first beat and the first check."""
+        self.beat_s_at = self._last_s = now_s
+        self._last_cpu_s = cpu_s
 
     def stalled(self, now_s: float, cpu_s: float) -> bool:
         """Return True once per stall.
@@ -163,11 +167,8 @@ class _Check:
         beat_s = self.beat_s_at
         if now_s - beat_s <= self._beat_s + self._stall_s or beat_s == self._reported_at_s:
             return False
-        if last_s is not None:
-            gap_s = now_s - last_s
-            if gap_s > self._beat_s + self._stall_s and cpu_s - last_cpu_s < _RAN * gap_s:
-                return (
-                    False  # the process was stopped; if the loop does not beat now either, the next check says so
-                )
+        gap_s = now_s - last_s
+        if gap_s > self._beat_s + self._stall_s and cpu_s - last_cpu_s < _RAN * gap_s:
+            return False  # the process was stopped; if the loop does not beat now either, the next check says so
         self._reported_at_s = beat_s
         return True

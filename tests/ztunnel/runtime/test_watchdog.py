@@ -78,7 +78,9 @@ def _checks(check: _Check, *observations: tuple[float, float, float | None]) -> 
 
 
 def _check() -> _Check:
-    return _Check(stall_s=1.0, beat_s=0.5)
+    check = _Check(stall_s=1.0, beat_s=0.5)
+    check.begin(0.0, 0.0)
+    return check
 
 
 def test_one_report_per_stall() -> None:
@@ -95,6 +97,10 @@ def test_a_second_stall_is_reported_again() -> None:
 def test_a_stopped_process_accuses_nobody() -> None:
     """After SIGSTOP thread and loop are both late, and no processor was used; the loop beats right afterwards."""
     assert _checks(_check(), (0.5, 0.1, 0.4), (30.0, 0.1, None), (30.5, 0.1, 30.01)) == [False, False, False]
+
+
+def test_a_process_that_was_stopped_before_the_first_check_accuses_nobody() -> None:
+    assert _checks(_check(), (30.0, 0.1, None), (30.5, 0.1, 30.01)) == [False, False]
 
 
 def test_a_stopped_process_whose_loop_then_stands_still_is_reported() -> None:
