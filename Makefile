@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak faults bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -47,6 +47,9 @@ $(FUZZER): requirements/fuzz.lock $(STAMP)
 
 fuzz: $(FUZZER) ## every reader of foreign bytes, MINUTES=n each (1), TARGET=a,b for some
 	PYTHONPATH=$(VENV)/fuzz $(PY) -m tests.fuzz --minutes $(or $(MINUTES),1) --target '$(TARGET)'
+
+faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
+	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py
 
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)

@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -304,8 +304,10 @@ class AmbientMesh:
         for pod in captured:
             await agent.enrol(self.described(pod))
 
-    def start_proxy(self, worker: Worker, place: Place | None = None, **env: str) -> "subprocess.Popen[bytes]":
-        """A proxy process, as Istio's chart starts it; by default in the node's namespace."""
+    def start_proxy(
+        self, worker: Worker, place: Place | None = None, *, stdout: IO[bytes] | None = None, **env: str
+    ) -> "subprocess.Popen[bytes]":
+        """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file."""
         name = worker.place.name
         place = place or worker.place
         socket = f"unix:{self.folder}/xds.sock"
@@ -341,7 +343,7 @@ class AmbientMesh:
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=stdout or output,
                 stderr=output,
             )
 
