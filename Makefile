@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak faults audit bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -47,6 +47,9 @@ $(FUZZER): requirements/fuzz.lock $(STAMP)
 
 fuzz: $(FUZZER) ## every reader of foreign bytes, MINUTES=n each (1), TARGET=a,b for some
 	PYTHONPATH=$(VENV)/fuzz $(PY) -m tests.fuzz --minutes $(or $(MINUTES),1) --target '$(TARGET)'
+
+audit: $(STAMP) ## known vulnerabilities, SBOM, the wheel built twice
+	$(PY) -m deploy.supply
 
 faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
 	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py
