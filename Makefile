@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-authz fuzz proto promtool lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -50,6 +50,9 @@ fuzz: $(FUZZER) ## every reader of foreign bytes, MINUTES=n each (1), TARGET=a,b
 
 audit: $(STAMP) ## known vulnerabilities, SBOM, the wheel built twice
 	$(PY) -m deploy.supply
+
+mutants: $(STAMP) ## small faults in the modules that decide: does a test notice? COUNT=n each (20; 0: all, for a night)
+	$(PY) -m tests.mutation --count $(or $(COUNT),20)
 
 faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
 	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py
