@@ -68,6 +68,63 @@ COMMANDS: Mapping[str, bool | None] = {
     "CLUSTER_METADATA": True,
     "FILTER_STATE": True,
     "ENVIRONMENT": True,
+    "REQUEST_HEADER": True,
+    "RESPONSE_HEADER": True,
+    "RESPONSE_TRAILER": True,
+    "METADATA": True,
+    "QUERY_PARAM": True,
+    "EMIT_TIME": None,
+    "EMIT_TIME_LOCAL": None,
+    "START_TIME_LOCAL": None,
+    "PATH": None,
+    "GRPC_STATUS": None,
+    "ACCESS_LOG_TYPE": False,
+    "LISTENER_NAME": False,
+    "UPSTREAM_CLUSTER_RAW": False,
+    "UNIQUE_ID": False,
+    "TRACE_ID": False,
+    "SPAN_ID": False,
+    "TLS_JA3_FINGERPRINT": False,
+    "TLS_JA4_FINGERPRINT": False,
+    "GRPC_STATUS_NUMBER": False,
+    "DOWNSTREAM_PEER_EMAIL_SAN": False,
+    "DOWNSTREAM_PEER_IP_SAN": False,
+    "DOWNSTREAM_PEER_OTHERNAME_SAN": False,
+    "DOWNSTREAM_PEER_ISSUER": False,
+    "DOWNSTREAM_PEER_SERIAL": False,
+    "DOWNSTREAM_PEER_FINGERPRINT_1": False,
+    "DOWNSTREAM_PEER_FINGERPRINT_256": False,
+    "DOWNSTREAM_PEER_CHAIN_SERIALS": False,
+    "DOWNSTREAM_PEER_CHAIN_FINGERPRINTS_1": False,
+    "DOWNSTREAM_PEER_CHAIN_FINGERPRINTS_256": False,
+    "DOWNSTREAM_LOCAL_SUBJECT": False,
+    "DOWNSTREAM_LOCAL_DNS_SAN": False,
+    "DOWNSTREAM_LOCAL_EMAIL_SAN": False,
+    "DOWNSTREAM_LOCAL_IP_SAN": False,
+    "DOWNSTREAM_LOCAL_OTHERNAME_SAN": False,
+    "DOWNSTREAM_PEER_CERT": False,
+    "UPSTREAM_PEER_CERT": False,
+    "UPSTREAM_PEER_SUBJECT": False,
+    "UPSTREAM_PEER_ISSUER": False,
+    "UPSTREAM_PEER_DNS_SAN": False,
+    "UPSTREAM_PEER_IP_SAN": False,
+    "UPSTREAM_LOCAL_URI_SAN": False,
+    "UPSTREAM_LOCAL_DNS_SAN": False,
+    "UPSTREAM_LOCAL_IP_SAN": False,
+    "UPSTREAM_TLS_VERSION": False,
+    "UPSTREAM_TLS_CIPHER": False,
+    "DOWNSTREAM_PEER_CERT_V_START": None,
+    "DOWNSTREAM_PEER_CERT_V_END": None,
+    "UPSTREAM_PEER_CERT_V_START": None,
+    "UPSTREAM_PEER_CERT_V_END": None,
+}
+
+
+#: What METADATA may read, and the command that reads the same.
+METADATA_KINDS: Mapping[str, str] = {
+    "DYNAMIC": "DYNAMIC_METADATA",
+    "CLUSTER": "CLUSTER_METADATA",
+    "UPSTREAM_HOST": "UPSTREAM_METADATA",
 }
 
 
@@ -131,6 +188,16 @@ def _command(found: "re.Match[str]") -> Command:
         raise ConfigError(f"format string: %{name}% takes no argument")
     if takes is False and length is not None:
         raise ConfigError(f"format string: %{name}% takes no length")
+    if name == "METADATA":
+        kind, _, argument = argument.partition(":")
+        if kind not in METADATA_KINDS:
+            known = ", ".join(METADATA_KINDS)
+            raise ConfigError(f"format string: %METADATA({kind})% is not supported here, {known} are")
+        name = METADATA_KINDS[kind]
+        if not argument:
+            raise ConfigError("format string: %METADATA% needs a namespace")
+    if name == "PATH" and argument not in (None, "WQ", "NQ"):
+        raise ConfigError(f"format string: %PATH({argument})% is not supported here, WQ and NQ are")
     if argument and name in ("DYNAMIC_METADATA", "UPSTREAM_METADATA", "CLUSTER_METADATA"):
         argument = _colon_form(argument)
     return Command(name, argument or "", int(length) if length else None)

@@ -325,7 +325,8 @@ class Datapath:
             lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
             flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         elif ended.error is not None:
-            flag = Flag.DOWNSTREAM_TERMINATED
+            # A lost client has no flag, as one that resets plain TCP; the reason is its transport's.
+            hop.info.downstream_failure = str(ended.error)
         for info in infos:
             if flag is not None:
                 info.flags.add(flag)
@@ -579,6 +580,8 @@ def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:
         version=facts.version,
         cipher=facts.cipher,
         peer_subject=subject,
+        peer_chain=facts.chain or ((facts.certificate,) if facts.certificate is not None else ()),
+        local=chain.tls.presented if chain.tls is not None else None,
         peer_uri_sans=facts.uri_sans,
         peer_dns_sans=dns,
         local_uri_sans=chain.tls.local_uri_sans if chain.tls is not None else (),

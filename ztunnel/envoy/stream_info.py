@@ -4,9 +4,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from cryptography import x509
+
+from hbone.tls import PeerFacts
 from xds.model.address import SocketAddress
 from xds.model.cluster import Metadata
 from xds.model.facts import ConnectionFacts
+from xds.model.secret import Certificate
 
 
 class Flag(StrEnum):
@@ -32,6 +36,29 @@ class Flag(StrEnum):
     OVERLOAD = "OM"
 
 
+#: What RESPONSE_FLAGS_LONG prints (Envoy's documentation of its access logs).
+LONG_NAMES: dict[Flag, str] = {
+    Flag.NO_HEALTHY_UPSTREAM: "NoHealthyUpstream",
+    Flag.UPSTREAM_CONNECT_FAILURE: "UpstreamConnectionFailure",
+    Flag.UPSTREAM_OVERFLOW: "UpstreamOverflow",
+    Flag.NO_ROUTE: "NoRouteFound",
+    Flag.UPSTREAM_RETRY_EXHAUSTED: "UpstreamRetryLimitExceeded",
+    Flag.NO_CLUSTER: "NoClusterFound",
+    Flag.DURATION_TIMEOUT: "DurationTimeout",
+    Flag.DOWNSTREAM_TERMINATED: "DownstreamConnectionTermination",
+    Flag.LOCAL_RESET: "LocalReset",
+    Flag.UPSTREAM_RESET: "UpstreamRemoteReset",
+    Flag.UPSTREAM_TERMINATED: "UpstreamConnectionTermination",
+    Flag.UPSTREAM_TIMEOUT: "UpstreamRequestTimeout",
+    Flag.STREAM_IDLE: "StreamIdleTimeout",
+    Flag.DOWNSTREAM_RESET: "DownstreamRemoteReset",
+    Flag.EXTERNAL_AUTH: "UnauthorizedExternalService",
+    Flag.DOWNSTREAM_PROTOCOL_ERROR: "DownstreamProtocolError",
+    Flag.UPSTREAM_PROTOCOL_ERROR: "UpstreamProtocolError",
+    Flag.OVERLOAD: "OverloadManagerTerminated",
+}
+
+
 class UpstreamOptions(NamedTuple):
     """The options that ``original_src`` adds to sockets opened for a connection.
 
@@ -53,6 +80,8 @@ class TlsFacts:
     version: str = ""
     cipher: str = ""
     peer_subject: str = ""
+    peer_chain: tuple[x509.Certificate, ...] = ()
+    local: Certificate | None = None
     peer_uri_sans: tuple[str, ...] = ()
     peer_dns_sans: tuple[str, ...] = ()
     local_uri_sans: tuple[str, ...] = ()
@@ -66,6 +95,8 @@ class StreamInfo:
         facts: addresses, metadata and identity, as matchers and policies see them.
         restored: the destination is an original one, not just the socket's own name.
         started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
+        upstream_tls: what the upstream's handshake proved; ``upstream_certificate`` is ours there.
+        stream_id: made when a log asks for it.
         bytes_received: from downstream; ``bytes_sent`` to downstream.
     """
 
@@ -98,6 +129,9 @@ class StreamInfo:
     upstream_local: str = ""
     upstream_metadata: Metadata = field(default_factory=dict)
     upstream_uri_sans: tuple[str, ...] = ()
+    upstream_tls: PeerFacts | None = None
+    upstream_certificate: Certificate | None = None
+    stream_id: str = ""
     attempts: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -117,6 +151,12 @@ class StreamInfo:
     def downstream_remote(self) -> str:
         """The peer as logs print it; the far end of an internal hop has no address."""
         return self.remote_text or str(self.facts.source)
+
+    def long_flags_text(self) -> str:
+        """The flags by their long names, as :meth:`flags_text`."""
+        if not self.flags:
+            return "-"
+        return ",".join([LONG_NAMES[flag] for flag in Flag if flag in self.flags])
 
     def flags_text(self) -> str:
         """The flags joined by commas in fixed order, ``-`` for none."""

@@ -59,6 +59,7 @@ class LiveContext:
         generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
             use a rotated certificate while old connections continue.
         local_uri_sans: the identities of its own certificate.
+        presented: the certificate in ``current``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LiveContext:
         self.validation: Validation | None = None
         self.generation = 0
         self.local_uri_sans: tuple[str, ...] = ()
+        self.presented: Certificate | None = None
         self._party: tuple[Party | None] | None = None
         self._role = role
         self._owner = owner
@@ -170,7 +172,7 @@ class LiveContext:
         self.current, self.validation = built
         self.generation += 1
         self._party = None
-        own = self.certificate
+        own = self.presented = self.certificate
         if own is not None:
             names = subject_alt_names(leaf_of(own))
             self.local_uri_sans = tuple(text for kind, text in names if kind == "uri")

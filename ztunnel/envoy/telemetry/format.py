@@ -3,15 +3,21 @@
 import json
 import re
 import socket
+import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any
+from urllib.parse import parse_qsl
 
+from hbone.tls import PeerFacts
 from xds.model.access_log import AccessLog, JsonValue
 from xds.model.cluster import Metadata
-from xds.model.format_string import Command, FormatString
+from xds.model.format_string import COMMANDS, Command, FormatString
+from xds.model.secret import Certificate
+from ztunnel.envoy.secrets.verify import leaf_of
 from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.telemetry.certificate_values import VALUES, Chain, end_s, start_s
 from ztunnel.runtime.clock import utc
 
 Reader = Callable[[StreamInfo], str | None]
@@ -223,6 +229,50 @@ def _duration(info: StreamInfo) -> str | None:
     return None if info.duration_s is None else str(int(info.duration_s * 1000))
 
 
+def _stream_id(info: StreamInfo) -> str:
+    info.stream_id = info.stream_id or str(uuid.uuid4())
+    return info.stream_id
+
+
+#: Values that nothing here has: no request traces, no gRPC in a tunnel, fingerprints that the inspector must be
+#: told to take (a setting which is refused).
+_NEVER = ("TRACE_ID", "SPAN_ID", "TLS_JA3_FINGERPRINT", "TLS_JA4_FINGERPRINT", "GRPC_STATUS_NUMBER")
+_CHAINS: dict[str, Callable[[StreamInfo], Chain]] = {
+    "DOWNSTREAM_PEER_": lambda info: info.tls.peer_chain if info.tls else (),
+    "DOWNSTREAM_LOCAL_": lambda info: _own(info.tls.local) if info.tls else (),
+    "UPSTREAM_PEER_": lambda info: _upstream_chain(info.upstream_tls),
+    "UPSTREAM_LOCAL_": lambda info: _own(info.upstream_certificate),
+}
+_KEPT = frozenset(("DOWNSTREAM_PEER_URI_SAN", "DOWNSTREAM_PEER_DNS_SAN", "DOWNSTREAM_LOCAL_URI_SAN"))
+_OF_CHAINS = tuple(
+    end + value
+    for end in _CHAINS
+    for value in VALUES
+    if end + value in COMMANDS and end + value not in _KEPT | {"DOWNSTREAM_PEER_SUBJECT", "UPSTREAM_PEER_URI_SAN"}
+)
+
+
+def _own(certificate: Certificate | None) -> Chain:
+    return (leaf_of(certificate),) if certificate is not None else ()
+
+
+def _upstream_chain(facts: PeerFacts | None) -> Chain:
+    if facts is None:
+        return ()
+    return facts.chain or ((facts.certificate,) if facts.certificate is not None else ())
+
+
+def _of_chain(name: str) -> Reader:
+    end = next(end for end in _CHAINS if name.startswith(end))
+    chain_of, value_of = _CHAINS[end], VALUES[name.removeprefix(end)]
+
+    def read(info: StreamInfo) -> str | None:
+        chain = chain_of(info)
+        return value_of(chain) if chain else None
+
+    return read
+
+
 _READERS: dict[str, Reader] = {
     "BYTES_RECEIVED": lambda info: str(info.bytes_received),
     "BYTES_SENT": lambda info: str(info.bytes_sent),
@@ -232,7 +282,7 @@ _READERS: dict[str, Reader] = {
     "RESPONSE_CODE_DETAILS": lambda info: _underscored(info.response_details),
     "CONNECTION_TERMINATION_DETAILS": lambda info: _underscored(info.termination_details),
     "RESPONSE_FLAGS": StreamInfo.flags_text,
-    "RESPONSE_FLAGS_LONG": lambda info: ",".join(f.name for f in sorted(info.flags)) or None,
+    "RESPONSE_FLAGS_LONG": StreamInfo.long_flags_text,
     "UPSTREAM_HOST": lambda info: info.upstream_host or None,
     "UPSTREAM_REMOTE_ADDRESS": lambda info: info.upstream_host or None,
     "UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_host),
@@ -267,31 +317,81 @@ _READERS: dict[str, Reader] = {
     "VIRTUAL_CLUSTER_NAME": lambda info: None,
     "FILTER_CHAIN_NAME": lambda info: info.chain or None,
     "CONNECTION_ID": lambda info: str(info.connection_id),
-    "STREAM_ID": lambda info: str(info.connection_id),
+    "STREAM_ID": _stream_id,
+    "UNIQUE_ID": lambda info: str(uuid.uuid4()),
+    "ACCESS_LOG_TYPE": lambda info: "DownstreamEnd" if info.method else "TcpConnectionEnd",
+    "LISTENER_NAME": lambda info: info.listener or None,
+    "UPSTREAM_CLUSTER_RAW": lambda info: info.cluster or None,
+    "UPSTREAM_TLS_VERSION": lambda info: info.upstream_tls.version if info.upstream_tls else None,
+    "UPSTREAM_TLS_CIPHER": lambda info: info.upstream_tls.cipher if info.upstream_tls else None,
+    **dict.fromkeys(_NEVER, lambda info: None),
+    **{name: _of_chain(name) for name in _OF_CHAINS},
     "HOSTNAME": lambda info: _HOSTNAME,
 }
 
 
-def _start_time(argument: str) -> Reader:
+def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
+    """Return a maker of readers of a moment (seconds, wall clock) in UTC."""
+    return partial(_time, moment_of)
+
+
+def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Reader:
     pattern = argument or "%Y-%m-%dT%H:%M:%S.%3fZ"
 
     pieces = _FRACTION.split(pattern)
     scales = [10 ** int(digits) for digits in pieces[1::2]]
     last: tuple[int, str] = (-1, "")
 
-    def read(info: StreamInfo) -> str:
+    def read(info: StreamInfo) -> str | None:
         nonlocal last
-        second = int(info.started_at)
+        moment = moment_of(info)
+        if moment is None:
+            return None
+        second = int(moment)
         if second != last[0]:  # connections of one second share all but the fractions
             parts = [
                 f"%0{piece}d" if index % 2 else _whole_seconds(piece, second).replace("%", "%%")
                 for index, piece in enumerate(pieces)
             ]
             last = second, "".join(parts)
-        fraction = info.started_at - second
+        fraction = moment - second
         return last[1] % tuple([int(fraction * scale) for scale in scales])
 
     return read
+
+
+def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Reader]:
+    """Return a maker of readers of a moment in the time zone of this machine."""
+
+    def make(argument: str) -> Reader:
+        pieces = _FRACTION.split(argument or "%Y-%m-%dT%H:%M:%S.%3f%z")
+
+        def read(info: StreamInfo) -> str:
+            moment = moment_of(info)
+            local = datetime.fromtimestamp(moment, UTC).astimezone()
+            fraction = moment - int(moment)
+            return "".join(
+                [
+                    f"{int(fraction * 10 ** int(piece)):0{piece}d}" if index % 2 else local.strftime(piece)
+                    for index, piece in enumerate(pieces)
+                ]
+            )
+
+        return read
+
+    return make
+
+
+def _emitted(info: StreamInfo) -> float:
+    return info.started_at + (info.duration_s or 0.0)
+
+
+def _validity(end: str, moment_of: Callable[[Chain], float]) -> Callable[[str], Reader]:
+    def of(info: StreamInfo) -> float | None:
+        chain = _CHAINS[end](info)
+        return moment_of(chain) if chain else None
+
+    return _times(of)
 
 
 def _whole_seconds(pattern: str, second: int) -> str:
@@ -380,14 +480,41 @@ def _filter_state(argument: str) -> Reader:
 def _environment(argument: str) -> Reader:
     import os
 
-    value = os.environ.get(argument)
+    value = os.environ.get(argument, "-")
     return lambda _: value
 
 
+def _path(argument: str) -> Reader:
+    if argument == "NQ":
+        return lambda info: info.path.partition("?")[0] or None
+    return lambda info: info.path or None
+
+
+def _query_parameter(argument: str) -> Reader:
+    def read(info: StreamInfo) -> str | None:
+        pairs = parse_qsl(info.path.partition("?")[2], keep_blank_values=True)
+        return next((value for name, value in pairs if name == argument), None)
+
+    return read
+
+
 _READERS_WITH_ARGUMENT: dict[str, Callable[[str], Reader]] = {
-    "START_TIME": _start_time,
+    "START_TIME": _times(lambda info: info.started_at),
+    "START_TIME_LOCAL": _local_times(lambda info: info.started_at),
+    "EMIT_TIME": _times(_emitted),
+    "EMIT_TIME_LOCAL": _local_times(_emitted),
+    "DOWNSTREAM_PEER_CERT_V_START": _validity("DOWNSTREAM_PEER_", start_s),
+    "DOWNSTREAM_PEER_CERT_V_END": _validity("DOWNSTREAM_PEER_", end_s),
+    "UPSTREAM_PEER_CERT_V_START": _validity("UPSTREAM_PEER_", start_s),
+    "UPSTREAM_PEER_CERT_V_END": _validity("UPSTREAM_PEER_", end_s),
     "REQ": _request_headers,
+    "REQUEST_HEADER": _request_headers,
     "RESP": _response_headers,
+    "RESPONSE_HEADER": _response_headers,
+    "RESPONSE_TRAILER": lambda _: lambda info: None,
+    "GRPC_STATUS": lambda _: lambda info: None,
+    "PATH": _path,
+    "QUERY_PARAM": _query_parameter,
     "TRAILER": lambda _: lambda info: None,
     "DYNAMIC_METADATA": _metadata(_STRUCTS["DYNAMIC_METADATA"]),
     "UPSTREAM_METADATA": _metadata(_STRUCTS["UPSTREAM_METADATA"]),

@@ -260,6 +260,8 @@ class Connector:
         info.upstream_local = str(address_of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
+        info.upstream_tls = facts
+        info.upstream_certificate = context.presented if context is not None else None
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
             info.facts.filter_state[RESPONSE_HEADERS] = text

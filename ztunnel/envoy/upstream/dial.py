@@ -107,6 +107,7 @@ class Dialler:
                     end.close()
                     raise
                 info.upstream_uri_sans = facts.uri_sans
+                info.upstream_tls, info.upstream_certificate = facts, context.presented
                 cluster.stats.handshakes.value += 1
                 return end
         except TimeoutError:

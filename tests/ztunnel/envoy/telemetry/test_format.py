@@ -1,17 +1,24 @@
 """Format strings as Envoy prints them, and log lines nobody can forge."""
 
+import hashlib
 import json
+from urllib.parse import unquote
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hbone.tls import PeerFacts
+from tests.hbone.certificates import Authority
 from xds.errors import ConfigError
 from xds.model.access_log import AccessLog, JsonFormat
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.format_string import COMMANDS, Command, FormatString, parse_format
-from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
+from xds.model.secret import Certificate
+from ztunnel.envoy.stream_info import LONG_NAMES, Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.telemetry.format import log_renderer, renderer
 
 
@@ -108,7 +115,7 @@ def test_what_is_no_format_is_refused(text: str) -> None:
 
 def test_every_command_renders() -> None:
     for name, takes in COMMANDS.items():
-        argument = "(x)" if takes else ""
+        argument = ("(DYNAMIC:x)" if name == "METADATA" else "(x)") if takes else ""
         assert isinstance(render(f"%{name}{argument}%", tls=TlsFacts()), str)
 
 
@@ -175,3 +182,48 @@ def test_json_may_leave_out_empty_values_at_any_depth() -> None:
     none = parse_format("%ROUTE_NAME%")
     line = json_line(omit_empty=True, a="x%ROUTE_NAME%", b={"c": none, "d": [none, 1.0]}, e="%ROUTE_NAME%")
     assert line == '{"a":"x","b":{"d":[1]}}\n'
+
+
+def test_flags_have_long_names() -> None:
+    assert render("%RESPONSE_FLAGS_LONG%", flags={Flag.UPSTREAM_RESET}) == "UpstreamRemoteReset"
+    assert render("%RESPONSE_FLAGS_LONG%") == "-"
+    assert set(LONG_NAMES) == set(Flag)
+
+
+def test_metadata_by_kind() -> None:
+    assert render("%METADATA(DYNAMIC:tunnel:destination)%") == "10.244.1.23:9080"
+    with pytest.raises(ConfigError, match=r"METADATA\(ROUTE\)"):
+        parse_format("%METADATA(ROUTE:x)%")
+
+
+def test_a_request_has_a_path_and_parameters() -> None:
+    assert render("%PATH% %PATH(NQ)% %QUERY_PARAM(b)%", path="/a?b=c&d", method="GET") == "/a?b=c&d /a c"
+
+
+def test_the_moment_of_the_line_is_later_than_the_start() -> None:
+    assert render("%EMIT_TIME(%s)%", duration_s=2.5) == "1668503744"
+    assert render("%START_TIME_LOCAL(%s)%") == "1668503741"
+
+
+def test_a_stream_keeps_its_id() -> None:
+    once = renderer(parse_format("%STREAM_ID%"))
+    hop = info()
+    assert once(hop) == once(hop) != once(info())
+
+
+def test_values_of_certificates() -> None:
+    leaf = Authority().issue("spiffe://td/ns/a/sa/b")
+    chain = tuple(x509.load_pem_x509_certificates(leaf.chain_pem))
+    facts = TlsFacts(peer_chain=chain, local=Certificate(chain_pem=leaf.chain_pem, key_pem=b""))
+    serial, *_ = render("%DOWNSTREAM_PEER_CHAIN_SERIALS%", tls=facts).split(",")
+    assert serial == render("%DOWNSTREAM_PEER_SERIAL%", tls=facts) == f"{chain[0].serial_number:x}"
+    fingerprint = render("%DOWNSTREAM_PEER_FINGERPRINT_256%", tls=facts)
+    assert fingerprint == hashlib.sha256(chain[0].public_bytes(Encoding.DER)).hexdigest()
+    assert unquote(render("%DOWNSTREAM_PEER_CERT%", tls=facts)).encode() == chain[0].public_bytes(Encoding.PEM)
+    assert render("%DOWNSTREAM_LOCAL_DNS_SAN% %UPSTREAM_PEER_SUBJECT%", tls=facts) == "- -"
+    end = chain[0].not_valid_after_utc.strftime("%Y-%m-%dT%H:%M:%S.000Z")
+    assert render("%DOWNSTREAM_PEER_CERT_V_END%", tls=facts) == end
+    upstream = PeerFacts(certificate=chain[0], chain=chain, version="TLSv1.3", cipher="c")
+    assert render("%UPSTREAM_PEER_URI_SAN%", upstream_uri_sans=("spiffe://td/x",)) == "spiffe://td/x"
+    assert render("%UPSTREAM_PEER_ISSUER%", upstream_tls=upstream) == chain[0].issuer.rfc4514_string()
+    assert render("%UPSTREAM_TLS_VERSION% %UPSTREAM_TLS_CIPHER%", upstream_tls=upstream) == "TLSv1.3 c"
