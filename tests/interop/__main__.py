@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.interop.case import Case, Runner
 from tests.interop.site import available
-from tests.interop.tables import TABLES, Table
+from tests.interop.tables import LOOPBACK, TABLES, Table
 
 Seen = dict[tuple[str, Any], str]
 
@@ -73,7 +73,7 @@ def main() -> int:
         print(f"cannot run: {reason}", file=sys.stderr)
         return 2
     begun, failures, count = time.monotonic(), 0, 0
-    for table in TABLES:
+    for table in (*LOOPBACK, *TABLES):
         if args.table and not table.title.startswith(args.table):
             continue
         seen = run_table(table, args.case)

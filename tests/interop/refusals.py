@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.interop.proxies import ENVOY, ZTUNNEL
 from tests.xds.dialects.test_envoy import HEADER, PATH
 from tests.ztunnel.envoy.rig import Json, T, chain, cluster, listener, tcp
 from tests.ztunnel.envoy.secrets.test_build import BAD, PINS, certificate, inline_ca, socket
 from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
-
-pytestmark = pytest.mark.interop
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,26 +227,18 @@ ROWS: dict[str, Row] = {
 }
 
 
-def envoy_accepts(path: Path) -> bool:
-    finished = subprocess.run(
-        [ENVOY, "--mode", "validate", "-c", str(path), "-l", "off"], capture_output=True, timeout=60, check=False
-    )
-    return finished.returncode == 0
-
-
-def we_accept(path: Path) -> bool:
-    finished = subprocess.run(
-        [ZTUNNEL, "proxy", "--bootstrap", str(path), "--validate"], capture_output=True, timeout=60, check=False
-    )
-    assert finished.returncode in (0, 1), finished.stderr
-    return finished.returncode == 0
-
-
-@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
-@pytest.mark.parametrize("name", ROWS)
-def test_row(name: str, tmp_path: Path) -> None:
-    row = ROWS[name]
-    path = tmp_path / "bootstrap.json"
+def accepted(row: Row, kind: str, folder: Path) -> str:
+    """Have a proxy validate a row's bootstrap; ``accepted`` or ``refused``."""
+    path = folder / "bootstrap.json"
     path.write_text(json.dumps(row.make()))
-    assert (envoy_accepts(path), we_accept(path)) == (row.envoy, row.ours)
-    assert bool(row.why) == (row.envoy is not row.ours), "a difference has a reason"
+    command: list[str | Path] = [ENVOY, "--mode", "validate", "-l", "off", "-c", path]
+    if kind != "envoy":
+        command = [ZTUNNEL, "proxy", "--validate", "--bootstrap", path]
+    finished = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert kind == "envoy" or finished.returncode in (0, 1), finished.stderr
+    return word(finished.returncode == 0)
+
+
+def word(good: bool) -> str:
+    """How a table calls a verdict."""
+    return "accepted" if good else "refused"

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.interop import checklist, control, files, tunnels
+from tests.interop import checklist, control, files, loopback, operators, tunnels
 from tests.interop import istio_inbound as ambient_inbound
 from tests.interop import istio_outbound as ambient_outbound
 from tests.interop import istio_waypoints as ambient_waypoints
@@ -34,4 +34,12 @@ TABLES = (
     Table("Node proxy to Envoy", ambient_outbound.CASES, *_VERSIONS),
     Table("Node proxy through Envoy", ambient_waypoints.CASES, *_VERSIONS),
     Table("Envoy to node proxy", ambient_inbound.CASES, *_VERSIONS),
+)
+
+#: Tables that need no namespaces; run by ``test_loopback.py``.
+_SIDE_BY_SIDE = (loopback.COLUMNS, loopback.HEADINGS)
+LOOPBACK = (
+    Table("Accepted configuration", loopback.REFUSAL_CASES, *_SIDE_BY_SIDE, loopback.Running),
+    Table("Ends of connections", loopback.BEHAVIOUR_CASES, *_SIDE_BY_SIDE, loopback.Behaviours),
+    Table("Operators of access logs", operators.CASES, ("beside",), ("ours beside Envoy's",), operators.Operators),
 )
