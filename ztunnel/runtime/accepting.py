@@ -110,7 +110,7 @@ class ListeningSocket:
                 self._waiting = True
                 self._poller.loop.call_later(_COURTESY_S, self._have_waited)
             return
-        if self._accept(most):
+        if self._accept(most, self._gate):
             self._poller.requeue(self)
 
     def leave_to_successor(self) -> bool:
@@ -122,13 +122,12 @@ class ListeningSocket:
         return self._registered and sockets.leave_to_newer(self.sock)
 
     def accept_queued(self) -> None:
-        """Accept every connection in the socket's queue; closing the socket would reset them."""
+        """Accept every connection in the socket's queue, gate or not; closing the socket would reset them."""
         if self._registered:
-            self._accept(self._backlog + 1)
+            self._accept(self._backlog + 1, None)
 
-    def _accept(self, most: int) -> bool:
+    def _accept(self, most: int, gate: Gate | None) -> bool:
         """Accept at most ``most`` connections; return whether more may be queued."""
-        gate = self._gate
         for _ in range(most):
             if gate is not None and not gate.admits():
                 self._pause()

@@ -44,6 +44,7 @@ TOO_MANY: Final = "too many half-open connections"
 STANDS_STILL: Final = "handshake stands still while others wait"
 NO_HELLO: Final = "TLS handshake timed out"
 TOO_LONG: Final = "ClientHello is too long"
+_LIMITS: Final = frozenset((TOO_MANY_OF_SOURCE, TOO_MANY_OF_POD, TOO_MANY, STANDS_STILL, NO_HELLO, TOO_LONG))
 GONE: Final = "peer closed the connection during the TLS handshake"
 
 
@@ -244,8 +245,9 @@ class HalfOpen:
 
     def gives_way(self, now_s: float) -> bool:
         """End the oldest handshake of the pod that has most, if it has had its time; return whether it had."""
-        fullest = max(self._entrances, key=lambda each: len(each.running))
-        return fullest.gives_way(fullest.running, now_s)
+        fullest = max(self._entrances, key=lambda each: len(each.running), default=None)
+        # There may be none: handshakes of a pod that has ended are counted until their fibers have.
+        return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def earn(self) -> None:
         """Return what :meth:`may_begin` took: the handshake has come to its end."""
@@ -442,7 +444,7 @@ class Entrance:
         """Close one connection; idempotent."""
         if arrival.over:
             return
-        self._all.turned_away += reason is not GONE
+        self._all.turned_away += reason in _LIMITS
         self.leave(arrival, proved=False)
         arrival.unwatch(self._poller)
         self._turned_away(arrival, reason)

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import uvloop
@@ -288,15 +288,21 @@ def test_a_gate_keeps_connections_in_the_queue(run: Callable[..., None]) -> None
                 taken.set()
 
             listening.start(take)
-            with socket.create_connection((HOST, port)), socket.create_connection((HOST, port)):
+            with ExitStack() as clients:
+                for _ in range(2):
+                    clients.enter_context(socket.create_connection((HOST, port)))
                 while not gate.asked:
                     await asyncio.sleep(0)
                 assert not taken.is_set()
+                listening.accept_queued()  # at the end, when the alternative is a reset
+                assert taken.is_set()
+                assert gate.numbers == []
                 gate.open = True
+                taken.clear()
+                clients.enter_context(socket.create_connection((HOST, port)))
                 async with asyncio.timeout(30):
                     await taken.wait()
-                    while len(gate.numbers) < 2:
-                        await asyncio.sleep(0.001)
+                assert len(gate.numbers) == 1
                 listening.close()
 
     run(main())

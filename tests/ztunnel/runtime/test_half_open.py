@@ -234,6 +234,23 @@ def test_a_full_process_takes_from_the_pod_that_has_most() -> None:
     play(main)
 
 
+def test_handshakes_of_a_pod_that_has_ended_are_waited_for() -> None:
+    async def main() -> None:
+        with pods(replace(LIMITS, handshakes=2), "x", "y") as (_, (x, y), order):
+            for _ in range(2):
+                x.comes("a", HELLO)
+            await until(lambda: len(order) == 2)
+            x.entrance.close()
+            y.comes("b", HELLO)
+            await asyncio.sleep(2.0)
+            assert len(order) == 2
+            x.end(proved=False)
+            await until(lambda: y.begun)
+            y.end()
+
+    play(main)
+
+
 def test_unfinished_handshakes_are_paid_for_and_finished_ones_are_not() -> None:
     async def main() -> None:
         limits = replace(LIMITS, unfinished_of_source=(3.0, 0.001))
