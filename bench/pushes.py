@@ -154,8 +154,8 @@ def main() -> None:
         server.join()
         name, rate = "delta" if delta else "sotw", count / got.took_s
         print(
-            f"{name}: {count} pushes in {got.took_s:.1f} s ({rate:.0f} a second), {got.updates} updates, the last one "
-            f"{got.last}, {len(streams)} stream, {got.ended} lost, {got.cpu_s:.1f} s of CPU"
+            f"{name}: {count} pushes in {got.took_s:.1f} s ({rate:.0f} a second), {got.updates} updates, "
+            f"the last one {got.last}, {len(streams)} stream, {got.ended} lost, {got.cpu_s:.1f} s of CPU"
         )
 
 

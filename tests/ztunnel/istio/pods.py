@@ -27,8 +27,8 @@ from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.settings import server_settings
-from tests.hbone.certificates import Authority
 from tests.hbone import virtual_time
+from tests.hbone.certificates import Authority
 from tests.ztunnel.istio.nodes import Lines
 from tproxy.errors import ConnectFailed
 from xds.model.address import SocketAddress
