@@ -3,11 +3,9 @@
 Four checks, each with a line of its own and all of them in the exit status:
 
 - **floors**: no locked version is below one that fixes a known vulnerability (``requirements/floors.txt``). That
-list
-  is ours and needs no network.
-- **database**: pip-audit asks a database of vulnerabilities about the lock file; skipped, with a word, where it
-is not
-  installed or cannot reach one.
+  list is ours and needs no network.
+- **database**: pip-audit asks a database of vulnerabilities about the lock file; skipped, with a word, where it is
+  not installed or cannot reach one.
 - **SBOM**: ``dist/sbom.json``, CycloneDX 1.5, from the lock file: names, versions, hashes, and who needs whom.
 - **wheel**: built twice from two copies of the tree at different paths and times; the bytes must be the same.
 """
