@@ -160,7 +160,7 @@ class Connection(TunnelCarrier):
         self._waiting: dict[int, Tunnel] = {}
         self._to_flush: list[Tunnel] = []
         self._room = False
-        self._greedy = False
+        self._greedy = role is Role.SERVER  # until the end of the handshake
         self._flushing = False
         self._closing = False
         self._established: asyncio.Future[None] = poller.loop.create_future()
@@ -249,18 +249,20 @@ class Connection(TunnelCarrier):
             # A connection that used up its last slice has no claim to an event of its own beside others like it:
             # new bytes come for it all the time. In line they have a share of each turn together, and small flows,
             # of which every event is served at once, do not wait for all of them.
-            # A step of a handshake takes a millisecond: one a turn, and the next ones wait in the same line.
-            poller = self.poller
-            if mask and ((self._greedy and poller.crowded) or self._in_storm()):
-                poller.requeue(self)
+            # A client in its handshake counts as such a one.
+            if mask and self._greedy and self._joins_line():
+                self.poller.requeue(self)
             else:
                 self._take_turn()
 
-    def _in_storm(self) -> bool:
-        """Whether a client is in its handshake here, and another one's had this turn already."""
-        if self._established.done() or self.role is Role.CLIENT:
-            return False
+    def _joins_line(self) -> bool:
+        """Whether to wait in line with an event, because others do.
+
+        A step of a handshake takes a millisecond: there is one in each turn, and the next ones wait.
+        """
         poller = self.poller
+        if self._established.done():
+            return poller.crowded
         if poller.handshake_s == poller.now_s:
             return True
         poller.handshake_s = poller.now_s
@@ -280,6 +282,8 @@ class Connection(TunnelCarrier):
                 return  # _resume takes the next turn
             if not self._established.done():
                 self._receive_handshake()
+                if not (self._established.done() or link.readable or self._has_ended()):
+                    return
             elif engine.unparsed:
                 self._process(_NOTHING)
             else:
