@@ -42,8 +42,8 @@ def add_arguments(subparsers: Any) -> None:
         command.add_argument("-f", "--file", type=Path, metavar="YAML", help="description of the node")
         command.add_argument("--host-netns", metavar="NS", help="name, path or pid; left out: this one")
         command.add_argument("--ztunnel-netns", metavar="NS", help="name, path or pid")
-        if action != "remove":
-            _add_node_arguments(command)
+        # Removal needs the namespaces alone. It takes the rest, so that the command line of apply can be edited.
+        _add_node_arguments(command)
         if action == "apply":
             command.add_argument(
                 "--watch", action="store_true", help="stay, and repair what somebody else changes"
@@ -66,11 +66,11 @@ def flags_from(args: argparse.Namespace) -> Flags:
     return Flags(
         host_namespace=args.host_netns,
         ztunnel_namespace=args.ztunnel_netns,
-        host_addresses=tuple(getattr(args, "host_ip", ())),
-        ztunnel_interface=getattr(args, "ztunnel_veth", None),
-        ztunnel_uplink=getattr(args, "ztunnel_uplink", None),
-        ztunnel_addresses=tuple(getattr(args, "ztunnel_ip", ())),
-        pods=tuple(getattr(args, "pod", ())),
+        host_addresses=tuple(args.host_ip),
+        ztunnel_interface=args.ztunnel_veth,
+        ztunnel_uplink=args.ztunnel_uplink,
+        ztunnel_addresses=tuple(args.ztunnel_ip),
+        pods=tuple(args.pod),
     )
 
 
