@@ -1,0 +1,92 @@
+"""The files of ``examples/``, and those in the documentation of their readers, load and run."""
+
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from tests.interop.loopback import application, echoes, free_port, listening, serving, until
+from xds.dialects.istio.local_file import parse_local_file
+from ztunnel.agent import description as pods
+from ztunnel.control_plane import mesh
+from ztunnel.intercept import description as node
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ztunnel", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_mesh() -> None:
+    done = ztunnel("control-plane", str(EXAMPLES / "mesh.yaml"), "--check")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("2 nodes, 3 pods, 1 services\n")
+
+
+def test_the_pods_are_those_of_a_node_of_the_mesh() -> None:
+    described = pods.parse_pods((EXAMPLES / "pods.yaml").read_text())
+    known = mesh.parse_mesh((EXAMPLES / "mesh.yaml").read_text()).pods
+    for each in described:
+        in_mesh = known[f"{each.info.namespace}/{each.info.name}"]
+        assert in_mesh.node == "worker-1"
+        assert in_mesh.identity.service_account == each.info.service_account
+
+
+def test_the_node() -> None:
+    described = node.parse((EXAMPLES / "node.yaml").read_text(), node.Flags())
+    assert [member.uid for member in described.node.members] == ["productpage"]
+
+
+def test_the_local_mesh() -> None:
+    read = parse_local_file((EXAMPLES / "local.yaml").read_text())
+    assert [workload.name for workload in read.workloads] == ["productpage", "reviews"]
+
+
+def test_the_bootstrap_carries_a_connection() -> None:
+    path = EXAMPLES / "bootstrap.yaml"
+    assert ztunnel("proxy", "--bootstrap", str(path), "--validate").returncode == 0
+    with ExitStack() as stack:
+        port = free_port()
+        text = path.read_text().replace("15101", str(port)).replace("8080", str(application(echoes, stack)))
+        copy = Path(stack.enter_context(_folder())) / "bootstrap.yaml"
+        copy.write_text(text)
+        stack.enter_context(serving("ours", copy))
+        until(lambda: listening(port))
+        with socket.create_connection(("127.0.0.1", port), 10) as client:
+            client.sendall(b"hi")
+            assert client.recv(2) == b"hi"
+
+
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory()
+
+
+def test_every_file_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.yaml"):
+        assert f"`{path.name}`" in table
+
+
+@pytest.mark.parametrize("module", [mesh, pods, node])
+def test_what_the_reader_documents_is_what_it_reads(module: ModuleType) -> None:
+    """Each key of the documented file is one that the reader knows: it reports no unknown one."""
+    assert module.__doc__ is not None
+    block = module.__doc__.partition("::\n\n")[2]
+    lines = [line for line in block.splitlines() if line.startswith("    ") or not line]
+    text = "\n".join(line[4:] for line in lines).replace("[...]", "[x]")
+    assert yaml.safe_load(text)
+    read = {mesh: mesh.parse_mesh, pods: pods.parse_pods, node: lambda text: node.parse(text, node.Flags())}
+    faults: list[str] = []
+    try:
+        read[module](text)  # type: ignore[operator]
+    except Exception as error:  # noqa: BLE001  each reader has an error of its own, with faults
+        faults = getattr(error, "faults", [str(error)])
+    assert not [fault for fault in faults if "unknown" in fault]
