@@ -15,7 +15,7 @@ from pathlib import Path
 from deploy.demo import policy
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.node import NodeDemo
-from deploy.demo.stage import Demo, Unexpected
+from deploy.demo.stage import Demo, Unexpected, print_logs
 from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
 
@@ -56,8 +56,7 @@ def main() -> int:
                 demo.play()
             except Unexpected as error:
                 print(f"demo: {error}; logs follow", file=sys.stderr)
-                for log in sorted(demo.folder.glob("*.log")):
-                    print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+                print_logs(demo.folder)
                 return 1
             failures = demo.failures
             print(

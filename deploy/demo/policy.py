@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.demo.stage import Demo, Unexpected, print_logs
 from xds.model.identity import SpiffeId
 from ztunnel.identity import authority
 
@@ -32,13 +33,6 @@ _FILTERS: Final = f"{_TYPE}/envoy.extensions.filters"
 _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 BACKEND: Final = "127.0.1.3"
 ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2"}
-#: For a part to become ready, and for a change to be seen.
-_LIMIT_S: Final = 20.0
-_POLL_S: Final = 0.02
-
-
-class Unexpected(Exception):
-    """A part did not become ready."""
 
 
 @dataclass
@@ -72,7 +66,7 @@ class PolicyDemo:
         self._run(
             "envoy", str(ENVOY), "-c", str(self.folder / "envoy.json"), "--disable-hot-restart", "-l", "warn"
         )
-        wait("Envoy", lambda: self.get("frontend", "/public") is not None)
+        Demo.wait("Envoy", lambda: self.get("frontend", "/public") is not None)
 
     def serve_policies(self) -> None:
         """Start the PolicySync server."""
@@ -81,7 +75,7 @@ class PolicyDemo:
             *(*ZTUNNEL, "policy", "serve", str(self.folder / "policies.yaml"), str(self.folder / "pods.yaml")),
             *("--socket", str(self.folder / "node.sock")),
         )
-        wait("the PolicySync server", (self.folder / "node.sock").is_socket)
+        Demo.wait("the PolicySync server", (self.folder / "node.sock").is_socket)
 
     def serve_authz(self) -> None:
         """Start the policy server."""
@@ -90,7 +84,7 @@ class PolicyDemo:
             *(*ZTUNNEL, "authz", "serve", "--per-host", "--explain", "--listen", str(self.folder / "authz.sock")),
             *("--dial", str(self.folder / "node.sock")),
         )
-        wait("the policy server", lambda: self._health() == 0)
+        Demo.wait("the policy server", lambda: self._health() == 0)
 
     def stop(self, name: str) -> None:
         """Kill one program."""
@@ -142,28 +136,28 @@ class PolicyDemo:
         text = path.read_text()
         _replace(path, text.replace("methods: [GET]", "methods: [POST]"))
         began = time.monotonic()
-        wait("the edit", lambda: self.status("frontend", "GET", "/public") == 403)
+        Demo.wait("the edit", lambda: self.status("frontend", "GET", "/public") == 403)
         print(f"  the answer changed after {time.monotonic() - began:.2f} s")
         self.check("frontend", "POST", "/public", 200)
         _replace(path, text.replace("action: Allow", "action: Perhaps"))
         time.sleep(0.5)  # long enough for a file that is read to have had an effect
         self.check("frontend", "POST", "/public", 200, note="the file is unusable: the last good policies answer")
         _replace(path, text)
-        wait("the edit", lambda: self.status("frontend", "GET", "/public") == 200)
+        Demo.wait("the edit", lambda: self.status("frontend", "GET", "/public") == 200)
 
     def _act_outage(self) -> None:
         print("\n5. What serves policies goes away")
         self.stop("policies")
-        wait("the end of the stream", lambda: self._health() != 0)
+        Demo.wait("the end of the stream", lambda: self._health() != 0)
         self.check("frontend", "GET", "/public", 200, note="no PolicySync: the last policies answer")
         self.check("frontend", "POST", "/public", 403)
         self.serve_policies()
-        wait("the new stream", lambda: self._health() == 0)
+        Demo.wait("the new stream", lambda: self._health() == 0)
         self.check("frontend", "GET", "/public", 200, note="PolicySync is back")
         self.stop("authz")
         self.check("frontend", "GET", "/public", 403, note="no policy server: Envoy fails closed")
         self.serve_authz()
-        wait("Envoy's connection", lambda: self.status("frontend", "GET", "/public") == 200)
+        Demo.wait("Envoy's connection", lambda: self.status("frontend", "GET", "/public") == 200)
         self.check("frontend", "GET", "/public", 200, note="it is back")
 
     def _act_explain(self) -> None:
@@ -366,19 +360,6 @@ def _replace(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def wait(what: str, ready: Callable[[], bool]) -> None:
-    """Return once ``ready`` is true.
-
-    Raises:
-        Unexpected: it did not become true in time.
-    """
-    until = time.monotonic() + _LIMIT_S
-    while not ready():
-        if time.monotonic() > until:
-            raise Unexpected(f"waited {_LIMIT_S:g} s for {what}")
-        time.sleep(_POLL_S)
-
-
 @contextlib.contextmanager
 def running() -> Iterator[PolicyDemo]:
     """The demo in a folder of its own; programs and folder are gone afterwards."""
@@ -399,8 +380,7 @@ def main() -> int:
             demo.play()
         except Unexpected as error:
             print(f"demo: {error}; logs follow", file=sys.stderr)
-            for log in sorted(demo.folder.glob("*.log")):
-                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            print_logs(demo.folder)
             return 1
         failed = demo.failures
         print(f"\n{'Everything came out as expected.' if not failed else f'{failed} expectations failed.'}")

@@ -47,6 +47,12 @@ class Unexpected(Exception):
     """A part of the demo did not become ready."""
 
 
+def print_logs(folder: Path) -> None:
+    """Print the end of every log file of a demo to standard error."""
+    for log in sorted(folder.glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+
+
 def account(pod: str) -> str:
     """Return the service account of a pod."""
     return _ACCOUNTS.get(pod, "bookinfo-reviews" if pod.startswith("reviews") else "default")
