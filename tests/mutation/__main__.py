@@ -23,8 +23,7 @@ from tests.mutation.mutants import places
 
 _TARGETS = {
     "ztunnel.policy.engine": ["tests/ztunnel/policy", "tests/xds/dialects/istio/test_authorization.py"],
-    "hbone.stream_state": ["tests/hbone/test_stream_state.py", "tests/hbone/test_frame_pairs.py"],
-    "hbone.flow": ["tests/hbone/test_work.py", "tests/hbone/test_engine.py"],
+    "hbone.flow": ["tests/hbone/test_flow.py", "tests/hbone/test_work.py"],
     "hbone.headers": ["tests/hbone/test_headers.py"],
     "ztunnel.dataplane.proxy_protocol": ["tests/ztunnel/dataplane/test_proxy_protocol.py"],
     "ztunnel.istio.inbound_target": ["tests/ztunnel/istio/test_inbound_target.py"],

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.model.address import SocketAddress
-from ztunnel.dataplane.proxy_protocol import SIGNATURE_2, BadHeader, NeedMore, NoHeader, ProxyHeader, parse_header
+from ztunnel.dataplane.proxy_protocol import (
+    SIGNATURE_2,
+    BadHeader,
+    NeedMore,
+    NoHeader,
+    ProxyHeader,
+    encode_header,
+    parse_header,
+)
 
 SOURCE, DESTINATION = SocketAddress("10.0.0.1", 40000), SocketAddress("10.0.0.2", 80)
 SOURCE_6, DESTINATION_6 = SocketAddress("fd00::1", 40000), SocketAddress("fd00::2", 80)
@@ -94,3 +102,29 @@ def test_any_input_is_answered_with_a_documented_error(data: bytes) -> None:
             parse_header(attempt)
         except (NeedMore, NoHeader, BadHeader):
             pass
+
+
+@pytest.mark.parametrize(
+    ("hosts", "family", "addresses"),
+    [
+        (("10.0.0.1", "10.0.0.2"), 0x11, "0a0000010a00000204d20050"),
+        (("fd00::1", "fd00::2"), 0x21, "fd" + "00" * 14 + "01fd" + "00" * 14 + "0204d20050"),
+        (("10.0.0.1", "fd00::2"), 0x01, ""),
+    ],
+)
+@pytest.mark.parametrize("identity", [None, "spiffe://td/ns/a/sa/b"])
+def test_the_header_of_a_sandwich_byte_by_byte(
+    hosts: tuple[str, str], family: int, addresses: str, identity: str | None
+) -> None:
+    body = bytes.fromhex(addresses)
+    if identity is not None:
+        body += b"\xd0" + len(identity).to_bytes(2, "big") + identity.encode()
+    wire = encode_header(SocketAddress(hosts[0], 1234), SocketAddress(hosts[1], 80), identity)
+    assert wire == b"\r\n\r\n\0\r\nQUIT\n" + bytes((0x21, family)) + len(body).to_bytes(2, "big") + body
+    parsed = parse_header(wire)
+    assert parsed.size == len(wire)
+    if family != 0x01:
+        assert (parsed.source, parsed.destination) == (
+            SocketAddress(hosts[0], 1234),
+            SocketAddress(hosts[1], 80),
+        )

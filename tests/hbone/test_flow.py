@@ -1,0 +1,54 @@
+"""Budgets and the shares of peers, alone: what each call takes, and at which number it says no."""
+
+from dataclasses import replace
+
+from hbone.flow import Budget, PeerShares
+from hbone.limits import Limits
+
+
+def test_an_empty_budget_affords_nothing_and_takes_nothing() -> None:
+    budget = Budget(burst=2.0, rate=1.0)
+    assert budget.affords(0.0, 2.0)
+    assert not budget.affords(0.0, 0.5)
+    assert budget.overdrawn_s == 0.0
+    assert budget.affords(0.5, 0.5)  # what was refused was not taken
+    assert not budget.affords(0.5, 0.5)
+
+
+def test_spending_overdraws_and_time_pays_back() -> None:
+    budget = Budget(burst=2.0, rate=0.5)
+    assert budget.spend(10.0, 2.0)  # to nothing is not beyond
+    assert not budget.spend(10.0, 1.0)
+    assert budget.overdrawn_s == 2.0
+    assert budget.spend(12.0, 0.0)
+    assert budget.overdrawn_s == 0.0
+    assert not budget.spend(9.0, 0.5)  # a clock that went back pays nothing
+
+
+def test_no_budget_grows_beyond_its_burst() -> None:
+    budget = Budget(burst=2.0, rate=1.0)
+    assert budget.spend(0.0)
+    budget.earn(50.0)
+    assert budget.spend(1000.0, 2.0)
+    assert not budget.spend(1000.0, 0.1)
+
+
+def test_without_a_rate_a_debt_has_no_end_in_time() -> None:
+    budget = Budget(burst=1.0, rate=0.0)
+    budget.spend(0.0, 5.0)
+    assert budget.overdrawn_s == 0.0
+    assert not budget.spend(1e9, 0.0)
+
+
+def test_windows_of_a_peer_grow_up_to_its_share() -> None:
+    shares = PeerShares()
+    share = shares.join("a", replace(Limits(), peer_window_bytes=10))
+    assert share.take_window(10)
+    assert not share.take_window(1)
+    share.return_window(1)
+    assert share.take_window(1)
+    assert shares.join("a", Limits()) is share
+    assert share.connections == 2
+    shares.leave(share)
+    assert share.connections == 1
+    assert len(shares) == 1
