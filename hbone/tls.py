@@ -274,7 +274,10 @@ class TlsSession:
         return TlsError(TlsReason.OTHER, detail, by_peer=by_peer)
 
 
-@lru_cache(maxsize=1024)  # of the same peers, connection after connection
+# Of the same peers, connection after connection. An entry keeps a certificate with all that was parsed of it,
+# some 80 objects, also when its successor has been in use for long: with 1,024 of them a proxy whose peers rotate
+# grows for days.
+@lru_cache(maxsize=128)
 def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
     """The URI subject alternative names; empty also when the extension cannot be parsed."""
     try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from OpenSSL import SSL
 
 from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
-from hbone.tls import TlsSession, sealed_bytes
+from hbone.tls import TlsSession, sealed_bytes, uri_sans
 from hbone.tls_context import ClientCertificate, Refusal, TlsContext, TlsSettings, TlsVersion
 from tests.hbone.certificates import Authority, Leaf
 
@@ -359,3 +362,16 @@ def test_nothing_is_resumed() -> None:
     assert Outcome(client, server).reasons == (None, None)
     assert server.facts().chain  # verified anew
     assert isinstance(client._connection, SSL.Connection)
+
+
+def test_certificates_of_the_past_are_let_go() -> None:
+    """Peers rotate; each entry of the cache keeps a certificate and what was parsed of it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), None, now, now + timedelta(hours=1))
+    for number in range(1, 400):
+        san = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://td/ns/a/sa/{number}")])
+        made = builder.serial_number(number).add_extension(san, critical=True).sign(key, hashes.SHA256())
+        assert uri_sans(made) == (f"spiffe://td/ns/a/sa/{number}",)
+    assert uri_sans.cache_info().currsize <= 200
