@@ -189,6 +189,7 @@ class Behaviours(Running):
 def behave(site: Behaviours, name: str) -> str:
     """Run one; how it ended for the client, and the lines of the log."""
     row = BEHAVIOURS[name]
+    _said.clear()
     with socket.create_connection(("127.0.0.1", site.ports[name])) as sock:
         sock.settimeout(WAIT_S)
         seen = ""
@@ -313,9 +314,15 @@ def tunnels_then(then: Then, *, answers: bool = True) -> Serve:
     return serve
 
 
+#: Set once the client of a tunnel has written. A refusal waits for it: closing a socket is a reset to its client
+#: only while bytes of it are unread, so that a refusal that came first would look like an end.
+_said = threading.Event()
+
+
 def resets_on(kind: type[h2.events.Event], code: int) -> Then:
     def then(http2: h2.connection.H2Connection, event: h2.events.Event, sock: socket.socket) -> None:
         if isinstance(event, kind):
+            _said.wait(WAIT_S)
             http2.reset_stream(event.stream_id, code)  # type: ignore[attr-defined]
 
     return then
@@ -331,6 +338,7 @@ def leaves_on(kind: type[h2.events.Event], leave: Callable[[socket.socket], None
 
 def answers_503(http2: h2.connection.H2Connection, event: h2.events.Event, sock: socket.socket) -> None:
     if isinstance(event, h2.events.RequestReceived):
+        _said.wait(WAIT_S)
         http2.send_headers(event.stream_id, [(":status", "503")], end_stream=True)
 
 
@@ -343,11 +351,13 @@ def nothing(http2: h2.connection.H2Connection, event: h2.events.Event, sock: soc
 
 def says(sock: socket.socket) -> None:
     sock.sendall(b"hi")
+    _said.set()
 
 
 def says_all(sock: socket.socket) -> None:
     sock.sendall(b"hi")
     sock.shutdown(socket.SHUT_WR)
+    _said.set()
 
 
 def says_and_cuts(sock: socket.socket) -> None:
