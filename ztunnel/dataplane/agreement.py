@@ -8,8 +8,8 @@ So the answer errs to ``False``: a rule that cannot be judged without a handshak
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from cryptography import x509
 
@@ -24,7 +24,7 @@ def none_revoked(chain: Chain) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Credentials:
     """What one side shows in handshakes, and by what it verifies the other. Compared by identity: make one per
     certificate and keep it, because what two of them agree on is remembered.
@@ -40,9 +40,30 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
+    # By what was shown, and only as long as that is in use: certificates are renewed, each for as many peers as
+    # there are pods, and a cache of all pairs kept those of hours ago.
+    _verified: "WeakKeyDictionary[Credentials, Validity | None]" = field(
+        init=False, repr=False, default_factory=WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
+
+    def verified(self, shown: "Credentials") -> "Validity | None":
+        """Return when a shown chain is valid to this side; None: never. Independent of the time."""
+        try:
+            return self._verified[shown]
+        except KeyError:
+            pass  # once per pair; signatures cost 0.1 ms each
+        path = _path(shown.chain, self.anchors or ())
+        found = None
+        if path is not None and not self.is_revoked(path):
+            found = Validity(
+                max(certificate.not_valid_before_utc for certificate in path),
+                min(certificate.not_valid_after_utc for certificate in path),
+            )
+        self._verified[shown] = found
+        return found
 
 
 class Party(NamedTuple):
@@ -80,20 +101,8 @@ def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
 def _accepts(judge: Party, shown: Credentials, second: datetime) -> bool:
     if judge.credentials.anchors is None:
         return True
-    validity = _verified(shown, judge.credentials)
+    validity = judge.credentials.verified(shown)
     return validity is not None and validity.first <= second <= validity.last and judge.accepts(shown.names)
-
-
-@lru_cache(maxsize=4096)  # once per joined connection, about few pairs; signatures cost 0.1 ms each
-def _verified(shown: Credentials, judge: Credentials) -> Validity | None:
-    """Return when the shown chain is valid to the judge; ``None``: never. Independent of the time."""
-    path = _path(shown.chain, judge.anchors or ())
-    if path is None or judge.is_revoked(path):
-        return None
-    return Validity(
-        max(certificate.not_valid_before_utc for certificate in path),
-        min(certificate.not_valid_after_utc for certificate in path),
-    )
 
 
 def _path(chain: Chain, anchors: Chain) -> Chain | None:

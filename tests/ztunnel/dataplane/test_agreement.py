@@ -1,5 +1,6 @@
 """Two certificates against the verdict of a handshake: each way in which they may differ."""
 
+import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
@@ -136,3 +137,14 @@ def test_a_client_without_validation_accepts_every_server() -> None:
 def test_without_a_certificate_there_is_nothing_to_accept() -> None:
     assert not agree(Credentials((), (ROOT.certificate,)), shown(SERVER))
     assert not agree(shown(CLIENT), Credentials((), (ROOT.certificate,)))
+
+
+def test_credentials_that_are_no_longer_used_are_freed_at_once() -> None:
+    """Certificates are renewed, and each has been judged by many: what was found out must not keep old ones."""
+    kept, old = shown(CLIENT), shown(SERVER)
+    assert agree(kept, old)
+    assert agree(old, kept, expected=CLIENT)
+    gone = weakref.ref(old)
+    del old
+    assert gone() is None
+    assert agree(kept, shown(SERVER))
