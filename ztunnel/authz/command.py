@@ -3,11 +3,14 @@
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import sys
 from contextlib import AsyncExitStack
-from ipaddress import ip_address
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--terminate", metavar="[IP:]PORT", help="serve HTTP there, of which /terminate ends the server"
     )
+    parser.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
     parser.add_argument("--debug", action="store_true", help="log more")
 
 
@@ -90,18 +94,18 @@ def target(text: str) -> str:
     Raises:
         ValueError: it is neither a path nor ``host:port``.
     """
+    from xds.grpc.address import host_and_port
+
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         path = path.removeprefix("//") if path.startswith("///") else path
         if not path:
             raise ValueError(f"{text!r} has no path")
         return f"unix:{path}"
-    host, colon, port = text.rpartition(":")
-    if "/" not in text and colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
-        return text
     if "/" in text:
         return f"unix:{text}"
-    raise ValueError(f"{text!r} is neither a path, unix:/path nor host:port")
+    host_and_port(text)
+    return text
 
 
 def serve_command(args: argparse.Namespace) -> int:
@@ -116,12 +120,12 @@ def serve_command(args: argparse.Namespace) -> int:
     try:
         listen = [target(text) for text in args.listen or [DEFAULT_LISTEN]]
         dial = target(args.dial)
-        terminate = _terminate_address(args.terminate)
+        terminate, metrics = _http_address(args.terminate), _http_address(args.metrics)
     except ValueError as error:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
         return BAD_ARGUMENT
     try:
-        asyncio.run(_serve(args, listen, dial, terminate))
+        asyncio.run(_serve(args, listen, dial, terminate, metrics))
     except (ServeError, OSError) as error:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
         return 1
@@ -129,12 +133,15 @@ def serve_command(args: argparse.Namespace) -> int:
 
 
 async def _serve(
-    args: argparse.Namespace, listen: list[str], dial: str, terminate: tuple[str, int] | None
+    args: argparse.Namespace,
+    listen: list[str],
+    dial: str,
+    terminate: "SocketAddress | None",
+    metrics: "SocketAddress | None",
 ) -> None:
-    from xds.model.address import SocketAddress
     from ztunnel.authz.server import AuthzSettings, PolicyServer
     from ztunnel.calico.follower import Follower
-    from ztunnel.http.page import PLAIN, Page, PageRequest, text
+    from ztunnel.http.page import PLAIN, Page, PageRequest, not_found, text
     from ztunnel.http.server import PageServer
     from ztunnel.runtime.clock import SystemClock
     from ztunnel.runtime.tasks import Tasks
@@ -150,9 +157,17 @@ async def _serve(
 
     def terminated(request: PageRequest) -> Page:
         if request.path != "/terminate":
-            return text("", 404, PLAIN)
+            return not_found(["/terminate"])
         loop.call_soon(stop.set)
         return text("terminating Dikastes\n", content_type=PLAIN)
+
+    def measured(request: PageRequest) -> Page:
+        if request.path != "/metrics":
+            return not_found(["/metrics"])
+        from ztunnel.authz.metrics import families
+        from ztunnel.http.exposition import page
+
+        return page(families(server, follower), request)
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
@@ -160,9 +175,9 @@ async def _serve(
         )
         stack.push_async_callback(tasks.close)
         tasks.keep(follower.run, "policysync")
-        if terminate is not None:
-            pages = PageServer("terminate", SocketAddress(*terminate), terminated, clock)
-            await stack.enter_async_context(pages)
+        for name, address, pages in (("terminate", terminate, terminated), ("metrics", metrics, measured)):
+            if address is not None:
+                await stack.enter_async_context(PageServer(name, address, pages, clock))
         log.info("serving ext_authz on %s, PolicySync from %s", ", ".join(server.addresses), dial)
         await stop.wait()
 
@@ -177,7 +192,7 @@ async def check_command(args: argparse.Namespace) -> int:
     try:
         dial = target(args.dial)
         destination, port = _destination(args.destination)
-        source = None if args.source is None else str(ip_address(args.source))
+        source, _ = _destination(args.source)
     except ValueError as error:
         print(f"ztunnel authz check: {error}", file=sys.stderr)
         return BAD_ARGUMENT
@@ -230,29 +245,34 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
 
 def _mode(text: str) -> int:
-    mode = int(text, 8)
-    if not 0 <= mode <= 0o777:
-        raise ValueError(text)
-    return mode
+    if not re.fullmatch("0?[0-7]{3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mode such as 770")
+    return int(text, 8)
 
 
-def _terminate_address(text: str | None) -> tuple[str, int] | None:
+def _http_address(text: str | None) -> "SocketAddress | None":
+    """Read ``[IP:]PORT``; every address without one, as Calico's server."""
+    from xds.model.address import SocketAddress
+
     if text is None:
         return None
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"{text!r} has no port, 1 to 65535")
-    address = host.strip("[]") or "0.0.0.0"
-    return str(ip_address(address)), int(port)
+    try:
+        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
 
 
 def _destination(text: str | None) -> tuple[str | None, int]:
+    """Read ``IP[:PORT]``; no port is 0."""
+    from xds.model.address import SocketAddress, canonical
+
     if text is None:
         return None, 0
     try:
-        return str(ip_address(text.strip("[]"))), 0
+        return canonical(text.strip("[]")), 0
     except ValueError:
-        host, _, port = text.rpartition(":")
-        if not (port.isascii() and port.isdigit()):
-            raise ValueError(f"{text!r} is neither an IP address nor one with a port") from None
-        return str(ip_address(host.strip("[]"))), int(port)
+        pass
+    try:
+        return SocketAddress.parse(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither an IP address nor one with a port") from None

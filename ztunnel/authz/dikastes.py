@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "server":
         port = os.environ.get("DIKASTES_HTTP_BIND_PORT")
         if port is not None:
-            args.terminate = f"{os.environ.get('DIKASTES_HTTP_BIND_ADDR', '')}:{port}"
+            address = os.environ.get("DIKASTES_HTTP_BIND_ADDR", "")
+            bracketed = f"[{address}]" if ":" in address else address
+            args.terminate = f"{bracketed}:{port}" if address else port
         return command.serve_command(args)
     if args.command == "client":
         args.path = args.source = args.destination = None

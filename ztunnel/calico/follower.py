@@ -6,7 +6,6 @@ answering. So an object that was deleted meanwhile does not live on, and a resta
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import random
 from typing import Final
@@ -60,7 +59,6 @@ class Follower:
         target: ``unix:/path`` or ``host:port``.
         clock: for :attr:`age_s`.
         trust_domains: see :class:`~ztunnel.calico.evaluator.Evaluator`.
-        changed: called after each update of the store that answers, and when another one takes over.
         backoff: between streams; by default 0.5 s, doubling to 5 s, a fifth of it at random.
 
     Attributes:
@@ -75,7 +73,6 @@ class Follower:
         clock: Clock,
         *,
         trust_domains: frozenset[str] = frozenset(),
-        changed: Callable[[], None] = lambda: None,
         backoff: Backoff | None = None,
     ) -> None:
         self.target = target
@@ -85,7 +82,6 @@ class Follower:
         self.counts = FollowerCounts()
         self._clock = clock
         self._trust_domains = trust_domains
-        self._changed = changed
         self._lost_at: float | None = None
         self._backoff = backoff or Backoff(0.5, 5.0, spread=0.2)
 
@@ -140,8 +136,6 @@ class Follower:
                     raise ConfigError(f"the server has sent more than {_OBJECTS:,} objects")
                 if isinstance(update, c.InSync) and pending is not self.evaluator:
                     self._take_over(pending)
-                if pending is self.evaluator:
-                    self._changed()
                 # What has arrived is read without waiting, and a snapshot is long: checks come in between.
                 read += 1
                 if read % _BATCH == 0:

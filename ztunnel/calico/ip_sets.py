@@ -70,10 +70,10 @@ class IpSets:
         """The number of members of all sets."""
         return self._members
 
-    def sizes(self) -> Iterator[tuple[str, IpSetType, int]]:
-        """Yield id, type and number of members of each set."""
-        for found in self._sets.values():
-            yield found.id, found.type, found.size
+    @property
+    def unusable(self) -> int:
+        """The number of sets of which a member cannot be read."""
+        return sum(bool(found.broken) for found in self._sets.values())
 
     def broken(self) -> Iterator[tuple[str, str]]:
         """Yield the id of each set that cannot be used, and a member that cannot be read."""

@@ -7,9 +7,6 @@ from xds.model import calico as c
 from xds.model.selector import Labels
 from ztunnel.calico.ip_sets import IpSets
 
-#: Labels that Calico adds, under which the profiles of namespaces and service accounts give their names.
-NAME_LABEL: Final = "projectcalico.org/name"
-
 _NO_LABELS: Final[Labels] = {}
 
 _Key = TypeVar("_Key")

@@ -50,6 +50,21 @@ class Family:
     samples: Iterable[Sample]
 
 
+#: The values of a family's labels, and the sample.
+LabelledValue = tuple[tuple[str, ...], float]
+
+
+def family(
+    name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
+) -> Family:
+    """Return a family of values by labels; names of counters are given without ``_total``."""
+    sample_name = f"{name}_total" if kind == "counter" else name
+    return Family(
+        Metric(name, text + ".", kind, unit),
+        (Sample(sample_name, dict(zip(labels, values, strict=False)), value) for values, value in samples),
+    )
+
+
 def page(families: Iterable[Family], request: PageRequest) -> Page:
     """Return the page for one scrape: format by ``Accept``, coding by ``Accept-Encoding``."""
     encode, content_type = choose_encoder(request.accept)

@@ -64,7 +64,7 @@ def test_addresses_in_every_spelling(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "unix:", "host:port"])
 def test_other_addresses_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"neither|has no path"):
+    with pytest.raises(ValueError, match=r"neither|has no path|has no host"):
         target(text)
 
 
@@ -103,13 +103,34 @@ def test_calicos_own_command_line(tmp_path: Path) -> None:
         assert process.wait(LIMIT_S) == 0
 
 
+def test_metrics_of_a_server(tmp_path: Path) -> None:
+    path = str(tmp_path / "authz.sock")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with served("ztunnel", "serve", "-l", path, "-d", f"{tmp_path}/felix", "--metrics", f"127.0.0.1:{port}"):
+        for _ in range(2):
+            assert ztunnel("check", "shop", "web", "-d", path).returncode == 1
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+            lines = answer.read().decode().splitlines()
+    assert 'authz_checks_total{code="UNAVAILABLE"} 2.0' in lines
+    assert "authz_policysync_in_sync 0.0" in lines
+    assert "authz_policies 0.0" in lines
+
+
+def test_bad_modes_are_named(tmp_path: Path) -> None:
+    done = ztunnel("serve", "--socket-mode", "9")
+    assert done.returncode == 2
+    assert "'9' is no mode such as 770" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("serve", "-l", "host"), "'host' is neither a path, unix:/path nor host:port"),
+        (("serve", "-l", "host"), "'host' is neither host:port nor unix:/path"),
         (("serve", "-d", "unix:"), "'unix:' has no path"),
-        (("serve", "--terminate", "x"), "'x' has no port"),
-        (("check", "a", "b", "--source", "x"), "'x' does not appear to be an IPv4 or IPv6 address"),
+        (("serve", "--terminate", "x"), "'x' is neither a port nor ip:port"),
+        (("serve", "--metrics", "localhost:1"), "'localhost:1' is neither a port nor ip:port"),
+        (("check", "a", "b", "--source", "x"), "'x' is neither an IP address nor one with a port"),
         (("check", "a", "b", "--destination", "x"), "'x' is neither an IP address nor one with a port"),
         (("serve", "-l", "/nowhere/a.sock"), "cannot serve on unix:/nowhere/a.sock: No such file or directory"),
     ],

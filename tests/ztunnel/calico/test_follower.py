@@ -147,18 +147,3 @@ def test_a_snapshot_that_never_ends_is_bounded(tmp_path: Path, monkeypatch: pyte
             assert code(follower) is Code.OK
 
     run(main)
-
-
-def test_a_change_is_told_once_the_store_answers(tmp_path: Path) -> None:
-    async def main() -> None:
-        changes: list[Code] = []
-        async with Felix(tmp_path) as felix:
-            follower = Follower(felix.target, SystemClock(), changed=lambda: changes.append(code(follower)))
-            async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(follower.run())
-                await felix.stream(*SNAPSHOT, DENY)
-                await until(lambda: len(changes) == 2)
-                task.cancel()
-        assert changes == [Code.OK, Code.PERMISSION_DENIED]
-
-    run(main)

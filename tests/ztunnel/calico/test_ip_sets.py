@@ -82,7 +82,7 @@ def test_updates_are_idempotent() -> None:
     found = sets(NET, "10.0.0.0/8")
     for _ in range(2):
         assert found.change("a", ("10.0.0.1", "10.0.0.1"), ())
-    assert (found.members, [size for *_, size in found.sizes()]) == (2, [2])
+    assert (found.members, len(found)) == (2, 1)
     for _ in range(2):
         assert found.change("a", (), ("10.0.0.1", "10.9.9.9"))
     assert found.members == 1

@@ -8,17 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from ztunnel.http.exposition import Family, process_families
+from ztunnel.http.exposition import Family, LabelledValue, family, process_families
 from ztunnel.istio.metrics import SIDE_LABELS, TRAFFIC_LABELS, DnsDurations, Metrics, TrafficSeries
 
 _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
-LabelledValue = tuple[tuple[str, ...], float]
-
 
 def families(metrics: Metrics) -> Iterator[Family]:
     """Yield every family; some have no samples."""
-    yield _family(
+    yield family(
         "istio_build",
         "gauge",
         "Istio component build info",
@@ -34,17 +32,15 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
     # Connections open and close while the page is made. Each family reads the series that exist when it begins.
     every = list(metrics.series)
     connections = "The total number of TCP connections "
-    yield _family(
+    yield family(
         "istio_tcp_connections_opened",
         "counter",
         connections + "opened",
         ((series.labels, series.opened) for series in every),
         TRAFFIC_LABELS,
     )
-    yield _family(
-        "istio_tcp_connections_closed", "counter", connections + "closed", _closed(every), TRAFFIC_LABELS
-    )
-    yield _family(
+    yield family("istio_tcp_connections_closed", "counter", connections + "closed", _closed(every), TRAFFIC_LABELS)
+    yield family(
         "istio_tcp_connections_failed",
         "counter",
         connections + "that failed (unstable)",
@@ -52,7 +48,7 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
         TRAFFIC_LABELS,
     )
     size = "The size of total bytes {} in case of a TCP connection"
-    yield _family(
+    yield family(
         "istio_tcp_received_bytes",
         "counter",
         size.format("received during request"),
@@ -60,7 +56,7 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
         TRAFFIC_LABELS,
         "bytes",
     )
-    yield _family(
+    yield family(
         "istio_tcp_sent_bytes",
         "counter",
         size.format("sent during response"),
@@ -79,14 +75,14 @@ def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
 
 def _other_families(metrics: Metrics) -> Iterator[Family]:
     reporter = ("reporter",)
-    yield _family(
+    yield family(
         "istio_tcp_sockets_open",
         "gauge",
         "The current number of open TCP sockets (unstable)",
         _by_one(metrics.sockets_open),
         reporter,
     )
-    yield _family(
+    yield family(
         "istio_on_demand_dns",
         "counter",
         "The total number of on-demand DNS requests made (unstable)",
@@ -94,35 +90,35 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         (*(f"source_{name}" for name in SIDE_LABELS), "hostname"),
     )
     crl = "The total number of connections {} (unstable)"
-    yield _family(
+    yield family(
         "istio_crl_policy_rejections",
         "counter",
         crl.format("rejected by revocation lists"),
         _nonzero(metrics.crl_rejections),
         reporter,
     )
-    yield _family(
+    yield family(
         "istio_crl_untracked_connections",
         "counter",
         crl.format("that revocation cannot end"),
         _nonzero(metrics.crl_untracked),
         reporter,
     )
-    yield _family(
+    yield family(
         "istio_xds_connection_terminations",
         "counter",
         "The total number of completed connections to the control plane (unstable)",
         _by_one(metrics.xds_terminations()),
         ("reason",),
     )
-    yield _family(
+    yield family(
         "istio_xds_message",
         "counter",
         "The total number of messages received (unstable)",
         _by_one(metrics.xds_messages),
         ("url",),
     )
-    yield _family(
+    yield family(
         "istio_xds_message_bytes",
         "counter",
         "The total number of bytes received (unstable)",
@@ -131,45 +127,45 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         "bytes",
     )
     yield from _dns_families(metrics)
-    yield _family(
+    yield family(
         "ztunnel_authorization_dry_run",
         "counter",
         "Connections that dry-run policies would have decided about (unstable)",
         list(metrics.authorization_dry_run.items()),
         ("policy", "action", "result"),
     )
-    yield _family(
+    yield family(
         "ztunnel_connect_retries",
         "counter",
         "Further endpoints tried after one failed (unstable)",
         [((), metrics.connect_retries)],
         (),
     )
-    yield _family(
+    yield family(
         "ztunnel_calmed_connections",
         "counter",
         "Tunnel connections ended by a limit of the protocol (unstable)",
         [((), metrics.calmed)],
         (),
     )
-    yield _family(
+    yield family(
         "ztunnel_metric_series", "gauge", "Traffic label sets in use (unstable)", [((), len(metrics.series))], ()
     )
-    yield _family(
+    yield family(
         "ztunnel_metric_series_over_budget",
         "counter",
         "Label sets counted as unknown (unstable)",
         [((), metrics.over_budget)],
         (),
     )
-    yield _family(
+    yield family(
         "ztunnel_loop_stalls",
         "counter",
         "Times that an event loop stood still for more than a second (unstable)",
         [((), metrics.loop.stalls.value)],
         (),
     )
-    yield _family(
+    yield family(
         "ztunnel_loop_late_seconds",
         "counter",
         "Seconds that a timer of two beats a second was late, in all (unstable)",
@@ -178,7 +174,7 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         "seconds",
     )
     for name, gauge in metrics.gauges.items():
-        yield _family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
+        yield family(name, gauge.kind, gauge.help, [((), gauge.read())], ())
 
 
 def _dns_families(metrics: Metrics) -> Iterator[Family]:
@@ -189,15 +185,15 @@ def _dns_families(metrics: Metrics) -> Iterator[Family]:
         "source_canonical_revision",
     )
     upstream = "The total number of DNS requests forwarded to upstream (unstable)"
-    yield _family(
+    yield family(
         "istio_dns_requests",
         "counter",
         "The total number of DNS requests (unstable)",
         list(metrics.dns_requests.items()),
         labels,
     )
-    yield _family("istio_dns_upstream_requests", "counter", upstream, list(metrics.dns_forwarded.items()), labels)
-    yield _family(
+    yield family("istio_dns_upstream_requests", "counter", upstream, list(metrics.dns_forwarded.items()), labels)
+    yield family(
         "istio_dns_upstream_failures",
         "counter",
         "The total number of DNS requests that upstream failed (unstable)",
@@ -226,14 +222,3 @@ def _by_one(values: dict[str, int]) -> list[LabelledValue]:
 
 def _nonzero(values: dict[str, int]) -> list[LabelledValue]:
     return [((label,), value) for label, value in values.items() if value]
-
-
-def _family(
-    name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
-) -> Family:
-    """Return a family of values by labels; names of counters are given without ``_total``."""
-    sample_name = f"{name}_total" if kind == "counter" else name
-    return Family(
-        Metric(name, text + ".", kind, unit),
-        (Sample(sample_name, dict(zip(labels, values, strict=False)), value) for values, value in samples),
-    )
