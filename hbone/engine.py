@@ -130,7 +130,7 @@ class Engine:
         """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
         self.peer_settings_seen = False
         self.pause_s = 0.0
-        """Read no more for so many seconds: the peer has caused more work than it may."""
+        """How long to read nothing more from the peer: it caused more work than its budget allows."""
         limits = settings.limits
         self._server = role is Role.SERVER
         self._received = RECEIVED[role]

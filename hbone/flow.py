@@ -66,7 +66,7 @@ class WindowPool:
         self.used = 0
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes; False, and none taken: there are not so many."""
+        """Take ``size`` bytes and return True, or return False and take nothing if fewer are left."""
         if self.used + size > self.limit:
             return False
         self.used += size

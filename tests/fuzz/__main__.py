@@ -1,4 +1,4 @@
-"""``make fuzz MINUTES=n [TARGET=a,b]``: fuzzes every target for so many minutes each, two at a time.
+"""``make fuzz MINUTES=n [TARGET=a,b]``: fuzz each target for n minutes, two targets at a time.
 
 Prints a line per target and exits with 1 if there was a finding: an exception that the module does not declare,
 more than 100 ms of processor time for one input, or memory that grows by more than 64 MiB after the first 10,000

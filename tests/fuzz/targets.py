@@ -1,4 +1,4 @@
-"""What is fuzzed: everything that reads bytes of somebody else.
+"""The fuzz targets: one for each reader of bytes from the network, a file or the kernel.
 
 Each target accepts its input or refuses it with the error that its module declares; anything else is a finding.
 

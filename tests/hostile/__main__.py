@@ -23,7 +23,7 @@ _LEAST_S = 0.001
 
 def _alone(target: Target, seconds: float) -> Latencies:
     with Bystander(target) as bystander:
-        time.sleep(seconds)
+        time.sleep(seconds)  # the length of the measurement
     return bystander.seen
 
 
@@ -39,7 +39,7 @@ def _row(attack: Attack, open_target: Callable[..., AbstractContextManager[Targe
             queue = run(attack, target, seconds)
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s:
-                time.sleep(0.1)
+                time.sleep(0.1)  # between two samples of memory
                 growth = max(growth, target.rss_bytes() - before)
             seen = queue.get(timeout=60)
         during, used_s = bystander.seen, target.cpu_s() - cpu_s

@@ -32,7 +32,7 @@ def unread(sock: socket.socket) -> None:
 
 def speaks(sock: socket.socket) -> None:
     """Send without end."""
-    os.nice(19)  # of this thread: nobody waits for it
+    os.nice(19)  # this thread only: no measurement waits for its answers
     data = bytes(1 << 20)
     while True:
         sock.sendall(data)

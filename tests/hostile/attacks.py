@@ -269,7 +269,7 @@ def comes_and_goes(wire: Wire) -> Iterator[bytes]:
 
 
 def _half_open(first: bytes, *, most: int, per_s: float, readiness: bool = False) -> Storm:
-    """Connections that stop after ``first``: ``most`` at once, so many new ones a second."""
+    """Open ``per_s`` connections a second that send ``first`` and stop; keep the newest ``most`` open."""
 
     def storm(target: Target, until_s: float, seen: Seen) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -290,7 +290,7 @@ def _half_open(first: bytes, *, most: int, per_s: float, readiness: bool = False
                 probe_s = now_s + 0.5
                 _probe(target, seen)
             due_s = max(due_s + 1 / per_s, now_s - 0.1)
-            time.sleep(max(0.0, due_s - now_s))
+            time.sleep(max(0.0, due_s - now_s))  # the attack has a rate
         for sock in held:
             sock.setblocking(False)
             try:
@@ -319,7 +319,7 @@ def slow_clients(target: Target, until_s: float, seen: Seen) -> None:
         for sock in gone:
             held.remove(sock)
             sock.close()
-        time.sleep(0.05)
+        time.sleep(0.05)  # probes come some twenty times a second, as from several kubelets
     for sock in held:
         sock.close()
 
@@ -346,7 +346,7 @@ def pushes(target: Target, until_s: float, seen: Seen) -> None:
     while time.monotonic() < until_s:
         _get(target, "/push")
         seen.connections += 1
-        time.sleep(0.2)
+        time.sleep(0.2)  # between two pushes, as a control plane debounces
 
 
 def _get(target: Target, path: str) -> bytes:

@@ -147,7 +147,7 @@ def envoy(*, files: int | None = None) -> Iterator[Target]:
                     break
                 except OSError:
                     assert time.monotonic() < until, (folder / "log").read_text()
-                    time.sleep(0.05)
+                    time.sleep(0.05)  # until Envoy listens, see the limit above
             yield Target(port, process.pid, folder, folder / "log", other)
 
 

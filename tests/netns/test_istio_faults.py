@@ -155,7 +155,7 @@ def test_a_namespace_that_disappears(tmp_path: Path) -> None:
 @LONG
 @pytest.mark.parametrize("node", ["w1", "w2"])
 def test_a_proxy_that_was_stopped_for_ten_seconds(tmp_path: Path, node: str) -> None:
-    """SIGSTOP, a frozen group, a paused machine: what is open goes on, and the log does not blame the code."""
+    """After SIGSTOP, a frozen cgroup or a paused machine, open connections resume, and no stack is logged."""
 
     async def main() -> None:
         async with (

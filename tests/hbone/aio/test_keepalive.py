@@ -32,7 +32,7 @@ class _Connection:
         from_s, until_s = self._silent
         if self.now_s() < from_s:
             self._loop.call_soon(self._answer, payload)
-        else:  # a process that was stopped answers what has come meanwhile when it goes on
+        else:  # a stopped process answers queued PINGs when it resumes
             self._loop.call_later(max(0.0, until_s - self.now_s()), self._answer, payload)
 
     def _answer(self, payload: bytes) -> None:
