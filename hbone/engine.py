@@ -59,7 +59,6 @@ from hbone.limits import (
     RECORD_BYTES,
     REFUND_UNITS,
     REQUEST_UNITS,
-    SINGLE_UNITS,
 )
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import Failure, FrameReader
@@ -76,6 +75,7 @@ from hbone.stream_state import (
     Violation,
 )
 from hbone.windows import ConnectionWindow, StreamWindow
+from hbone.work_account import WorkAccount
 
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_FRAME: Final = 16_384  # RFC 9113, 6.5.2
@@ -148,9 +148,7 @@ class Engine:
         self._earned = 0
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
-        self._work = Budget(burst=limits.work_burst, rate=limits.work_rate)
-        self._stalls = Budget(burst=limits.stall_burst_s, rate=limits.stall_rate)
-        self._peer_work: Budget | None = None
+        self._account = WorkAccount(limits)
         self._unparsed: memoryview | None = None
         self._requests: BlockDecoder[RequestHead | Trailers | Malformed] = BlockDecoder(
             settings.max_header_list_bytes, parse_request, _OVERSIZED
@@ -253,7 +251,7 @@ class Engine:
             raise LocalProtocolError(f"stream {stream_id} cannot be answered")
         stream.answered = True
         if status == 200:
-            self._earn(stream.cost)
+            self._account.earn(stream.cost)
         ends = ended and not body
         self._send_headers(stream_id, ((b":status", b"%d" % status), *headers), ended=ends)
         if body:
@@ -433,11 +431,10 @@ class Engine:
                 # A copy, once: ``data`` is the caller's again when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
             if reader.work:
-                self._pay(reader.work)
+                self.pause_s = self._account.pay(reader.work, now_s)
                 reader.work = 0
         except Failure as failure:
-            if self._peer_work is not None:  # which its next connection will find
-                self._peer_work.spend(now_s, reader.work)
+            self._account.leave_debt(reader.work, now_s)
             self.goaway(failure.code)
             self.failed = True
             self._unparsed = None
@@ -455,7 +452,7 @@ class Engine:
 
         Windows grow in ``pod``, too, if there is one. Called before the first stream; :meth:`leave_share` ends it.
         """
-        self._peer_work = share.work
+        self._account.shared = share.work
         self._window.join(share, pod)
 
     def leave_share(self) -> None:
@@ -465,50 +462,19 @@ class Engine:
         same work as who resets them.
         """
         self._window.leave()
-        shared, self._peer_work = self._peer_work, None
-        if shared is not None and self._server:
+        account = self._account
+        if account.shared is not None and self._server:
             idle = sum(stream.answered and stream.tunnel and not stream.used for stream in self._streams.values())
-            shared.spend(self._now, idle * IDLE_STREAM_UNITS)
+            account.leave_debt(idle * IDLE_STREAM_UNITS, self._now)
+        account.shared = None
 
     def charge_records(self, overhead: int) -> None:
         """Charge for ``overhead`` octets of TLS that carried no payload, with the next :meth:`receive_data`."""
         self._reader.work += overhead // RECORD_BYTES
 
-    def _pay(self, units: int) -> None:
-        """Pay for ``units`` of work; sets :attr:`pause_s`.
-
-        Backpressure comes first: an honest peer that sends much in small frames sends fewer and larger ones when
-        it must wait, and one that is merely busy never notices. A peer that is slowed down for seconds on end
-        has been causing work for nothing all that time.
-        """
-        now_s = self._now
-        self._work.spend(now_s, units)
-        pause_s = self._work.overdrawn_s
-        # Pauses for what the peer's other connections have done are no reason to end this one: one workload may
-        # share its name with a hundred others.
-        if pause_s and not self._stalls.spend(now_s, pause_s):
-            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
-        shared = self._peer_work
-        if shared is not None:
-            shared.spend(now_s, units)
-            pause_s = max(pause_s, shared.overdrawn_s)
-        if units > SINGLE_UNITS:
-            pause_s = max(pause_s, 2e-6 * units)
-        self.pause_s = pause_s
-
     def overdrawn_s(self, now_s: float) -> float:
         """Return how long to read nothing more, as of now: answers of 200 may have paid since."""
-        self._work.spend(now_s, 0.0)
-        pause_s = self._work.overdrawn_s
-        if self._peer_work is not None:
-            self._peer_work.spend(now_s, 0.0)
-            pause_s = max(pause_s, self._peer_work.overdrawn_s)
-        return pause_s
-
-    def _earn(self, units: int) -> None:
-        self._work.earn(units)
-        if self._peer_work is not None:
-            self._peer_work.earn(units)
+        return self._account.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
 

@@ -1,0 +1,68 @@
+"""What a peer pays for the work that its bytes cause: its connection's budget, and that of all its connections."""
+
+from __future__ import annotations
+
+from hbone.errors import ErrorCode
+from hbone.flow import Budget
+from hbone.limits import SINGLE_UNITS, Limits
+from hbone.reader import Failure
+
+_SINGLE_PAUSE_S = 2e-6
+"""Per unit of one read that no slice could divide; a unit is about a microsecond."""
+
+
+class WorkAccount:
+    """The account of one connection.
+
+    Attributes:
+        shared: the budget of all connections of the same peer; None until the peer is known.
+    """
+
+    __slots__ = ("_stalls", "_work", "shared")
+
+    def __init__(self, limits: Limits) -> None:
+        self._work = Budget(burst=limits.work_burst, rate=limits.work_rate)
+        self._stalls = Budget(burst=limits.stall_burst_s, rate=limits.stall_rate)
+        self.shared: Budget | None = None
+
+    def pay(self, units: int, now_s: float) -> float:
+        """Pay for ``units`` of work and return how long to read nothing more, in seconds.
+
+        Backpressure comes first: an honest peer that sends much in small frames sends fewer and larger ones when
+        it must wait, and one that is merely busy never notices. A peer that is slowed down for seconds on end
+        has been causing work for nothing all that time.
+
+        Raises:
+            Failure: it has been; the connection ends.
+        """
+        self._work.spend(now_s, units)
+        pause_s = self._work.overdrawn_s
+        # Pauses for what the peer's other connections have done are no reason to end this one: one workload may
+        # share its name with a hundred others.
+        if pause_s and not self._stalls.spend(now_s, pause_s):
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
+        shared = self.shared
+        if shared is not None:
+            shared.spend(now_s, units)
+            pause_s = max(pause_s, shared.overdrawn_s)
+        return max(pause_s, _SINGLE_PAUSE_S * units) if units > SINGLE_UNITS else pause_s
+
+    def overdrawn_s(self, now_s: float) -> float:
+        """Return how long to read nothing more, as of now: :meth:`earn` may have paid since."""
+        self._work.spend(now_s, 0.0)
+        pause_s = self._work.overdrawn_s
+        if self.shared is not None:
+            self.shared.spend(now_s, 0.0)
+            pause_s = max(pause_s, self.shared.overdrawn_s)
+        return pause_s
+
+    def earn(self, units: int) -> None:
+        """Return ``units``: what they paid for was of use."""
+        self._work.earn(units)
+        if self.shared is not None:
+            self.shared.earn(units)
+
+    def leave_debt(self, units: int, now_s: float) -> None:
+        """Charge the peer, whose next connection finds it, but not this connection, which is over."""
+        if self.shared is not None:
+            self.shared.spend(now_s, units)
