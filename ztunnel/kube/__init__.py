@@ -1,0 +1,1 @@
+"""Objects of a Kubernetes API server: as values, from an API server, from files."""

@@ -1,0 +1,71 @@
+"""Objects of a Kubernetes API server as values, and the seam to where they come from. Pure.
+
+Readers of objects (policy, enrolment) know this module only. The API client and the reader of files implement
+:class:`ObjectSource`, so that a reader is tested with dictionaries, and works without a cluster.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+#: An object as the API server writes it in JSON: ``apiVersion``, ``kind``, ``metadata``, ``spec``, ``status``.
+Object: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectKey:
+    """Names an object. Kinds of different groups never share a name here.
+
+    Attributes:
+        kind: such as ``Pod``.
+        namespace: empty for objects that are in none.
+    """
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return "/".join(part for part in (self.kind, self.namespace, self.name) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed since the reader last asked: the latest state of each object, not each step to it.
+
+    Attributes:
+        objects: by key; None for an object that is gone.
+        synced: every object that existed when the source started has been told, now or before. Once true, it
+            stays true: while the API server is away the last known state is the best one.
+    """
+
+    objects: Mapping[ObjectKey, Object | None] = field(default_factory=dict)
+    synced: bool = False
+
+
+class ObjectSource(Protocol):
+    """Where objects of some kinds come from.
+
+    An object whose deletion nobody saw (the stream was away) is told as gone when the source next lists.
+    """
+
+    async def next(self) -> Changes:
+        """Wait until something has changed, or the source has just synced, and return all of it.
+
+        Changes are merged by key while the reader is busy, so a slow reader costs one entry per object. One
+        reader at a time; cancelling loses nothing.
+        """
+        ...
+
+
+class EventSink(Protocol):
+    """Tells the owner of an object what is wrong with it, where ``kubectl describe`` shows it."""
+
+    def event(self, key: ObjectKey, reason: str, message: str) -> None:
+        """Record a warning about an object; never waits, never raises. Repeats are merged.
+
+        Args:
+            reason: one CamelCase word, such as ``PolicyNotApplied``.
+            message: one sentence.
+        """
+        ...
