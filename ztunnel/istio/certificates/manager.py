@@ -344,14 +344,12 @@ class CertificateManager:
     async def _fetch(self, fetch: Fetch) -> None:
         identity = fetch.identity
         try:
-            issued = await self._authority.issue(identity)
+            self._succeeded(fetch, await self._authority.issue(identity))
         except IdentityError as error:
             self._failed(fetch, str(error))
         except Exception as error:  # a bug of ours must not stop the retries
             log.exception("certificate fetch broke identity=%s", identity)
             self._failed(fetch, f"internal error: {error!r}")
-        else:
-            self._succeeded(fetch, issued)
         self._proceed()
 
     def _succeeded(self, fetch: Fetch, issued: IssuedCertificate) -> None:
@@ -408,7 +406,10 @@ class CertificateManager:
         certificate = WorkloadCertificate(issued, self._generation, self._policy, revoked)
         self._certificates[identity] = certificate
         for changed in list(self._watchers):
-            changed(identity, certificate)
+            try:
+                changed(identity, certificate)
+            except Exception:  # the certificate is in force: the other watchers and the callers need it
+                log.exception("a watcher of certificates broke identity=%s", identity)
 
     def _revocations_changed(self) -> None:
         assert self._revocations is not None

@@ -151,6 +151,40 @@ def test_a_bug_of_an_authority_is_a_failure_like_others(caplog: pytest.LogCaptur
     assert "certificate fetch broke" in caplog.text
 
 
+def test_an_answer_that_breaks_us_is_a_failure_that_is_retried(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(_outcome(f.manager, WEB))
+            (await f.desk.next())[1].set_result(None)  # type: ignore[arg-type]
+        assert "internal error" in str(waiting.result())
+        f.ahead = datetime.timedelta(seconds=10)
+        f.manager.prefetch((WEB,))
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+
+    run(body)
+    assert "certificate fetch broke" in caplog.text
+
+
+def test_a_watcher_that_breaks_stops_neither_the_others_nor_callers(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[WorkloadCertificate] = []
+
+    def breaks(identity: SpiffeId, certificate: WorkloadCertificate) -> None:
+        raise ValueError("no")
+
+    async def body(f: Fixture) -> None:
+        f.manager.watch(breaks)
+        f.manager.watch(lambda identity, certificate: told.append(certificate))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(f.manager.fetch(WEB))
+            (await f.desk.next())[1].set_result(certificate(ROOT))
+        assert told == [waiting.result()]
+        f.lists.changed()
+        assert len(told) == 2
+
+    run(body)
+    assert "no" in caplog.text
+
+
 def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_nothing() -> None:
     async def body(f: Fixture) -> None:
         seen: list[WorkloadCertificate] = []
