@@ -2,9 +2,9 @@
 
 One wake-up of the loop serves every socket that is ready, by plain callbacks. A turn runs, in this order: the
 sockets that the fairness rule stopped in the turn before, the events of epoll, the coroutines that can resume
-(:mod:`hbone.aio.fiber`), and one flush for each object on the dirty list. Code that queues output outside a turn
-(a task, a timer) uses the same list, and a turn is scheduled for it. This works on uvloop and on asyncio's own
-loop, because it needs only ``add_reader``.
+(:mod:`hbone.aio.fiber`; as many as its time allows), and one flush for each object on the dirty list. Code that
+queues output outside a turn (a task, a timer) uses the same list, and a turn is scheduled for it. This works on
+uvloop and on asyncio's own loop, because it needs only ``add_reader``.
 
 A turn survives any callback. An edge comes once, so an error that ended the turn would leave the other sockets of
 the batch waiting for an event that never comes again. Errors are reported to their own handler and go no further.
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 READS_PER_TURN: Final = 4  # of one socket, before the others are read
 REQUEUED_S: Final = 0.002
 """Time of a turn for the sockets that have more to read than one turn allows, all of them together."""
+STEPS_S: Final = 0.002
+"""Time of a turn for coroutines, after which those that are left wait for the next. Without it a storm of
+connections, or the end of one with hundreds of tunnels, would hold up what small flows have to read."""
 _BATCH: Final = 256
 #: A step takes some 50 microseconds, in which the receivers of what earlier steps have queued are idle: of 4, 8,
 #: 16 and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
@@ -180,7 +183,10 @@ class Poller:
         return bool(self._requeued)
 
     def call_soon(self, waiting: Steppable) -> None:
-        """Call ``waiting.step()`` in this turn, once its events are handled and no scratch buffer is in use."""
+        """Call ``waiting.step()`` once the turn's events are handled and no scratch buffer is in use.
+
+        In this turn, or in a later one when there are more than fit into :data:`STEPS_S`; in the order of calls.
+        """
         if self._closed:
             self._loop.call_soon(waiting.step)
         else:
@@ -300,6 +306,7 @@ class Poller:
         # network gets something to do in between. A step may queue further steps; output that a flush
         # produces (a tunnel that has room again) is flushed in the next round of this loop.
         steps = self._steps
+        until_s = 0.0
         while steps or self._dirty:
             left = _STEPS_PER_FLUSH
             while steps and left:
@@ -317,12 +324,25 @@ class Poller:
                     flushable.flush()
                 except BaseException as error:  # noqa: BLE001
                     self._failed(flushable, error)
+            if steps:
+                now_s = time.monotonic()
+                if not until_s:
+                    until_s = now_s + STEPS_S
+                elif now_s >= until_s:
+                    break
         if spin is not None and ready:
             spin.worked(len(ready), self.read_bytes)
             self.read_bytes = 0
         # A full batch may have left events in epoll. The loop watches our epoll level-triggered and would come
         # back by itself, but only after its own poll, which is a wake-up more.
-        return bool(self._requeued or self._edges_lost or len(ready) >= _BATCH or (spin is not None and spin.on))
+        return bool(
+            steps
+            or self._dirty
+            or self._requeued
+            or self._edges_lost
+            or len(ready) >= _BATCH
+            or (spin is not None and spin.on)
+        )
 
     def _poll(self) -> list[tuple[int, int]]:
         """Return the events of a turn: descriptors and what epoll reports of them."""

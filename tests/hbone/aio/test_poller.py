@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from hbone.aio.poller import REQUEUED_S, Poller
+from hbone.aio.poller import REQUEUED_S, STEPS_S, Poller
 from tests.hbone.aio.harness import LOOPS, polling, run, until
 
 
@@ -265,4 +265,50 @@ def test_new_events_do_not_wait_for_all_that_have_more(loop: str) -> None:
 
     poller: Poller
     slow: list[Slow]
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_new_events_do_not_wait_for_all_coroutines(loop: str) -> None:
+    """A storm of connections resumes hundreds at once; what a small flow has to read comes in between."""
+
+    class Slow:
+        def step(self) -> None:
+            steps.append(self)
+            until_s = time.monotonic() + STEPS_S
+            while time.monotonic() < until_s:
+                pass
+
+    class Fresh(Served):
+        before = 0
+
+        def on_event(self, mask: int) -> None:
+            self.events += 1
+            self.before = len(steps)
+
+    async def main() -> None:
+        with polling() as poller:
+            slow = [Slow() for _ in range(40)]
+            for each in slow:
+                poller.call_soon(each)
+            near, far = socket.socketpair()
+            handler = Fresh()
+            near.send(b"x")
+            poller.call_soon(slow[0])
+
+            class Registers:
+                def step(self) -> None:
+                    poller.register(far.fileno(), handler)
+
+            poller.call_soon(Registers())
+            for each in slow:
+                poller.call_soon(each)
+            await until(lambda: len(steps) >= 81)
+            assert 41 <= handler.before <= 41 + 8
+            poller.unregister(far.fileno())
+            near.close()
+            far.close()
+        assert steps == [*slow, slow[0], *slow]
+
+    steps: list[Slow] = []
     run(main, loop)
