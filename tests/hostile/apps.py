@@ -1,4 +1,8 @@
-"""The applications behind a proxy under attack: ``python -m tests.hostile.apps`` prints their ports."""
+"""The applications behind a proxy under attack: ``python -m tests.hostile.apps NAME ...`` prints their ports.
+
+The bystander's application has a process of its own: one interpreter lets its threads wait for each other by
+milliseconds, which would be measured as the proxy's.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
-NAMES = ("echo", "sink", "unread", "speaks")
+#: By process.
+GROUPS = (("echo",), ("sink", "unread", "speaks"))
 
 
 def echo(sock: socket.socket) -> None:
@@ -52,7 +58,8 @@ def _serve(listener: socket.socket, application: Callable[[socket.socket], None]
 def main() -> None:
     """Serve until standard input ends."""
     ports = {}
-    for application in (echo, sink, unread, speaks):
+    applications = {each.__name__: each for each in (echo, sink, unread, speaks)}
+    for application in map(applications.__getitem__, sys.argv[1:]):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         ports[application.__name__] = listener.getsockname()[1]
         threading.Thread(target=_serve, args=(listener, application), daemon=True).start()

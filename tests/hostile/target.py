@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hbone.certificates import Authority
+from tests.hostile.apps import GROUPS
 
 SERVER, ATTACKER, BYSTANDER = "server", "attacker", "bystander"
 ENVOY = Path(sys.executable).parent / "envoy"
@@ -161,9 +162,14 @@ def _apps() -> Iterator[tuple[Path, dict[str, int]]]:
             leaf = authority.issue(f"spiffe://cluster.local/ns/hostile/sa/{who}")
             (folder / f"{who}.pem").write_bytes(leaf.chain_pem)
             (folder / f"{who}.key").write_bytes(leaf.key_pem)
-        with _process([sys.executable, "-m", "tests.hostile.apps"], None) as process:
-            assert process.stdout is not None
-            yield folder, json.loads(process.stdout.readline())
+        ports: dict[str, int] = {}
+        with contextlib.ExitStack() as processes:
+            for group in GROUPS:
+                command = [sys.executable, "-m", "tests.hostile.apps", *group]
+                process = processes.enter_context(_process(command, None))
+                assert process.stdout is not None
+                ports |= json.loads(process.stdout.readline())
+            yield folder, ports
 
 
 @contextlib.contextmanager
