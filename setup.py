@@ -18,6 +18,7 @@ COMPILED = (
     "hbone/head.py",
     "hbone/headers.py",
     "hbone/hpack_cache.py",
+    "hbone/hpack_pieces.py",
     "hbone/output.py",
     "hbone/reader.py",
     "hbone/stream_state.py",

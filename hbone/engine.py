@@ -49,7 +49,7 @@ from hbone.events import (
 from hbone.flow import Budget, PeerShare, WindowPool
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, MAX_WINDOW, PREFACE, Setting
 from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
-from hbone.hpack_cache import EMPTY_TABLE, BlockDecoder, BlockEncoder, HeaderBlockError
+from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, BlockEncoder, HeaderBlockError
 from hbone.limits import (
     DROPPED_DATA_UNITS,
     FIELD_UNITS,
@@ -108,6 +108,21 @@ class _Stream(StreamWindow):
         self.cost = 0  # units that an answer of 200 returns
 
 
+class _LongBlock:
+    """A header block that is being decoded in pieces."""
+
+    __slots__ = ("cost", "ended", "stream_id")
+
+    def __init__(self, stream_id: int, ended: bool) -> None:
+        self.stream_id = stream_id
+        self.ended = ended
+        self.cost = 0
+
+
+def _failure(error: HeaderBlockError) -> Failure:
+    return Failure(ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR, str(error))
+
+
 class Engine:
     """One connection. ``buffers`` lends output buffers; without it the engine allocates its own."""
 
@@ -150,6 +165,8 @@ class Engine:
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
         self._account = WorkAccount(limits)
         self._unparsed: memoryview | None = None
+        self._slice_units = _NO_LIMIT
+        self._long_block: _LongBlock | None = None
         self._requests: BlockDecoder[RequestHead | Trailers | Malformed] = BlockDecoder(
             settings.max_header_list_bytes, parse_request, _OVERSIZED
         )
@@ -406,8 +423,9 @@ class Engine:
         Args:
             data: events hold views of it, valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
-            slice_units: stop at the end of the frame that brings the work of this call above it. The rest of
-                ``data`` is kept (:attr:`unparsed`); further calls, also with no data, advance by that first.
+            slice_units: stop at the end of the frame, or of the piece of a long header block, that brings the work
+                of this call above it. The rest of ``data`` is kept (:attr:`unparsed`); further calls, also with no
+                data, advance by that first.
 
         Returns:
             What happened, in order; the last may be :class:`ConnectionFailed`, after which more data is
@@ -425,8 +443,11 @@ class Engine:
             view = memoryview(bytes(unparsed) + bytes(view)) if len(view) else unparsed
             self._unparsed = None
         reader = self._reader
+        self._slice_units = slice_units
         try:
-            used = reader.feed(view, self, slice_units)
+            if self._long_block is not None:
+                self._continue_block()
+            used = reader.feed(view, self, slice_units) if self._long_block is None else 0
             if used < len(view):
                 # A copy, once: ``data`` is the caller's again when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
@@ -437,7 +458,7 @@ class Engine:
             self._account.leave_debt(reader.work, now_s)
             self.goaway(failure.code)
             self.failed = True
-            self._unparsed = None
+            self._unparsed = self._long_block = None
             events.append(ConnectionFailed(failure.code, failure.detail))
         self._events = []
         return events
@@ -445,7 +466,7 @@ class Engine:
     @property
     def unparsed(self) -> bool:
         """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
-        return self._unparsed is not None
+        return self._unparsed is not None or self._long_block is not None
 
     def share(self, share: PeerShare, pod: WindowPool | None = None) -> None:
         """Pay from ``share`` as well, and grow in it, as the other connections of the same peer do.
@@ -574,6 +595,11 @@ class Engine:
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
         """See :class:`hbone.reader.FrameSink`."""
         # Every block is decoded, wanted or not: the table must follow the peer's (RFC 7541, 2.2).
+        if len(block) > LONG_BLOCK_BYTES:
+            (self._requests if self._server else self._responses).begin(block)
+            self._long_block = _LongBlock(stream_id, ended)
+            self._continue_block()
+            return
         try:
             if self._server:
                 requests = self._requests
@@ -587,8 +613,28 @@ class Engine:
                 self._reader.work += _block_units(responses.decoded_fields, responses.decoded_octets)
                 self._response(stream_id, response, ended=ended)
         except HeaderBlockError as error:
-            code = ErrorCode.ENHANCE_YOUR_CALM if error.oversized else ErrorCode.COMPRESSION_ERROR
-            raise Failure(code, str(error)) from error
+            raise _failure(error) from error
+
+    def _continue_block(self) -> None:
+        """Decode a long block until it is complete or the slice is over; no frame is read before that."""
+        reader, block = self._reader, self._long_block
+        assert block is not None
+        decoder = self._requests if self._server else self._responses
+        while reader.work <= self._slice_units:
+            try:
+                complete = decoder.advance()
+            except HeaderBlockError as error:
+                raise _failure(error) from error
+            units = _block_units(decoder.decoded_fields, decoder.decoded_octets)
+            reader.work += units
+            block.cost += units
+            if complete:
+                self._long_block = None
+                if self._server:
+                    self._request(block.stream_id, self._requests.finish(), ended=block.ended, cost=block.cost)
+                else:
+                    self._response(block.stream_id, self._responses.finish(), ended=block.ended)
+                return
 
     def _admit(self, stream_id: int, frame: StreamFrame) -> StreamState | None:
         """Ask the table about a frame of the peer.

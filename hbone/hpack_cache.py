@@ -19,11 +19,14 @@ from hpack import Decoder, Encoder, HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
 from hbone.events import Header, Headers
+from hbone.hpack_pieces import Unreadable, name_index, next_piece
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
 TOLERATED_LIST_BYTES = 131_072
-"""Lists up to this size end their stream, larger ones the connection: decoding one takes at most 20 ms."""
+"""Lists up to this size end their stream, larger ones the connection."""
+LONG_BLOCK_BYTES = 1024
+"""Longer blocks are decoded in pieces (:mod:`hbone.hpack_pieces`)."""
 #: Fields whose values never come twice (a trace's identifier, a client's port) or are secrets: nothing with one is
 #: remembered.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
@@ -132,8 +135,9 @@ class BlockDecoder(Generic[T]):
     Args:
         max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
         parse: see above.
-        oversized: stands for a list beyond that. It is decoded all the same, up to :data:`TOLERATED_LIST_BYTES`:
-            the dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
+        oversized: stands for a list beyond that, or with a field that is not decoded (:mod:`hbone.hpack_pieces`).
+            Lists up to :data:`TOLERATED_LIST_BYTES` are read all the same: the dynamic tables stay alike, so that
+            one bad request ends its stream and not its neighbours.
     """
 
     __slots__ = (
@@ -141,35 +145,53 @@ class BlockDecoder(Generic[T]):
         "_changes",
         "_decoder",
         "_last",
+        "_list_bytes",
+        "_long",
+        "_long_fields",
         "_max_list_bytes",
         "_oversized",
         "_parse",
+        "_position",
         "_table",
+        "_tolerated",
         "decoded_fields",
         "decoded_octets",
     )
 
     def __init__(self, max_list_bytes: int, parse: Callable[[Headers], T], oversized: T) -> None:
         self._max_list_bytes = max_list_bytes
+        self._tolerated = max(TOLERATED_LIST_BYTES, max_list_bytes)
         self._oversized = oversized
-        self._decoder = Decoder(max_header_list_size=max(TOLERATED_LIST_BYTES, max_list_bytes))
+        self._decoder = Decoder(max_header_list_size=self._tolerated)
         self._table = _WatchedTable()
         self._decoder.header_table = self._table
         self._changes = self._table.changes
         self._parse = parse
         self._blocks: dict[bytes, T] = {}
         self._last: tuple[bytes, T] | None = None
+        # A long block: what is decoded of it.
+        self._long = b""
+        self._position = 0
+        self._long_fields: list[Header] = []
+        self._list_bytes = 0
         self.decoded_octets = 0
-        """Octets that the last call of :meth:`decode` had to decode; 0 when it remembered the block."""
+        """Octets that the last call had to decode; 0 when it remembered the block."""
         self.decoded_fields = 0
         """Fields that it found there."""
 
     def decode(self, block: bytes) -> T:
         """Return the parsed block; call it for every block of the peer, wanted or not (RFC 7541, 2.2).
 
+        One of over :data:`LONG_BLOCK_BYTES` may take long; :meth:`begin` and :meth:`advance` divide it.
+
         Raises:
             HeaderBlockError: the connection must end, since the dynamic tables of both sides may differ now.
         """
+        if len(block) > LONG_BLOCK_BYTES:
+            self.begin(block)
+            while not self.advance():
+                pass
+            return self.finish()
         self.decoded_octets = self.decoded_fields = 0
         known = self._blocks.get(block)
         if known is not None:
@@ -184,29 +206,87 @@ class BlockDecoder(Generic[T]):
             parsed = self._parse(plain)
             self._remember(block, plain, parsed)
             return parsed
-        try:
-            fields = tuple((bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True))
-        except OversizedHeaderListError as error:
-            raise HeaderBlockError(str(error), oversized=True) from error
-        except HPACKError as error:
-            # The kind only: some texts of the library print a view's address, which differs each time.
-            raise HeaderBlockError(type(error).__name__, oversized=False) from error
+        fields = self._decoded(block)
         self.decoded_fields = len(fields)
         if list_bytes(fields) > self._max_list_bytes:
-            self._changes = self._table.changes
-            self._blocks.clear()  # the block may have changed the table, as below
-            self._last = None
+            self._forget()  # the block may have changed the table, as below
             return self._oversized
         parsed = self._parse(fields)
         # The table does not count a size update to 0 and back as a change, though it empties the table: a
         # remembered block would skip that the next time it comes.
         if self._table.changes != self._changes or block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
-            self._changes = self._table.changes
-            self._blocks.clear()
-            self._last = None
+            self._forget()
         else:
             self._remember(block, fields, parsed)
         return parsed
+
+    def begin(self, block: bytes) -> None:
+        """Begin a block to be decoded by :meth:`advance`; until :meth:`finish` no other may be given."""
+        self._long = block
+        self._position = 0
+        self._long_fields = []
+        self._list_bytes = 0
+
+    def advance(self) -> bool:
+        """Decode the next piece of the block; return whether it was the last.
+
+        Raises:
+            HeaderBlockError: as of :meth:`decode`.
+        """
+        block, start = self._long, self._position
+        try:
+            piece = next_piece(block, start)
+        except Unreadable:
+            raise HeaderBlockError("header block not readable", oversized=False) from None
+        self._position = piece.end
+        self.decoded_octets = piece.end - start
+        if piece.skipped:
+            index = name_index(block, start)
+            if index:
+                self._named(index)
+            # It empties the table if it was to be added, as the add of any entry that is too large does.
+            if block[start] & 0x40:
+                self._table.add(b"", bytes(self._table.maxsize))
+            self.decoded_fields = 1
+            self.decoded_octets = 0
+            self._list_bytes = max(self._list_bytes, self._max_list_bytes + 1)
+        else:
+            fields = self._decoded(block[start : piece.end])
+            self.decoded_fields = len(fields)
+            self._list_bytes += list_bytes(fields)
+            if self._list_bytes > self._tolerated:
+                raise HeaderBlockError(f"header list of more than {self._tolerated} octets", oversized=True)
+            if self._list_bytes <= self._max_list_bytes:
+                self._long_fields += fields
+        return piece.end == len(block)
+
+    def finish(self) -> T:
+        """Return the parsed block of which :meth:`advance` has decoded the last piece."""
+        fields, self._long_fields, self._long = tuple(self._long_fields), [], b""
+        self._forget()
+        return self._parse(fields) if self._list_bytes <= self._max_list_bytes else self._oversized
+
+    def _decoded(self, block: bytes) -> Headers:
+        try:
+            return tuple([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
+        except OversizedHeaderListError as error:
+            raise HeaderBlockError(str(error), oversized=True) from error
+        except HPACKError as error:
+            # The kind only: some texts of the library print a view's address, which differs each time.
+            raise HeaderBlockError(type(error).__name__, oversized=False) from error
+
+    def _named(self, index: int) -> None:
+        """Check that a field has an entry of the table as its name."""
+        try:
+            self._table.get_by_index(index)
+        except HPACKError as error:
+            raise HeaderBlockError(type(error).__name__, oversized=False) from error
+
+    def _forget(self) -> None:
+        """Drop what is remembered: the dynamic table may have changed, and with it what blocks mean."""
+        self._changes = self._table.changes
+        self._blocks.clear()
+        self._last = None
 
     def _remember(self, block: bytes, fields: Headers, parsed: T) -> None:
         if len(block) > _MAX_CACHED_BYTES:

@@ -35,9 +35,6 @@ REQUEST_UNITS: Final = 200
 """A request: a handler, an answer and a log line. An answer of 200 returns it, with what its head cost."""
 IDLE_STREAM_UNITS: Final = 200
 """A tunnel that is over and has received nothing: what opened it was work for nothing."""
-SINGLE_UNITS: Final = 4000
-"""Work of one read above which the connection rests for twice as long, whatever its budget: one header block of
-1,700 fields takes 9 ms, and no slice can divide it."""
 REFUND_UNITS: Final = 500
 """The most that an answer of 200 returns."""
 RECORD_BYTES: Final = 24

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from hbone.errors import ErrorCode
 from hbone.flow import Budget
-from hbone.limits import SINGLE_UNITS, Limits
+from hbone.limits import Limits
 from hbone.reader import Failure
-
-_SINGLE_PAUSE_S = 2e-6
-"""Per unit of one read that no slice could divide; a unit is about a microsecond."""
 
 
 class WorkAccount:
@@ -45,7 +42,7 @@ class WorkAccount:
         if shared is not None:
             shared.spend(now_s, units)
             pause_s = max(pause_s, shared.overdrawn_s)
-        return max(pause_s, _SINGLE_PAUSE_S * units) if units > SINGLE_UNITS else pause_s
+        return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
         """Return how long to read nothing more, as of now: :meth:`earn` may have paid since."""

@@ -1,13 +1,15 @@
 """``python -m tests.hostile``: every attack with a bystander beside it, against ours and against Envoy.
 
-Figures are of this machine and this minute, so that only columns of one run compare. Verdicts: the bystander's p99
-is below three times its p99 alone (of at least a millisecond), nothing of it failed, memory grew by less than the
-row allows, and who floods was told ENHANCE_YOUR_CALM. Status 1 when a row of ours has another.
+Figures are of this machine and this minute, so that only columns of one run compare. Verdicts: the bystander's
+p99 is below three times its p99 alone (in this row or the median of the rows until then, at least a millisecond),
+nothing of it failed, memory grew by less than the row allows, and who floods was told ENHANCE_YOUR_CALM. Status 1
+when a row of ours has another.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -31,9 +33,16 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f}"
 
 
-def _row(attack: Attack, open_target: Callable[..., AbstractContextManager[Target]], seconds: float) -> list[str]:
+def _row(
+    attack: Attack,
+    open_target: Callable[..., AbstractContextManager[Target]],
+    seconds: float,
+    alone_p99: list[float],
+) -> list[str]:
+    """Run one attack; ``alone_p99`` has those of the rows before, and gets that of this one."""
     with open_target(files=attack.files) as target:
         alone = _alone(target, seconds)
+        alone_p99.append(alone.p(0.99))
         before, cpu_s, growth = target.rss_bytes(), target.cpu_s(), 0
         with Bystander(target) as bystander:
             queue = run(attack, target, seconds)
@@ -44,7 +53,8 @@ def _row(attack: Attack, open_target: Callable[..., AbstractContextManager[Targe
             seen = queue.get(timeout=60)
         during, used_s = bystander.seen, target.cpu_s() - cpu_s
     wrong = []
-    if during.p(0.99) > 3 * max(alone.p(0.99), _LEAST_S):
+    # Of 800 requests the p99 is a matter of eight: what all rows say together is nearer to the truth.
+    if during.p(0.99) > 3 * max(alone.p(0.99), statistics.median(alone_p99), _LEAST_S):
         wrong.append("slow")
     if during.failed:
         wrong.append(f"{during.failed} failed")
@@ -91,9 +101,10 @@ def main() -> None:
     for name in _TARGETS if args.target == "both" else (args.target,):
         print(f"\n{name}\n\n| {' | '.join(columns)} |")
         print("|---" * len(columns) + "|")
+        alone_p99: list[float] = []
         for attack in ATTACKS:
             if args.only in attack.name and not (attack.ours_only and name != "ours"):
-                row = _row(attack, _TARGETS[name], args.seconds)
+                row = _row(attack, _TARGETS[name], args.seconds, alone_p99)
                 bad += name == "ours" and row[-1] != "ok"
                 print(f"| {' | '.join(row)} |", flush=True)
         print(f"\n{_handshakes(_TARGETS[name])}", flush=True)

@@ -61,6 +61,10 @@ def main() -> None:
     applications = {each.__name__: each for each in (echo, sink, unread, speaks)}
     for application in map(applications.__getitem__, sys.argv[1:]):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        if application is unread:
+            # Thousands of receive buffers of megabytes make the kernel short of memory for all of TCP, which the
+            # bystander then meets. In a cluster a pod's own cgroup pays for its receive buffers.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         ports[application.__name__] = listener.getsockname()[1]
         threading.Thread(target=_serve, args=(listener, application), daemon=True).start()
     print(json.dumps(ports), flush=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from hbone.aio.connection import ConnectionSettings
+from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES
 from hbone.hpack_cache import TOLERATED_LIST_BYTES
+from hbone.hpack_pieces import HUFFMAN_OCTETS
 from hbone.limits import Limits
 from hbone.settings import Http2Settings
 from ztunnel.http import server as pages
@@ -155,6 +157,10 @@ def _protocol(wire: Limits) -> Iterator[Limit]:
         beyond="stream is reset", told="PROTOCOL_ERROR",
     )  # fmt: skip
     yield ends("decoded header list, to be read to its end", TOLERATED_LIST_BYTES, unit=octets)
+    yield Limit(
+        name="string in Huffman codes", value=(HUFFMAN_OCTETS,), unit="octets of one field of a header block",
+        beyond="stream is reset", told="PROTOCOL_ERROR",
+    )  # fmt: skip
     assert http2.max_concurrent_streams is not None
     yield Limit(
         name="streams", value=(http2.max_concurrent_streams,), unit="of a connection at once",
@@ -177,6 +183,10 @@ def _windows(config: IstioConfig, memory_bytes: int) -> Iterator[Limit]:
         ("bytes that wait, of a process", in_all, "memory limit"),
     ):
         yield Limit(name=name, value=(value,), unit="bytes", variable=variable, beyond=stays)
+    yield Limit(
+        name=f"unsent bytes in the kernel, from {CROWD_SOCKETS} sockets on", value=(CROWDED_UNSENT_BYTES,),
+        unit="bytes of a socket", beyond="its flow waits",
+    )  # fmt: skip
 
 
 def _times(config: IstioConfig) -> Iterator[Limit]:

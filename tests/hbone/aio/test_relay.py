@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import random
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,9 +15,9 @@ import pytest
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
-from hbone.aio.socket import PlainSocket
+from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES, PlainSocket
 from hbone.errors import TunnelClosed
-from tests.hbone.aio.harness import LOOPS, WAIT_S, App, Pair, connected, ends, polling, run, tcp_pair
+from tests.hbone.aio.harness import LOOPS, WAIT_S, App, Pair, connected, ends, polling, run, tcp_pair, until
 
 KINDS = ("plain", "tls", "tunnel", "cleartext")
 
@@ -412,3 +413,41 @@ def test_a_finished_relay_leaves_no_cycle() -> None:
                 gc.enable()
 
     run(main)
+
+
+@pytest.mark.parametrize("crowd", [0, CROWD_SOCKETS])
+def test_in_a_crowd_the_kernel_keeps_little_for_a_reader_that_is_stalled(crowd: int) -> None:
+    async def main() -> None:
+        with polling() as poller, contextlib.ExitStack() as opened:
+            for _ in range(crowd // 2):
+                for sock in socket.socketpair():
+                    opened.enter_context(sock)
+                    poller.register(sock.fileno(), Handler())
+                    opened.callback(poller.unregister, sock.fileno())
+            writer, near = tcp_pair()
+            far, reader = tcp_pair()
+            with writer, reader, PlainSocket(near, poller) as source, PlainSocket(far, poller) as sink:
+                async with asyncio.TaskGroup() as tasks:
+                    relaying = tasks.create_task(_ended(relay(source, sink, ByteCounts())))
+                    writer.setblocking(False)
+                    await until(lambda: _stalled(writer) and sink.blocked)
+                    limit = far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+                    assert limit == (CROWDED_UNSENT_BYTES if crowd else 0)  # none of its own
+                    relaying.cancel()
+
+    run(main)
+
+
+class Handler:
+    def on_event(self, mask: int) -> None: ...
+
+    def on_bug(self, error: Exception) -> None: ...
+
+
+def _stalled(writer: socket.socket) -> bool:
+    """Send until the relay takes no more for a while."""
+    try:
+        writer.send(bytes(1 << 20))
+    except BlockingIOError:
+        return True
+    return False
