@@ -3,6 +3,10 @@
 Where a clause names what is not there (an IP set that has not come, text that is no network or selector) it
 fails: a rule that may be narrower than it looks must not allow. For a rule that denies, failing would be the open
 side, so there it ends the evaluation (:class:`~ztunnel.calico.verdict.Undecidable`).
+
+Where only connections are judged (``connections_only``), a rule must never open more than it does where requests
+are: a rule that allows and has an HTTP clause does not match, and a client without an identity does not satisfy a
+rule that allows by identity. Calico lets IP sets decide there, for permissive mTLS; rules that deny still do.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +19,7 @@ from xds.model.address import IpNetwork
 from xds.model.selector import Labels, SelectorError, parse_selector
 from ztunnel.calico.http_path import is_below, normal_path
 from ztunnel.calico.ip_sets import address_number
-from ztunnel.calico.verdict import Code, Facts, Peer, Undecidable
+from ztunnel.calico.verdict import Code, Facts, Peer, RuleRef, Undecidable
 
 Check: TypeAlias = Callable[[Facts], bool]
 
@@ -52,11 +56,12 @@ _SIDES: Final[dict[str, Callable[[Facts], Peer]]] = {
 }
 
 
-def connection_clauses(rule: c.Rule, policy_namespace: str) -> list[Clause]:
+def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only: bool = False) -> list[Clause]:
     """Return the clauses of a rule that need no HTTP, cheap ones first.
 
     Args:
         policy_namespace: of the rule's policy; empty for a global one and for a profile.
+        connections_only: see the module.
     """
     clauses: list[Clause] = []
     if rule.protocol is not None:
@@ -67,9 +72,53 @@ def connection_clauses(rule: c.Rule, policy_namespace: str) -> list[Clause]:
     if rule.ip_version:
         clauses.append(Clause("ipVersion", _ip_version(rule.ip_version)))
     denies = rule.action.may_deny
+    needs_identity = connections_only and rule.action is c.Action.ALLOW
     for side, peer in (("source", rule.source), ("destination", rule.destination)):
+        if needs_identity and _is_about_identity(peer):
+            clauses.append(Clause(f"{side} without an identity", _has_identity(_SIDES[side])))
         clauses += _peer_clauses(side, peer, policy_namespace, denies=denies)
     return clauses
+
+
+def _is_about_identity(peer: c.PeerMatch) -> bool:
+    """Return whether addresses do not say what one side of a rule means.
+
+    Namespaces are realised by IP sets, as pods are: only without one is the identity all there is.
+    """
+    return bool(peer.account_names or peer.account_selector or (peer.namespace_selector and not peer.ip_sets))
+
+
+def _has_identity(of: "_Of") -> Check:
+    return lambda facts: of(facts).identity.account != ""
+
+
+def has_http(rule: c.Rule) -> bool:
+    """Return whether a rule has an HTTP clause."""
+    return bool(rule.http.methods or rule.http.paths)
+
+
+def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
+    """Return what stands for a rule's HTTP clause where only connections are judged, or None if it has none.
+
+    It is to be called last. Calico's API knows HTTP on rules that allow only. What else comes with it over the
+    wire must not open anything either: a denial denies every request, and passing some requests on would need to
+    know which.
+
+    Args:
+        place: of the rule, for :attr:`~ztunnel.calico.verdict.Facts.unseen`.
+    """
+    if not has_http(rule) or rule.action.may_deny or rule.action is c.Action.LOG:
+        return None
+
+    def allows(facts: Facts) -> bool:
+        if facts.unseen is None:
+            facts.unseen = place
+        return False
+
+    def passes(facts: Facts) -> bool:
+        raise Undecidable(Code.INVALID_ARGUMENT, f"{place} passes HTTP requests on, which are not seen here")
+
+    return passes if rule.action is c.Action.PASS else allows
 
 
 def http_clause(rule: c.Rule) -> Check | None:
@@ -78,9 +127,9 @@ def http_clause(rule: c.Rule) -> Check | None:
     A flow without HTTP satisfies it. The check raises :class:`Undecidable` for a request whose path does not begin
     with a slash. A path without a normal form matches no rule that allows and every rule that denies.
     """
-    methods, paths = frozenset(rule.http.methods), rule.http.paths
-    if not methods and not paths:
+    if not has_http(rule):
         return None
+    methods, paths = frozenset(rule.http.methods), rule.http.paths
     any_method = not methods or "*" in methods
     known = [(normal, path.prefix) for path in paths if (normal := normal_path(path.path)) is not None]
     exact = frozenset(path for path, prefix in known if not prefix)

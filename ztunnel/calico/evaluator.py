@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from xds.model import calico as c
-from ztunnel.calico.clauses import Check, all_hold, connection_clauses, http_clause
+from ztunnel.calico.clauses import Check, all_hold, connection_clauses, http_clause, unseen_http_clause
 from ztunnel.calico.ip_sets import address_number
 from ztunnel.calico.store import Store
 from ztunnel.calico.verdict import (
@@ -26,6 +26,7 @@ from ztunnel.calico.verdict import (
     Undecidable,
     Verdict,
     identity_of,
+    with_unseen,
 )
 
 #: Answers kept for one endpoint and direction; when there are more, all are dropped.
@@ -43,12 +44,17 @@ class _Rule:
 
     __slots__ = ("action", "checks", "http", "index", "place", "policy")
 
-    def __init__(self, policy: "_Policy", index: int, rule: c.Rule, namespace: str) -> None:
+    def __init__(
+        self, policy: "_Policy", index: int, rule: c.Rule, namespace: str, tier: str, *, connections_only: bool
+    ) -> None:
         self.policy = policy
         self.index = index
         self.action = rule.action
-        self.checks: tuple[Check, ...] = tuple(clause.check for clause in connection_clauses(rule, namespace))
-        self.http = http_clause(rule)
+        clauses = connection_clauses(rule, namespace, connections_only=connections_only)
+        self.checks: tuple[Check, ...] = tuple(clause.check for clause in clauses)
+        self.http = (
+            unseen_http_clause(rule, RuleRef(tier, policy.id, index)) if connections_only else http_clause(rule)
+        )
         self.place = (policy.place, index)
 
     def matches(self, facts: Facts) -> bool:
@@ -61,15 +67,16 @@ class _Policy:
 
     __slots__ = ("id", "needs", "place", "rules", "staged")
 
-    def __init__(self, policy_id: c.PolicyId, place: int, policy: c.Policy, direction: c.Direction) -> None:
+    def __init__(self, policy_id: c.PolicyId, place: int, policy: c.Policy, tier: "_Tier") -> None:
         self.id = policy_id
         self.place = place
         self.staged = policy_id.kind in c.STAGED_KINDS
         self.rules: list[_Rule] = []
         self.needs: list[tuple[_Need, ...]] = []
-        for index, rule in enumerate(policy.rules(direction)):
+        only = tier.connections_only
+        for index, rule in enumerate(policy.rules(tier.direction)):
             if rule.action is not c.Action.LOG:  # ends nothing
-                self.rules.append(_Rule(self, index, rule, policy.namespace))
+                self.rules.append(_Rule(self, index, rule, policy.namespace, tier.name, connections_only=only))
                 self.needs.append(_needs(rule))
 
 
@@ -97,8 +104,17 @@ _place = attrgetter("place")
 class _Tier:
     """One tier and direction: its rules, indexed by what they need; shared by endpoints with the same policies."""
 
-    def __init__(self, name: str, policies: tuple[c.PolicyId, ...], passes: bool, direction: c.Direction) -> None:
+    def __init__(
+        self,
+        name: str,
+        policies: tuple[c.PolicyId, ...],
+        passes: bool,
+        direction: c.Direction,
+        *,
+        connections_only: bool,
+    ) -> None:
         self.name = name
+        self.connections_only = connections_only
         self.policies = policies
         self.passes = passes
         self.direction = direction
@@ -121,7 +137,7 @@ class _Tier:
         if old is not None:
             for rule, needs in zip(old.rules, old.needs, strict=True):
                 self._remove(rule, needs)
-        new = _Policy(policy_id, self.places[policy_id], policy or c.Policy(), self.direction)
+        new = _Policy(policy_id, self.places[policy_id], policy or c.Policy(), self)
         if policy is None:
             new.rules.append(_Missing(new, self.name))
             new.needs.append(())
@@ -273,10 +289,14 @@ class Evaluator:
     Args:
         store: changed by :meth:`apply` only from now on.
         trust_domains: of principals that are believed; empty believes all, as Calico does.
+        connections_only: no HTTP will be seen; see :mod:`ztunnel.calico.clauses`.
     """
 
-    def __init__(self, store: Store, trust_domains: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, store: Store, trust_domains: frozenset[str] = frozenset(), *, connections_only: bool = False
+    ) -> None:
         self.store = store
+        self.connections_only = connections_only
         self._trust_domains = trust_domains
         # Weak: endpoints with the same policies share a tier, and the last one's plan takes it along.
         self._tiers: WeakValueDictionary[Hashable, _Tier] = WeakValueDictionary()
@@ -329,7 +349,7 @@ class Evaluator:
             return found
         facts = Facts(self.store, flow, source, destination)
         try:
-            verdict = _evaluate(plan, facts, enforced=enforced)
+            verdict = with_unseen(_evaluate(plan, facts, enforced=enforced), facts)
         except Undecidable as error:
             verdict = Verdict(error.code, str(error))
         if key is not None and not facts.read_http:
@@ -366,7 +386,7 @@ class Evaluator:
         key = (name, policies, passes, direction)
         tier = self._tiers.get(key)
         if tier is None:
-            tier = self._tiers[key] = _Tier(*key)
+            tier = self._tiers[key] = _Tier(*key, connections_only=self.connections_only)
             find = self._find
             for policy_id in dict.fromkeys(policies):
                 tier.put(policy_id, find(policy_id))

@@ -170,9 +170,11 @@ class Facts:
 
     Attributes:
         read_http: whether a clause has read method or path, so that the answer holds for this request only.
+        unseen: the first rule that would allow some requests of this connection, where only the connection is
+            judged.
     """
 
-    __slots__ = ("_path", "destination", "ip_sets", "method", "path", "protocol", "read_http", "source")
+    __slots__ = ("_path", "destination", "ip_sets", "method", "path", "protocol", "read_http", "source", "unseen")
 
     def __init__(self, store: Store, flow: c.Flow, source: Identity, destination: Identity) -> None:
         protocol = flow.protocol
@@ -185,6 +187,7 @@ class Facts:
         self.method = flow.method
         self.path = flow.path
         self.read_http = False
+        self.unseen: RuleRef | None = None
         self._path: bytes | bool | None = False  # False: not yet computed
 
     @property
@@ -194,3 +197,15 @@ class Facts:
             self._path = normal_path(self.path or "")
         assert not isinstance(self._path, bool)
         return self._path
+
+
+def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
+    """Return a verdict whose message names the rule that asked for HTTP, if it denies and there is one.
+
+    Evaluators and walks of connections call it last: without it nobody could tell a policy that is about requests
+    from one that does not mean this client.
+    """
+    if facts.unseen is None or verdict.code is not Code.PERMISSION_DENIED:
+        return verdict
+    reason = f"{verdict.message}; {facts.unseen} allows HTTP requests, which are not seen here"
+    return Verdict(verdict.code, reason, verdict.rule)

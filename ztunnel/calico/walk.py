@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model import calico as c
-from ztunnel.calico.clauses import connection_clauses, http_clause
+from ztunnel.calico.clauses import connection_clauses, http_clause, unseen_http_clause
 from ztunnel.calico.evaluator import decided, denied, profile_id
 from ztunnel.calico.store import Store
-from ztunnel.calico.verdict import PROFILE_TIER, Code, Facts, Identity, RuleRef, Undecidable, Verdict
+from ztunnel.calico.verdict import (
+    PROFILE_TIER,
+    Code,
+    Facts,
+    Identity,
+    RuleRef,
+    Undecidable,
+    Verdict,
+    with_unseen,
+)
 
 
 class Outcome(StrEnum):
@@ -63,97 +72,109 @@ def walk(
     direction: c.Direction = c.Direction.INGRESS,
     *,
     enforced: bool = True,
+    connections_only: bool = False,
 ) -> Walk:
     """Evaluate an endpoint's policies for a flow and return every step.
 
     Args:
         identities: of source and destination, see :func:`~ztunnel.calico.verdict.identity_of`.
         enforced: False evaluates staged policies, too.
+        connections_only: see :mod:`ztunnel.calico.clauses`.
     """
-    result = Walk()
-    facts = Facts(store, flow, *identities)
+    walking = _Walking(store, Facts(store, flow, *identities), direction, enforced, connections_only)
     try:
-        result.verdict = _tiers(store, endpoint, facts, direction, result.steps, enforced=enforced)
+        verdict = with_unseen(walking.tiers(endpoint), walking.facts)
     except Undecidable as error:
-        result.verdict = Verdict(error.code, str(error))
-    return result
+        verdict = Verdict(error.code, str(error))
+    return Walk(walking.steps, verdict)
 
 
-def _tiers(
-    store: Store, endpoint: c.Endpoint, facts: Facts, direction: c.Direction, steps: list[Step], *, enforced: bool
-) -> Verdict:
-    for tier in endpoint.tiers:
-        first = None
-        rule = None
-        for policy_id in tier.policies(direction):
-            if enforced and policy_id.kind in c.STAGED_KINDS:
-                steps.append(Step(RuleRef(tier.name, policy_id, -1), Outcome.STAGED))
+@dataclass(slots=True)
+class _Walking:
+    """What one walk asks, and the steps so far."""
+
+    store: Store
+    facts: Facts
+    direction: c.Direction
+    enforced: bool
+    connections_only: bool
+    steps: list[Step] = field(default_factory=list)
+
+    def tiers(self, endpoint: c.Endpoint) -> Verdict:
+        """Return the verdict of tiers and profiles.
+
+        Raises:
+            Undecidable: a rule is reached that cannot be evaluated.
+        """
+        for tier in endpoint.tiers:
+            first = None
+            rule = None
+            for policy_id in tier.policies(self.direction):
+                if self.enforced and policy_id.kind in c.STAGED_KINDS:
+                    self.steps.append(Step(RuleRef(tier.name, policy_id, -1), Outcome.STAGED))
+                    continue
+                first = first or policy_id
+                rule = self._policy(self.store.policies.get(policy_id), RuleRef(tier.name, policy_id, 0))
+                if rule is not None:
+                    break
+            if first is None:
                 continue
-            first = first or policy_id
-            rule = _policy(
-                store.policies.get(policy_id), RuleRef(tier.name, policy_id, 0), facts, direction, steps
-            )
+            if rule is None:
+                end = RuleRef(tier.name, first, -1)
+                self.steps.append(Step(end, Outcome.PASSED if tier.passes else Outcome.DENIED))
+                if not tier.passes:
+                    return denied(end)
+            elif rule[1] is not c.Action.PASS:
+                return decided(*rule)
+        if not endpoint.profiles:
+            return denied(RuleRef(PROFILE_TIER, None, -1))
+        for name in endpoint.profiles:
+            place = RuleRef(PROFILE_TIER, profile_id(name), 0)
+            rule = self._policy(self.store.profiles.get(name), place)
             if rule is not None:
-                break
-        if first is None:
-            continue
-        if rule is None:
-            end = RuleRef(tier.name, first, -1)
-            steps.append(Step(end, Outcome.PASSED if tier.passes else Outcome.DENIED))
-            if not tier.passes:
-                return denied(end)
-        elif rule[1] is not c.Action.PASS:
-            return decided(*rule)
-    if not endpoint.profiles:
-        return denied(RuleRef(PROFILE_TIER, None, -1))
-    for name in endpoint.profiles:
-        place = RuleRef(PROFILE_TIER, profile_id(name), 0)
-        rule = _policy(store.profiles.get(name), place, facts, direction, steps)
-        if rule is not None:
-            return decided(*rule)
-    return denied(RuleRef(PROFILE_TIER, profile_id(endpoint.profiles[0]), -1))
+                return decided(*rule)
+        return denied(RuleRef(PROFILE_TIER, profile_id(endpoint.profiles[0]), -1))
 
-
-def _policy(
-    policy: c.Policy | None, place: RuleRef, facts: Facts, direction: c.Direction, steps: list[Step]
-) -> tuple[RuleRef, c.Action] | None:
-    """Return the place and the action of a policy's first rule that matches and does not only log."""
-    if policy is None:
-        message = f"policy {place.policy} of tier {place.tier} is not in the store"
-        steps.append(Step(RuleRef(place.tier, place.policy, -1), Outcome.UNDECIDABLE, message))
-        raise Undecidable(Code.INTERNAL, message)
-    for index, rule in enumerate(policy.rules(direction)):
-        here = RuleRef(place.tier, place.policy, index)
-        try:
-            failed = _failed(rule, policy.namespace, facts)
-        except Undecidable as error:
-            steps.append(Step(here, Outcome.UNDECIDABLE, str(error)))
-            if rule.action is c.Action.LOG:
+    def _policy(self, policy: c.Policy | None, place: RuleRef) -> tuple[RuleRef, c.Action] | None:
+        """Return the place and the action of a policy's first rule that matches and does not only log."""
+        if policy is None:
+            message = f"policy {place.policy} of tier {place.tier} is not in the store"
+            self.steps.append(Step(RuleRef(place.tier, place.policy, -1), Outcome.UNDECIDABLE, message))
+            raise Undecidable(Code.INTERNAL, message)
+        for index, rule in enumerate(policy.rules(self.direction)):
+            here = RuleRef(place.tier, place.policy, index)
+            try:
+                failed = self._failed(rule, policy.namespace, here)
+            except Undecidable as error:
+                self.steps.append(Step(here, Outcome.UNDECIDABLE, str(error)))
+                if rule.action is c.Action.LOG:
+                    continue
+                raise
+            if failed is not None:
+                self.steps.append(Step(here, Outcome.NO_MATCH, failed))
                 continue
-            raise
-        if failed is not None:
-            steps.append(Step(here, Outcome.NO_MATCH, failed))
-            continue
-        steps.append(Step(here, _OF_ACTION[rule.action]))
-        if rule.action is not c.Action.LOG:
-            return here, rule.action
-    return None
+            self.steps.append(Step(here, _OF_ACTION[rule.action]))
+            if rule.action is not c.Action.LOG:
+                return here, rule.action
+        return None
 
+    def _failed(self, rule: c.Rule, namespace: str, place: RuleRef) -> str | None:
+        """Return the name of the first clause that fails, or None.
 
-def _failed(rule: c.Rule, namespace: str, facts: Facts) -> str | None:
-    """Return the name of the first clause that fails, or None.
-
-    Raises:
-        Undecidable: none fails and one cannot be evaluated.
-    """
-    undecidable = None
-    for clause in connection_clauses(rule, namespace):
-        try:
-            if not clause.check(facts):
-                return clause.name
-        except Undecidable as error:
-            undecidable = error
-    if undecidable is not None:
-        raise undecidable
-    http = http_clause(rule)
-    return "http" if http is not None and not http(facts) else None
+        Raises:
+            Undecidable: none fails and one cannot be evaluated.
+        """
+        undecidable = None
+        for clause in connection_clauses(rule, namespace, connections_only=self.connections_only):
+            try:
+                if not clause.check(self.facts):
+                    return clause.name
+            except Undecidable as error:
+                undecidable = error
+        if undecidable is not None:
+            raise undecidable
+        if self.connections_only:
+            unseen = unseen_http_clause(rule, place)
+            return "http, which is not seen here" if unseen is not None and not unseen(self.facts) else None
+        http = http_clause(rule)
+        return "http" if http is not None and not http(self.facts) else None

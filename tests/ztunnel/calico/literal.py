@@ -23,7 +23,8 @@ class Stop(Exception):
 class Literal:
     """A store of plain dictionaries, changed by the same updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, connections_only: bool = False) -> None:
+        self.connections_only = connections_only
         self.sets: Sets = {}
         self.policies: dict[c.PolicyId, c.Policy] = {}
         self.profiles: dict[str, c.Policy] = {}
@@ -103,7 +104,11 @@ class Literal:
             return False
         if None in clauses:
             raise Stop(Code.INTERNAL)
-        return http_matches(rule, flow, denies=denies)
+        if self.connections_only and (rule.http.methods or rule.http.paths):
+            if rule.action is c.Action.PASS:
+                raise Stop(Code.INVALID_ARGUMENT)
+            return denies
+        return self.connections_only or http_matches(rule, flow, denies=denies)
 
     def _clauses(self, rule: c.Rule, namespace: str, flow: c.Flow) -> Iterator[bool | None]:
         yield rule.protocol is None or protocol_is(rule.protocol, flow)
@@ -121,6 +126,9 @@ class Literal:
             yield from self._address(peer, ip, port, flow.protocol)
             if principal:
                 yield from self._identity(peer, principal, dict(labels), namespace)
+            elif self.connections_only and rule.action is c.Action.ALLOW:
+                by_name = peer.account_names or peer.account_selector
+                yield not by_name and not (peer.namespace_selector and not peer.ip_sets)
 
     def _address(self, peer: c.PeerMatch, ip: str | None, port: int, protocol: int) -> Iterator[bool | None]:
         def has_port(set_id: str) -> bool | None:

@@ -13,7 +13,7 @@ from tests.ztunnel.calico.literal import Literal
 from xds.model import calico as c
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.store import Store
-from ztunnel.calico.verdict import PROFILE_TIER, Code, Identity, RuleRef, identity_of
+from ztunnel.calico.verdict import PROFILE_TIER, Code, Identity, RuleRef, Verdict, identity_of
 from ztunnel.calico.walk import Outcome, walk
 
 POD = c.EndpointId("k8s", "shop/web-0", "eth0")
@@ -136,6 +136,7 @@ FLOWS = st.builds(
     st.lists(FLOWS, min_size=1, max_size=6),
     st.sampled_from(list(c.Direction)),
     st.booleans(),
+    st.booleans(),
 )
 def test_index_cache_and_walk_answer_as_the_literal_reading(
     updates: list[c.Update],
@@ -143,9 +144,11 @@ def test_index_cache_and_walk_answer_as_the_literal_reading(
     flows: list[c.Flow],
     direction: c.Direction,
     enforced: bool,
+    connections_only: bool,
 ) -> None:
     """Also after each further update, with tiers compiled before it and answers kept from before it."""
-    evaluator, literal = Evaluator(Store()), Literal()
+    evaluator = Evaluator(Store(), connections_only=connections_only)
+    literal = Literal(connections_only=connections_only)
     for update in (*updates, c.InSync()):
         evaluator.apply(update)
         literal.apply(update)
@@ -157,9 +160,32 @@ def test_index_cache_and_walk_answer_as_the_literal_reading(
             assert verdict.code == literal.check(POD, flow, direction, enforced=enforced)
             endpoint = evaluator.store.endpoints.get(POD)
             if endpoint is not None and 0 < flow.protocol < 256:
-                steps = walk(evaluator.store, endpoint, flow, identities(flow), direction, enforced=enforced)
+                steps = walk(
+                    evaluator.store,
+                    endpoint,
+                    flow,
+                    identities(flow),
+                    direction,
+                    enforced=enforced,
+                    connections_only=connections_only,
+                )
                 assert steps.verdict.code == verdict.code
                 assert verdict.code is Code.INTERNAL or steps.verdict == verdict
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(UPDATES, min_size=3, max_size=14), FLOWS, st.sampled_from(list(c.Direction)))
+def test_judging_connections_never_opens_more_than_judging_requests(
+    updates: list[c.Update], flow: c.Flow, direction: c.Direction
+) -> None:
+    """What is let through as a connection is let through as any well-formed request of it, and as a connection."""
+    requests, connections = Evaluator(Store()), Evaluator(Store(), connections_only=True)
+    for update in (*updates, c.InSync()):
+        requests.apply(update)
+        connections.apply(update)
+    if connections.check(POD, replace(flow, method=None, path=None), direction).allowed:
+        for method, path in ((None, None), ("GET", "/public"), ("POST", "/admin"), ("DELETE", "/public/x")):
+            assert requests.check(POD, replace(flow, method=method, path=path), direction).allowed
 
 
 def identities(flow: c.Flow) -> tuple[Identity, Identity]:
@@ -533,6 +559,58 @@ def test_answers_that_read_no_http_are_kept_and_others_are_not() -> None:
     other = flow(destination_port=81)
     assert not found.check(POD, replace(other, path="/a")).allowed
     assert found.check(POD, replace(other, path="/public")).allowed
+
+
+def connection(rule: dict[str, Any], action: c.Action = c.Action.ALLOW, **changes: Any) -> Verdict:
+    """The verdict of one rule where only connections are judged, before a rule that allows all or a tier's end."""
+    found = Evaluator(Store(), connections_only=True)
+    updates = (policy(ONE, c.Rule(action, **rule), *(() if action is c.Action.ALLOW else (ALLOW,))), IN_A)
+    for update in (*updates, c.EndpointUpdate(POD, c.Endpoint("", (), (tier(ONE),))), c.InSync()):
+        found.apply(update)
+    return found.check(POD, flow(method=None, path=None, **changes))
+
+
+HTTP_GET = {"http": c.HttpMatch(methods=("GET",))}
+IN_A = c.IpSetUpdate("s:a", c.IpSetType.NET, ("10.0.0.1/32",))
+
+
+def test_a_connection_is_not_allowed_by_a_rule_about_requests_and_the_message_names_it() -> None:
+    verdict = connection(HTTP_GET)
+    assert verdict.code is Code.PERMISSION_DENIED
+    assert verdict.message == (
+        "denied by default|GlobalNetworkPolicy/one|end of tier; "
+        "default|GlobalNetworkPolicy/one|rule 0 allows HTTP requests, which are not seen here"
+    )
+    assert connection({}).allowed
+
+
+def test_of_rules_that_may_not_have_http_a_denial_denies_and_another_is_an_error() -> None:
+    assert connection(HTTP_GET, c.Action.DENY).rule == RuleRef("default", ONE, 0)
+    verdict = connection(HTTP_GET, c.Action.PASS)
+    assert (verdict.code, verdict.message) == (
+        Code.INVALID_ARGUMENT,
+        "default|GlobalNetworkPolicy/one|rule 0 passes HTTP requests on, which are not seen here",
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "plain"),
+    [
+        (source(account_names=("web",)), False),
+        (source(account_selector="all()"), False),
+        (destination(account_names=("web",)), False),
+        (source(namespace_selector="all()"), False),
+        (source(namespace_selector="all()", ip_sets=("s:a",)), True),
+        (source(selector="all()", ip_sets=("s:a",)), True),
+    ],
+)
+def test_a_connection_in_plain_text_has_no_identity_that_a_rule_could_allow(
+    rule: dict[str, Any], plain: bool
+) -> None:
+    both = {"source_principal": WEB, "destination_principal": WEB}
+    assert connection(rule, **both).allowed
+    assert connection(rule, source_principal="", destination_principal="").allowed is plain
+    assert not connection(rule, c.Action.DENY, source_principal="", destination_principal="").allowed
 
 
 def test_the_walk_names_the_clause_that_failed() -> None:
