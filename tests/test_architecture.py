@@ -41,6 +41,7 @@ PURE_APPLICATION = (
     "ztunnel/calico/verdict.py",
     "ztunnel/calico/clauses.py",
     "ztunnel/calico/evaluator.py",
+    "ztunnel/calico/guard.py",
     "ztunnel/calico/walk.py",
     "ztunnel/calico/resources.py",
     "ztunnel/calico/kubernetes.py",

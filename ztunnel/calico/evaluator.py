@@ -273,11 +273,12 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
 class _Plan:
     """What is evaluated for one endpoint and direction, and the answers that still hold."""
 
-    __slots__ = ("answers", "generation", "profiles", "reads_source_port", "tiers")
+    __slots__ = ("answers", "generation", "has_staged", "profiles", "reads_source_port", "tiers")
 
     def __init__(self, tiers: list[_Tier], profiles: _Tier | None) -> None:
         self.tiers = tiers
         self.profiles = profiles
+        self.has_staged = any(policy.kind in c.STAGED_KINDS for tier in tiers for policy in tier.policies)
         self.answers: dict[Hashable, Verdict] = {}
         self.generation = -1
         self.reads_source_port = True
@@ -357,6 +358,10 @@ class Evaluator:
                 plan.answers.clear()
             plan.answers[key] = verdict
         return verdict
+
+    def has_staged(self, endpoint: c.EndpointId, direction: c.Direction) -> bool:
+        """Return whether an endpoint of the store has staged policies in a direction."""
+        return self._plan(endpoint, direction).has_staged
 
     def _put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
         for tier in list(self._tiers.values()):

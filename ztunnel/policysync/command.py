@@ -6,16 +6,12 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-from ztunnel.runtime.watched_file import FileState, file_state
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ztunnel.calico.resources import Resources
 
 log = logging.getLogger(__name__)
-
-_POLL_S: Final = 0.2
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -138,6 +134,7 @@ def serve_command(args: argparse.Namespace) -> int:
 
 async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
     from xds.dialects.calico.policysync import PolicyForm
+    from ztunnel.calico import files
     from ztunnel.calico.compile import Compiled, compile_resources
     from ztunnel.policysync.server import Binder, PolicySyncServer
 
@@ -150,7 +147,7 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
 
     async with PolicySyncServer(PolicyForm(args.form)) as server:
         binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
-        seen = _states(args.files)
+        seen = files.states_of(args.files)
         compiled = compile_resources(resources)
         server.publish(compiled)
         if args.socket is not None:
@@ -159,7 +156,7 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
             await binder.bind(compiled)
         log.info("serving PolicySync on %s", ", ".join(server.paths) or "no socket yet")
         while not stop.is_set():
-            now = _states(args.files)
+            now = files.states_of(args.files)
             if now != seen:
                 seen = now
                 found = _read(args.files)
@@ -172,39 +169,19 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
             if binder is not None:
                 await binder.bind(compiled)
             try:
-                await asyncio.wait_for(stop.wait(), _POLL_S)
+                await asyncio.wait_for(stop.wait(), files.POLL_S)
             except TimeoutError:
                 continue
 
 
-def _files(paths: list[Path]) -> list[Path]:
-    """Return the files that are meant: of a folder, its YAML files in order."""
-    return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
-
-
-def _states(paths: list[Path]) -> list[tuple[Path, FileState]]:
-    return [(file, file_state(file)) for file in _files(paths)]
-
-
 def _read(paths: list[Path]) -> "Resources | None":
     """Return what the files say, or None after every fault was printed."""
-    from ztunnel.calico.read import read_resources
+    from ztunnel.calico.files import read_files
     from ztunnel.runtime.config_reader import Faults
 
-    texts: dict[str, str] = {}
-    faults = []
-    for file in _files(paths):
-        try:
-            texts[str(file)] = file.read_text()
-        except OSError as error:
-            faults.append(f"{file}: {error.strerror}")
-        except UnicodeDecodeError:
-            faults.append(f"{file}: not UTF-8")
-    found = None
     try:
-        found = read_resources(texts)
+        return read_files(paths)
     except Faults as error:
-        faults += error.faults
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return None if faults else found
+        for fault in error.faults:
+            print(fault, file=sys.stderr)
+        return None
