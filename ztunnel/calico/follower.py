@@ -6,6 +6,7 @@ answering. So an object that was deleted meanwhile does not live on, and a resta
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import random
 from typing import Final
@@ -58,7 +59,8 @@ class Follower:
     Args:
         target: ``unix:/path`` or ``host:port``.
         clock: for :attr:`age_s`.
-        trust_domains: see :class:`~ztunnel.calico.evaluator.Evaluator`.
+        trust_domains, connections_only: see :class:`~ztunnel.calico.evaluator.Evaluator`.
+        changed: called after each change of :attr:`evaluator` or its store.
         backoff: between streams; by default 0.5 s, doubling to 5 s, a fifth of it at random.
 
     Attributes:
@@ -73,17 +75,26 @@ class Follower:
         clock: Clock,
         *,
         trust_domains: frozenset[str] = frozenset(),
+        connections_only: bool = False,
+        changed: Callable[[], object] = lambda: None,
         backoff: Backoff | None = None,
     ) -> None:
         self.target = target
-        self.evaluator = Evaluator(Store(), trust_domains)
+        self.evaluator = Evaluator(Store(), trust_domains, connections_only=connections_only)
         self.in_sync = False
         self.error = ""
         self.counts = FollowerCounts()
         self._clock = clock
         self._trust_domains = trust_domains
+        self._connections_only = connections_only
+        self._changed = changed
         self._lost_at: float | None = None
         self._backoff = backoff or Backoff(0.5, 5.0, spread=0.2)
+
+    @property
+    def name(self) -> str:
+        """Where policies come from, for people."""
+        return self.target
 
     @property
     def age_s(self) -> float:
@@ -114,7 +125,7 @@ class Follower:
         try:
             await call.write(b"", ended=True)
             self.counts.streams += 1
-            pending = Evaluator(Store(), self._trust_domains)
+            pending = Evaluator(Store(), self._trust_domains, connections_only=self._connections_only)
             faults = 0
             read = 0
             while (message := await call.read()) is not None:
@@ -136,6 +147,8 @@ class Follower:
                     raise ConfigError(f"the server has sent more than {_OBJECTS:,} objects")
                 if isinstance(update, c.InSync) and pending is not self.evaluator:
                     self._take_over(pending)
+                if pending is self.evaluator:
+                    self._changed()
                 # What has arrived is read without waiting, and a snapshot is long: checks come in between.
                 read += 1
                 if read % _BATCH == 0:
