@@ -12,6 +12,7 @@ Removal is wanting nothing. The order of the operations keeps every state in bet
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from tproxy.operations import (
     AddAddress,
@@ -43,11 +44,11 @@ from tproxy.operations import (
 from tproxy.resources import (
     Address,
     Chain,
+    Element,
     IpRule,
     Namespace,
     NamespaceName,
     Route,
-    Set,
     State,
     SysctlKey,
     Table,
@@ -193,9 +194,9 @@ def _build(table: Table) -> Iterator[NftStep]:
 def _compatible(have: Table, want: Table) -> bool:
     """Return whether the table can be changed in place: the kernel alters no chain's hook and no set's type."""
     hooks = {chain.name: chain.hook for chain in have.chains}
-    keys = {item.name: item.key for item in have.sets}
+    shapes = {item.name: item.shape for item in have.sets}
     return all(hooks.get(chain.name, chain.hook) == chain.hook for chain in want.chains) and all(
-        keys.get(item.name, item.key) == item.key for item in want.sets
+        shapes.get(item.name, item.shape) == item.shape for item in want.sets
     )
 
 
@@ -204,37 +205,51 @@ def _change(have: Table, want: Table) -> Iterator[NftStep]:
 
     The rules of a changed chain are all written anew. The transaction makes that invisible to packets.
     """
-    # References decide the order: rules go before the chains and sets that they name, and come after them. A set
-    # that stays keeps its other elements, so that a member that joins costs one element, not the whole set.
+    # References decide the order: rules go before the chains and sets that they name, and come after them; so do
+    # elements of a map of verdicts, which name chains. A set that stays keeps its other elements, so that a member
+    # that joins costs one element, not the whole set. What is the same object on both sides is not compared.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}
     old_sets = {item.name: item for item in have.sets}
     new_sets = {item.name: item for item in want.sets}
+    rewritten = [
+        name
+        for name, chain in new.items()
+        if name not in old or (old[name] is not chain and old[name].rules != chain.rules)
+    ]
+    flushed = {name for name in rewritten if name in old} | (old.keys() - new.keys())
     for name, chain in old.items():
-        if chain.rules and (name not in new or chain.rules != new[name].rules):
+        if chain.rules and name in flushed:
             yield FlushChain(*where, name)
+    added: list[AddElements] = []
+    for name, before in old_sets.items():
+        if name not in new_sets:
+            yield DeleteSet(*where, name)
+        elif (item := new_sets[name]) is not before:
+            if gone := before.elements - item.elements:
+                yield DeleteElements(*where, name, _by_key(gone))
+            if come := item.elements - before.elements:
+                added.append(AddElements(*where, name, _by_key(come)))
     for name in old:
         if name not in new:
             yield DeleteChain(*where, name)
-    for name in old_sets:
-        if name not in new_sets:
-            yield DeleteSet(*where, name)
     for name, item in new_sets.items():
         if name not in old_sets:
-            yield AddSet(*where, Set(name, item.key))
-        before = old_sets[name].elements if name in old_sets else frozenset()
-        if gone := before - item.elements:
-            yield DeleteElements(*where, name, tuple(sorted(gone, key=lambda element: element.key)))
-        if added := item.elements - before:
-            yield AddElements(*where, name, tuple(sorted(added, key=lambda element: element.key)))
+            yield AddSet(*where, replace(item, elements=frozenset()))
+            if item.elements:
+                added.append(AddElements(*where, name, _by_key(item.elements)))
     for name, chain in new.items():
         if name not in old:
             yield AddChain(*where, Chain(name, hook=chain.hook))
-    for name, chain in new.items():
-        if name not in old or old[name].rules != chain.rules:
-            for rule in chain.rules:
-                yield AppendRule(*where, name, rule)
+    yield from added
+    for name in rewritten:
+        for rule in new[name].rules:
+            yield AppendRule(*where, name, rule)
+
+
+def _by_key(elements: Iterable[Element]) -> tuple[Element, ...]:
+    return tuple(sorted(elements, key=lambda element: element.key))
 
 
 def _sorted(rules: Iterable[IpRule]) -> list[IpRule]:

@@ -11,7 +11,7 @@ names 16 bytes padded with zeros.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv6Address
 from typing import Literal, TypeAlias
@@ -20,6 +20,8 @@ IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 TCP = 6
 UDP = 17
+ICMPV6 = 58
+SCTP = 132
 FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
 ALL_BITS = 0xFFFFFFFF
 
@@ -41,11 +43,13 @@ class MetaKey(IntEnum):
     SKUID = 10
     NFPROTO = 15
     L4PROTO = 16
+    NFTRACE = 19
 
 
 class CtKey(IntEnum):
     """The connection properties used here (``NFT_CT_*``)."""
 
+    STATE = 0
     MARK = 3
     ZONE = 17
 
@@ -62,6 +66,8 @@ class Test(IntEnum):
 
     EQUAL = 0
     NOT_EQUAL = 1
+    AT_MOST = 3
+    AT_LEAST = 5
 
 
 class VerdictCode(IntEnum):
@@ -131,11 +137,23 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """End the rule unless the register is an element of the set; ``flags`` 1 inverts."""
+    """End the rule unless the register is an element of the set; ``flags`` 1 inverts.
+
+    With ``dreg`` the set is a map, whose value goes there; 0 is the register of verdicts.
+    """
 
     set_name: str
     sreg: int = 1
     flags: int | None = None
+    dreg: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Count the packets that come so far in the rule; the numbers are found, and no part of equality."""
+
+    packets: int = field(default=0, compare=False)
+    octets: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +233,7 @@ Expression: TypeAlias = (
     | Bitwise
     | Compare
     | Lookup
+    | Counter
     | Immediate
     | Verdict
     | Tproxy
@@ -227,6 +246,10 @@ Expression: TypeAlias = (
 Phrase: TypeAlias = tuple[Expression, ...]
 
 RTN_LOCAL = 2
+#: Bits of the register that CtKey.STATE loads (``NF_CT_STATE_BIT``).
+CT_ESTABLISHED, CT_RELATED, CT_NEW = 0x2, 0x4, 0x8
+#: The register that takes a verdict (``NFT_REG_VERDICT``).
+VERDICT_REGISTER = 0
 _ORDER: Literal["little", "big"] = sys.byteorder
 
 
@@ -330,6 +353,89 @@ def opens_connection() -> Phrase:
     )
 
 
+def connection_state(bits: int) -> Phrase:
+    """Match packets of connections in one of these states (``CT_*``): ``ct state & bits != 0``."""
+    return (
+        Ct(CtKey.STATE, dreg=1),
+        Bitwise(host_u32(bits), host_u32(0)),
+        Compare(host_u32(0), Test.NOT_EQUAL),
+    )
+
+
+def continues_unknown_connection() -> Phrase:
+    """Match a TCP packet that opens no connection: ``tcp flags & (fin|syn|rst|ack) != syn``."""
+    opens = opens_connection()
+    return (*opens[:-1], Compare(bytes((SYN,)), Test.NOT_EQUAL))
+
+
+def neighbour_discovery() -> Phrase:
+    """Match ICMPv6 types 133 to 137, without which no IPv6 neighbour is found (RFC 4861)."""
+    return (
+        *protocol_is(ICMPV6),
+        Payload(Base.TRANSPORT, 0, 1),
+        Compare(bytes((133,)), Test.AT_LEAST),
+        Compare(bytes((137,)), Test.AT_MOST),
+    )
+
+
+def ports_between(offset: int, first: int, last: int) -> Phrase:
+    """Match ports in a range; ``offset`` 0 is the source's, 2 the destination's. A protocol's test precedes it."""
+    load = Payload(Base.TRANSPORT, offset, 2)
+    if first == last:
+        return (load, Compare(first.to_bytes(2, "big")))
+    return (
+        load,
+        Compare(first.to_bytes(2, "big"), Test.AT_LEAST),
+        Compare(last.to_bytes(2, "big"), Test.AT_MOST),
+    )
+
+
+def port_in(offset: int, set_name: str, *, negate: bool = False) -> Phrase:
+    """Match ports of a set; ``offset`` as in :func:`ports_between`."""
+    return (Payload(Base.TRANSPORT, offset, 2), Lookup(set_name, flags=1 if negate else None))
+
+
+def address_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:
+    """Match one of the addresses in a set: ``ip saddr @set``, or ``ip daddr != @set``."""
+    load = _load_source(family) if source else _load_destination(family)
+    return (*family_is(family), load, Lookup(set_name, flags=1 if negate else None))
+
+
+def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase:
+    """Take the verdict that a map has for one of the addresses, if it has one: ``ip saddr vmap @map``."""
+    load = _load_source(family) if source else _load_destination(family)
+    return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
+
+
+# A concatenation fills 32-bit registers one after the other. The kernel reports those that begin a 128-bit
+# register under its number (nft_dump_register): 1 and 2, or else 8 and the position, 9 being the second.
+
+
+def address_and_port_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:
+    """Match address, protocol and port of one side: ``ip daddr . meta l4proto . th dport @set``."""
+    load = _load_source(family) if source else _load_destination(family)
+    protocol, port = (9, 10) if family is Family.IPV4 else (2, 13)
+    return (
+        *family_is(family),
+        load,
+        Meta(MetaKey.L4PROTO, dreg=protocol),
+        Payload(Base.TRANSPORT, 0 if source else 2, 2, dreg=port),
+        Lookup(set_name, flags=1 if negate else None),
+    )
+
+
+def addresses_in(family: Family, set_name: str) -> Phrase:
+    """Match both addresses: ``ip saddr . ip daddr @set``."""
+    source, destination = _load_source(family), _load_destination(family)
+    second = Payload(destination.base, destination.offset, destination.length, 9 if family is Family.IPV4 else 2)
+    return (*family_is(family), source, second, Lookup(set_name))
+
+
+def port_key(address: IpAddress, protocol: int, port: int) -> bytes:
+    """Return the key of a set that :func:`address_and_port_in` looks in: each field padded to four bytes."""
+    return address.packed + bytes((protocol, 0, 0, 0)) + port.to_bytes(2, "big") + bytes(2)
+
+
 def source_port(protocol: int, port: int) -> Phrase:
     """Match the source port: ``udp sport port``."""
     return (*protocol_is(protocol), Payload(Base.TRANSPORT, 0, 2), Compare(port.to_bytes(2, "big")))
@@ -409,6 +515,16 @@ def translate_source(address: IpAddress) -> Phrase:
 def accept() -> Phrase:
     """Accept the packet; later base chains still see it."""
     return (Verdict(VerdictCode.ACCEPT),)
+
+
+def drop() -> Phrase:
+    """Drop the packet, whatever later base chains say."""
+    return (Verdict(VerdictCode.DROP),)
+
+
+def goto(chain: str) -> Phrase:
+    """Evaluate another chain instead of the rest of this one."""
+    return (Verdict(VerdictCode.GOTO, chain),)
 
 
 def return_() -> Phrase:

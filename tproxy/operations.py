@@ -92,7 +92,7 @@ class DeleteSet:
 
 @dataclass(frozen=True, slots=True)
 class AddElements:
-    """Add elements, sorted by key, to a set."""
+    """Add elements, sorted by key, to a set; ``last`` and ``verdict`` tell of its shape."""
 
     family: Family
     table: str

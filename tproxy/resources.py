@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6
 from types import MappingProxyType
 from typing import Literal, NewType, TypeAlias
 
-from tproxy.expressions import Family, Phrase
+from tproxy.expressions import Family, Phrase, Verdict
 
 NamespaceName = NewType("NamespaceName", str)
 IpAddress: TypeAlias = IPv4Address | IPv6Address
@@ -72,24 +72,67 @@ class SetKey(IntEnum):
 
     IPV4_ADDRESS = 7
     IPV6_ADDRESS = 8
+    PORT = 13
     INTERFACE = 41
+    # Concatenations: six bits a type. Two addresses; address, protocol (12) and port (13).
+    IPV4_PAIR = 7 << 6 | 7
+    IPV6_PAIR = 8 << 6 | 8
+    IPV4_PORT = 7 << 12 | 12 << 6 | 13
+    IPV6_PORT = 8 << 12 | 12 << 6 | 13
+
+    @property
+    def octets(self) -> int:
+        """The length of a key."""
+        return _KEY_OCTETS[self]
+
+
+_KEY_OCTETS = {
+    SetKey.IPV4_ADDRESS: 4,
+    SetKey.IPV6_ADDRESS: 16,
+    SetKey.PORT: 2,
+    SetKey.INTERFACE: 16,
+    SetKey.IPV4_PAIR: 8,
+    SetKey.IPV6_PAIR: 32,
+    SetKey.IPV4_PORT: 12,
+    SetKey.IPV6_PORT: 24,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One member of a set; ``key`` is the register's bytes (``address.packed``)."""
+    """One member of a set.
+
+    Attributes:
+        key: the register's bytes (``address.packed``); of an interval its first key.
+        last: of an interval its last key, inclusive; of a single key in a set of intervals equal to ``key``.
+        verdict: what a map of verdicts has for the key.
+    """
 
     key: bytes
     comment: str = ""
+    last: bytes = b""
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """A named set of single keys."""
+    """A named set of keys.
+
+    Attributes:
+        interval: of intervals, which neither overlap nor touch one another.
+        verdicts: a map from keys to verdicts.
+    """
 
     name: str
     key: SetKey
     elements: frozenset[Element] = frozenset()
+    interval: bool = False
+    verdicts: bool = False
+
+    @property
+    def shape(self) -> tuple[SetKey, bool, bool]:
+        """What the kernel cannot change of a set."""
+        return (self.key, self.interval, self.verdicts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,13 @@ def _nft(tables: dict[str, Table], step: NftStep) -> None:
         case DeleteChain(chain=name):
             assert not chains[name].rules, "EBUSY"
             assert not _used(chains, name), "EBUSY"
+            assert not any(name in _chains(item) for item in sets.values()), "EBUSY"
             del chains[name]
         case AppendRule(chain=name, rule=rule):
             chains[name] = replace(chains[name], rules=(*chains[name].rules, rule))
         case AddSet(set=item):
             assert item.name not in sets
-            sets[item.name] = Set(item.name, item.key)
+            sets[item.name] = replace(item, elements=frozenset())
         case DeleteSet(set_name=name):
             assert not _used(chains, name), "EBUSY"
             del sets[name]
@@ -175,6 +176,11 @@ def _names(chain: Chain) -> set[str]:
     return names
 
 
+def _chains(item: Set) -> set[str]:
+    named = {element.verdict.chain for element in item.elements if element.verdict is not None}
+    return named - {""}
+
+
 def _used(chains: dict[str, Chain], name: str) -> bool:
     return any(name in _names(chain) for chain in chains.values())
 
@@ -183,3 +189,7 @@ def _check(table: Table) -> None:
     known = {chain.name for chain in table.chains} | {item.name for item in table.sets}
     for chain in table.chains:
         assert _names(chain) <= known, "ENOENT"
+    for item in table.sets:
+        assert _chains(item) <= known, "ENOENT"
+        assert all((element.verdict is not None) == item.verdicts for element in item.elements), "EINVAL"
+        assert all(len(element.last) == (item.key.octets if item.interval else 0) for element in item.elements)

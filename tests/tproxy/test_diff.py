@@ -9,10 +9,19 @@ from hypothesis import strategies as st
 
 from tests.tproxy.model import ToyKernel
 from tests.tproxy.nodes import described, member
+from tests.tproxy.tables import tables
 from tproxy.diff import diff
 from tproxy.expressions import TCP, Family, accept, jump, protocol_is
 from tproxy.node import HOST, ZTUNNEL, node
-from tproxy.operations import AddIpRule, DeleteIpRule, NftTransaction, Remember, SetSysctl
+from tproxy.operations import (
+    AddElements,
+    AddIpRule,
+    DeleteIpRule,
+    DeleteTable,
+    NftTransaction,
+    Remember,
+    SetSysctl,
+)
 from tproxy.resources import (
     Chain,
     Element,
@@ -212,3 +221,23 @@ def test_what_the_kernel_cannot_alter_is_built_anew(change: str) -> None:
     [transaction] = diff(State({HOST: Namespace(tables=(have,))}), State({HOST: Namespace(tables=(want,))}))
     assert isinstance(transaction, NftTransaction)
     assert [type(step).__name__ for step in transaction.steps][:2] == ["DeleteTable", "AddTable"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(), tables())
+def test_a_table_changes_in_place_into_any_other(have: Table, want: Table) -> None:
+    toy = ToyKernel(State({HOST: Namespace(tables=(have,))}))
+    operations = diff(toy.state(), State({HOST: Namespace(tables=(want,))}))
+    toy.apply(operations)
+    assert _by_name(toy.state().namespaces[HOST].tables) == _by_name((want,))
+    steps = [step for item in operations if isinstance(item, NftTransaction) for step in item.steps]
+    assert not any(isinstance(step, DeleteTable) for step in steps)
+
+
+def test_a_change_of_one_element_is_one_element() -> None:
+    before = frozenset(Element(bytes((10, 0, 0, number))) for number in range(200))
+    have = Table("t", sets=(Set("s", SetKey.IPV4_ADDRESS, before),))
+    want = Table("t", sets=(Set("s", SetKey.IPV4_ADDRESS, before | {Element(bytes((10, 0, 1, 1)))}),))
+    [transaction] = diff(State({HOST: Namespace(tables=(have,))}), State({HOST: Namespace(tables=(want,))}))
+    assert isinstance(transaction, NftTransaction)
+    assert transaction.steps == (AddElements(Family.INET, "t", "s", (Element(bytes((10, 0, 1, 1))),)),)

@@ -53,13 +53,7 @@ class NetlinkSocket:
         # From Linux 4.20 on the kernel filters dumps by the fields of their request; before, it ignores them.
         with contextlib.suppress(OSError):
             self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
-        # SO_SNDBUFFORCE needs CAP_NET_ADMIN in the initial user namespace; without it the limit is wmem_max.
-        for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
-            try:
-                self._socket.setsockopt(socket.SOL_SOCKET, option, _SEND_BUFFER_BYTES)
-                break
-            except PermissionError:
-                continue
+        self._room = self._set_buffer(_SEND_BUFFER_BYTES)
         self._sequence = 0
 
     def request(self, message: Message) -> None:
@@ -79,8 +73,13 @@ class NetlinkSocket:
             NeedCapability: EPERM or EACCES.
             KernelRefused: for the first refused message, named by ``about``.
         """
-        self._send(messages, flags=_NLM_F_ACK)
-        self._await_acks(messages)
+        # A refusal is always reported; of thousands of acknowledgements most would not fit the receive buffer. So
+        # only the last message asks for one, which comes when the whole transaction has been committed.
+        last = max((at for at, message in enumerate(messages) if not _is_frame(message)), default=-1)
+        if last < 0:
+            return
+        self._send(messages, flags=_NLM_F_ACK, only=last)
+        self._await_acks(messages, only=last)
 
     def dump(self, message: Message) -> list[bytes]:
         """Return the bodies of one consistent dump.
@@ -97,30 +96,27 @@ class NetlinkSocket:
                 return bodies
         raise DumpInterrupted("a consistent dump", errno.EINTR)
 
-    def _send(self, messages: Sequence[Message], flags: int) -> None:
+    def _send(self, messages: Sequence[Message], flags: int, only: int | None = None) -> None:
         parts = []
-        for message in messages:
+        for position, message in enumerate(messages):
             self._sequence += 1
-            # Only recent kernels acknowledge the begin and end of a batch, so neither is requested or awaited.
-            wanted = 0 if message.kind in (_BATCH_BEGIN, _BATCH_END) else flags
+            wanted = flags if only is None or position == only else 0
             length = _HEADER.size + len(message.body)
             parts.append(_HEADER.pack(length, message.kind, message.flags | wanted, self._sequence, 0))
             parts.append(message.body + bytes(-length % 4))
+        data = b"".join(parts)
+        self._make_room(len(data))
         try:
-            self._socket.send(b"".join(parts))
+            self._socket.send(data)
         except OSError as error:
             raise _refusal(messages[0], error.errno or 0) from error
 
-    def _await_acks(self, messages: Sequence[Message]) -> None:
+    def _await_acks(self, messages: Sequence[Message], only: int | None = None) -> None:
         first = self._sequence - len(messages) + 1
-        missing = {
-            first + offset
-            for offset, message in enumerate(messages)
-            if message.kind not in (_BATCH_BEGIN, _BATCH_END)
-        }
-        # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with one acknowledgement
-        # per message. When a message is refused it rolls back, and sends errors for the refused messages and, for
-        # a fault of the batch as a whole, one with the sequence number of its begin. How many of the others are
+        missing = set(range(first, first + len(messages))) if only is None else {first + only}
+        # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the acknowledgements
+        # that were asked for. When a message is refused it rolls back, and sends errors for the refused messages
+        # and, for a fault of the batch as a whole, one with the sequence number of its begin. Which others are
         # acknowledged then depends on the kernel. After a failure the queue is therefore drained, not counted: the
         # answers were queued before sendmsg returned.
         failure: TproxyError | None = None
@@ -132,12 +128,27 @@ class NetlinkSocket:
                 missing.discard(sequence)
                 if code and failure is None:
                     failure = _refusal(messages[sequence - first], code)
-                    if messages[sequence - first].kind in (_BATCH_BEGIN, _BATCH_END):
+                    if _is_frame(messages[sequence - first]):
                         raise failure
             if failure is not None and not self._pending():
                 break
         if failure is not None:
             raise failure
+
+    def _make_room(self, octets: int) -> None:
+        """Let one message of this size be sent: the kernel refuses what exceeds the send buffer (EMSGSIZE)."""
+        if octets * 2 > self._room:
+            self._room = self._set_buffer(octets * 2)
+
+    def _set_buffer(self, octets: int) -> int:
+        # SO_SNDBUFFORCE needs CAP_NET_ADMIN in the initial user namespace; without it the limit is wmem_max.
+        for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
+            try:
+                self._socket.setsockopt(socket.SOL_SOCKET, option, octets)
+                break
+            except PermissionError:
+                continue
+        return octets
 
     def _pending(self) -> bool:
         """Return whether more answers are queued."""
@@ -232,6 +243,11 @@ def drain(sock: socket.socket) -> None:
         except OSError as error:
             if error.errno != errno.ENOBUFS:
                 raise KernelRefused("watch nftables and routes", error.errno or 0) from error
+
+
+def _is_frame(message: Message) -> bool:
+    """Return whether a message begins or ends a transaction. Only recent kernels acknowledge these."""
+    return message.kind in (_BATCH_BEGIN, _BATCH_END)
 
 
 def _refusal(message: Message, code: int) -> TproxyError:

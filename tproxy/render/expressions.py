@@ -9,8 +9,10 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from tproxy.expressions import (
+    VERDICT_REGISTER,
     Bitwise,
     Compare,
+    Counter,
     Ct,
     Expression,
     Fib,
@@ -38,9 +40,6 @@ from tproxy.wire import (
     read_text,
     text,
 )
-
-#: The register that takes a verdict.
-NFT_REG_VERDICT = 0
 
 
 class _Layout(NamedTuple):
@@ -76,7 +75,12 @@ _LAYOUTS: dict[type[Any], _Layout] = {
     Compare: _Layout("cmp", {"sreg": nf.NFTA_CMP_SREG, "op": nf.NFTA_CMP_OP, "data": nf.NFTA_CMP_DATA}),
     Lookup: _Layout(
         "lookup",
-        {"set_name": nf.NFTA_LOOKUP_SET, "sreg": nf.NFTA_LOOKUP_SREG, "flags": nf.NFTA_LOOKUP_FLAGS},
+        {
+            "set_name": nf.NFTA_LOOKUP_SET,
+            "sreg": nf.NFTA_LOOKUP_SREG,
+            "flags": nf.NFTA_LOOKUP_FLAGS,
+            "dreg": nf.NFTA_LOOKUP_DREG,
+        },
     ),
     Immediate: _Layout("immediate", {"dreg": nf.NFTA_IMMEDIATE_DREG, "data": nf.NFTA_IMMEDIATE_DATA}),
     Tproxy: _Layout(
@@ -122,15 +126,15 @@ def encode(expression: Expression) -> bytes:
     match expression:
         case Opaque(name, _):
             raise ValueError(f"cannot write an unknown expression {name!r}")
-        case Verdict(code, chain):
-            verdict = [be32(nf.NFTA_VERDICT_CODE, code)]
-            if chain:
-                verdict.append(text(nf.NFTA_VERDICT_CHAIN, chain))
+        case Verdict():
             data = [
-                be32(nf.NFTA_IMMEDIATE_DREG, NFT_REG_VERDICT),
-                nest(nf.NFTA_IMMEDIATE_DATA, nest(nf.NFTA_DATA_VERDICT, *verdict)),
+                be32(nf.NFTA_IMMEDIATE_DREG, VERDICT_REGISTER),
+                nest(nf.NFTA_IMMEDIATE_DATA, verdict_data(expression)),
             ]
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "immediate"), nest(nf.NFTA_EXPR_DATA, *data))
+        case Counter():
+            # The kernel wants the nest, and starts from zero when it is empty (nft_counter_do_init).
+            return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "counter"), nest(nf.NFTA_EXPR_DATA))
         case _:
             layout = _LAYOUTS[type(expression)]
             data = []
@@ -160,6 +164,10 @@ def _decode(element: bytes) -> Expression:
     parts = attribute_map(element)
     name = read_text(parts.get(nf.NFTA_EXPR_NAME, b""))
     data = parts.get(nf.NFTA_EXPR_DATA, b"")
+    if name == "counter":
+        counted = attribute_map(data)
+        packets, octets = (counted.get(number, b"") for number in (nf.NFTA_COUNTER_PACKETS, nf.NFTA_COUNTER_BYTES))
+        return Counter(int.from_bytes(packets, "big"), int.from_bytes(octets, "big"))
     known = _BY_NAME.get(name)
     if known is None:
         return Opaque(name, data)
@@ -205,8 +213,25 @@ def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
     return expression
 
 
+def verdict_data(verdict: Verdict) -> bytes:
+    """Return a verdict as the attribute in which rules and elements of maps carry it."""
+    parts = [be32(nf.NFTA_VERDICT_CODE, verdict.code)]
+    if verdict.chain:
+        parts.append(text(nf.NFTA_VERDICT_CHAIN, verdict.chain))
+    return nest(nf.NFTA_DATA_VERDICT, *parts)
+
+
 def _verdict(found: dict[int, bytes]) -> Verdict | None:
-    inner = attribute_map(found.get(nf.NFTA_IMMEDIATE_DATA, b""))
+    return read_verdict(found.get(nf.NFTA_IMMEDIATE_DATA, b""))
+
+
+def read_verdict(payload: bytes) -> Verdict | None:
+    """Return the verdict that data holds; None if it holds a value.
+
+    Raises:
+        MalformedDump: a verdict without its code.
+    """
+    inner = attribute_map(payload)
     if nf.NFTA_DATA_VERDICT not in inner:
         return None
     verdict = attribute_map(inner[nf.NFTA_DATA_VERDICT])

@@ -20,7 +20,7 @@ from tproxy.operations import (
     NftStep,
 )
 from tproxy.render import nf_tables as nf
-from tproxy.render.expressions import encode
+from tproxy.render.expressions import encode, verdict_data
 from tproxy.resources import Element, Set, SetKey, SysctlKey
 from tproxy.wire import Message, attribute, be32, nest, text
 
@@ -36,7 +36,7 @@ NFT_NEWSETELEM, NFT_GETSETELEM, NFT_DELSETELEM = 12, 13, 14
 BATCH_BEGIN, BATCH_END = 16, 17
 NF_DROP, NF_ACCEPT = 0, 1
 
-# An attribute's length is 16 bits; an element with a full comment takes under 180 bytes.
+# An attribute's length is 16 bits; an element with a full comment and a verdict takes under 250 bytes.
 ELEMENTS_PER_MESSAGE = 256
 _COMMENT_BYTES = 120
 
@@ -120,27 +120,26 @@ def _step(step: NftStep, set_ids: Iterator[int]) -> Iterator[Message]:
         case AddElements(set_name=name, elements=elements):
             about = f"elements of set {table} {name}"
             for chunk in _chunks(elements):
-                items = _elements(table, name, (_element(item, with_comment=True) for item in chunk))
+                items = _elements(table, name, (part for item in chunk for part in _element(item, whole=True)))
                 yield nft_message(NFT_NEWSETELEM, family, CREATE, *items, about=about)
         case DeleteElements(set_name=name, elements=elements):
             about = f"delete elements of set {table} {name}"
             for chunk in _chunks(elements):
-                items = _elements(table, name, (_element(item, with_comment=False) for item in chunk))
+                items = _elements(table, name, (part for item in chunk for part in _element(item, whole=False)))
                 yield nft_message(NFT_DELSETELEM, family, 0, *items, about=about)
         case _:
             assert_never(step)
 
 
-_KEY_BYTES = {SetKey.IPV4_ADDRESS: 4, SetKey.IPV6_ADDRESS: 16, SetKey.INTERFACE: 16}
-
-
 def _add_set(family: Family, table: str, item: Set, number: int) -> Message:
+    flags = (nf.NFT_SET_INTERVAL if item.interval else 0) | (nf.NFT_SET_MAP if item.verdicts else 0)
     body = (
         text(nf.NFTA_SET_TABLE, table),
         text(nf.NFTA_SET_NAME, item.name),
-        be32(nf.NFTA_SET_FLAGS, 0),
+        be32(nf.NFTA_SET_FLAGS, flags),
         be32(nf.NFTA_SET_KEY_TYPE, item.key),
-        be32(nf.NFTA_SET_KEY_LEN, _KEY_BYTES[item.key]),
+        be32(nf.NFTA_SET_KEY_LEN, item.key.octets),
+        *([be32(nf.NFTA_SET_DATA_TYPE, nf.NFT_DATA_VERDICT)] if item.verdicts else ()),
         be32(nf.NFTA_SET_ID, number),
     )
     return nft_message(NFT_NEWSET, family, CREATE, *body, about=f"set {table} {item.name}")
@@ -159,11 +158,19 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
         yield elements[start : start + ELEMENTS_PER_MESSAGE]
 
 
-def _element(item: Element, *, with_comment: bool) -> bytes:
+def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
+    """Yield an element as the kernel has it; an interval is two, of which the second marks where it has ended."""
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
-    if with_comment and item.comment:
+    if item.verdict is not None:
+        parts.append(nest(nf.NFTA_SET_ELEM_DATA, verdict_data(item.verdict)))
+    if whole and item.comment:
         parts.append(attribute(nf.NFTA_SET_ELEM_USERDATA, _comment(item.comment)))
-    return nest(nf.NFTA_LIST_ELEM, *parts)
+    yield nest(nf.NFTA_LIST_ELEM, *parts)
+    # An interval up to the highest key has no mark: there is no key after it (nft_rbtree keeps it open).
+    if item.last and (after := int.from_bytes(item.last, "big") + 1) >> 8 * len(item.last) == 0:
+        key = attribute(nf.NFTA_DATA_VALUE, after.to_bytes(len(item.last), "big"))
+        flags = be32(nf.NFTA_SET_ELEM_FLAGS, nf.NFT_SET_ELEM_INTERVAL_END)
+        yield nest(nf.NFTA_LIST_ELEM, nest(nf.NFTA_SET_ELEM_KEY, key), flags)
 
 
 def _comment(value: str) -> bytes:

@@ -1,12 +1,12 @@
 """Decode dumps of nftables as resources, the inverse of ``nftables.py``; foreign tables are left out."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from tproxy.expressions import Family
 from tproxy.render import nf_tables as nf
-from tproxy.render.expressions import decode_list
+from tproxy.render.expressions import decode_list, read_verdict
 from tproxy.render.nftables import NF_DROP, read_comment
 from tproxy.resources import (
     Chain,
@@ -130,14 +130,43 @@ def _set(name: str, parts: Mapping[int, bytes], elements: Iterable[bytes]) -> Se
         key = SetKey(read_be32(parts[nf.NFTA_SET_KEY_TYPE]))
     except (KeyError, ValueError):
         return None  # an anonymous set or a foreign key type: the rule that uses it is not ours either
-    found = set()
-    for body in elements:
+    flags = read_be32(parts[nf.NFTA_SET_FLAGS]) if nf.NFTA_SET_FLAGS in parts else 0
+    interval = bool(flags & nf.NFT_SET_INTERVAL)
+    return Set(name, key, read_elements(elements, interval=interval), interval, bool(flags & nf.NFT_SET_MAP))
+
+
+def read_elements(bodies: Iterable[bytes], *, interval: bool) -> frozenset[Element]:
+    """Return the members in dumps of one set's elements.
+
+    Raises:
+        MalformedDump: as :func:`read_tables`.
+    """
+    found = []
+    ends = set()
+    for body in bodies:
         _, listing = nft_parts(body)
         for _, item in attributes(listing.get(nf.NFTA_SET_ELEM_LIST_ELEMENTS, b"")):
             inner = attribute_map(item)
             value = attribute_map(inner.get(nf.NFTA_SET_ELEM_KEY, b"")).get(nf.NFTA_DATA_VALUE, b"")
-            found.add(Element(value, read_comment(inner.get(nf.NFTA_SET_ELEM_USERDATA, b""))))
-    return Set(name, key, frozenset(found))
+            marks = nf.NFTA_SET_ELEM_FLAGS in inner and read_be32(inner[nf.NFTA_SET_ELEM_FLAGS])
+            if interval and marks and marks & nf.NFT_SET_ELEM_INTERVAL_END:
+                ends.add(value)
+                continue
+            data = inner.get(nf.NFTA_SET_ELEM_DATA)
+            verdict = read_verdict(data) if data is not None else None
+            found.append(Element(value, read_comment(inner.get(nf.NFTA_SET_ELEM_USERDATA, b"")), verdict=verdict))
+    return frozenset(_joined(found, ends) if interval else found)
+
+
+def _joined(starts: Iterable[Element], ends: Iterable[bytes]) -> Iterator[Element]:
+    """Yield intervals: each start with the key before the next end, or with the highest key where none comes."""
+    waiting = sorted(ends, reverse=True)
+    for start in sorted(starts, key=lambda element: element.key):
+        while waiting and waiting[-1] <= start.key:
+            waiting.pop()
+        size = len(start.key)
+        last = int.from_bytes(waiting[-1], "big") - 1 if waiting else (1 << 8 * size) - 1
+        yield replace(start, last=last.to_bytes(size, "big"))
 
 
 def _remembered(sets: Iterable[Set]) -> dict[SysctlKey, str]:

@@ -16,9 +16,11 @@ from tproxy.expressions import (
     FIN,
     RST,
     SYN,
+    VERDICT_REGISTER,
     Base,
     Bitwise,
     Compare,
+    Counter,
     Ct,
     CtKey,
     Expression,
@@ -69,11 +71,24 @@ from tproxy.operations import (
     SetSysctl,
     SetUp,
 )
-from tproxy.resources import Chain, HookPoint, IpRule, Namespace, Route, Set, SetKey, State, SysctlKey, Table
+from tproxy.resources import (
+    Chain,
+    Element,
+    HookPoint,
+    IpRule,
+    Namespace,
+    Route,
+    Set,
+    SetKey,
+    State,
+    SysctlKey,
+    Table,
+)
 
 _Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag", "flags"]
 _FAMILIES = {Family.INET: "inet", Family.IPV4: "ip", Family.IPV6: "ip6"}
-_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp", 58: "ipv6-icmp"}
+_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp", 58: "ipv6-icmp", 132: "sctp", 136: "udplite"}
+_SIGNS: dict[int, str] = {Test.EQUAL: "", Test.NOT_EQUAL: "!= ", Test.AT_MOST: "<= ", Test.AT_LEAST: ">= "}
 _META: dict[int, tuple[str, _Kind]] = {
     MetaKey.MARK: ("meta mark", "number"),
     MetaKey.IIFNAME: ("iifname", "name"),
@@ -81,8 +96,13 @@ _META: dict[int, tuple[str, _Kind]] = {
     MetaKey.SKUID: ("meta skuid", "number"),
     MetaKey.NFPROTO: ("meta nfproto", "family"),
     MetaKey.L4PROTO: ("meta l4proto", "protocol"),
+    MetaKey.NFTRACE: ("meta nftrace", "flag"),
 }
-_CT: dict[int, tuple[str, _Kind]] = {CtKey.MARK: ("ct mark", "number"), CtKey.ZONE: ("ct zone", "number")}
+_CT: dict[int, tuple[str, _Kind]] = {
+    CtKey.STATE: ("ct state", "number"),
+    CtKey.MARK: ("ct mark", "number"),
+    CtKey.ZONE: ("ct zone", "number"),
+}
 _ADDRESSES = {
     (12, 4): "ip saddr",
     (16, 4): "ip daddr",
@@ -94,7 +114,16 @@ _TCP_FLAGS = {"fin": FIN, "syn": SYN, "rst": RST, "ack": ACK}
 _PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
 # nft takes these names on one hook each.
 _NAT_PRIORITIES = {(HookPoint.PREROUTING, -100): "dstnat", (HookPoint.POSTROUTING, 100): "srcnat"}
-_SET_TYPES = {SetKey.IPV4_ADDRESS: "ipv4_addr", SetKey.IPV6_ADDRESS: "ipv6_addr", SetKey.INTERFACE: "ifname"}
+_SET_TYPES = {
+    SetKey.IPV4_ADDRESS: "ipv4_addr",
+    SetKey.IPV6_ADDRESS: "ipv6_addr",
+    SetKey.PORT: "inet_service",
+    SetKey.INTERFACE: "ifname",
+    SetKey.IPV4_PAIR: "ipv4_addr . ipv4_addr",
+    SetKey.IPV6_PAIR: "ipv6_addr . ipv6_addr",
+    SetKey.IPV4_PORT: "ipv4_addr . inet_proto . inet_service",
+    SetKey.IPV6_PORT: "ipv6_addr . inet_proto . inet_service",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +158,25 @@ def _raw(expression: Expression) -> str:
 def _clauses(phrase: Phrase) -> Iterator[str]:
     registers: dict[int, _Value] = {}
     protocol: str | None = None
+    #: What has been loaded and not been used, in order: several are a concatenation.
+    loaded: list[str] = []
     for expression in phrase:
+        if isinstance(expression, Compare | Immediate):
+            loaded.clear()
         match expression:
             case Meta(key, dreg=int(register)):
                 registers[register] = _Value(*_META[key])
+                loaded.append(registers[register].text)
             case Ct(key, dreg=int(register)):
                 registers[register] = _Value(*_CT[key])
             case Payload(Base.NETWORK, offset, length, register):
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
-            case Payload(Base.TRANSPORT, offset, 2, register) if protocol is not None:
-                registers[register] = _Value(f"{protocol} {_PORTS[offset]}", "port")
+                loaded.append(registers[register].text)
+            case Payload(Base.TRANSPORT, offset, 2, register):
+                registers[register] = _Value(f"{protocol or 'th'} {_PORTS[offset]}", "port")
+                loaded.append(registers[register].text)
+            case Payload(Base.TRANSPORT, 0, 1, register) if protocol == "ipv6-icmp":
+                registers[register] = _Value("icmpv6 type", "flag")
             case Payload(Base.TRANSPORT, 13, 1, register) if protocol == "tcp":
                 registers[register] = _Value("tcp flags", "flags")
             case Fib(3, 2, register):
@@ -157,8 +195,12 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
                 yield _comparison(value, data, op)
                 if value.kind == "protocol" and op == Test.EQUAL:
                     protocol = _PROTOCOLS.get(data[0])
-            case Lookup(name, register, flags):
-                yield f"{registers[register].text} {'!= ' if flags else ''}@{name}"
+            case Lookup(name, register, flags, target):
+                sign = "vmap " if target == VERDICT_REGISTER else "!= " if flags else ""
+                yield f"{' . '.join(loaded) or registers[register].text} {sign}@{name}"
+                loaded.clear()
+            case Counter(packets, octets):
+                yield f"counter packets {packets} bytes {octets}" if packets else "counter"
             case Meta(key, sreg=int(register)):
                 yield f"{_META[key][0]} set {_assigned(registers[register])}"
             case Ct(key, sreg=int(register)):
@@ -185,9 +227,11 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
             spoken = (start, f"dnat {start}", f"snat {start}", f"tproxy {start}")
             if clause.startswith(spoken[:3]) and words and words[-1] == before:
                 words.pop()
-        for protocol in ("tcp", "udp"):
+        for protocol in ("tcp", "udp", "sctp", "udplite"):
             if clause.startswith(f"{protocol} ") and words and words[-1] == f"meta l4proto {protocol}":
                 words.pop()
+        if clause.startswith("icmpv6 ") and words and words[-1] == "meta l4proto ipv6-icmp":
+            words.pop()
         words.append(clause)
     return words
 
@@ -206,7 +250,7 @@ def _flags(bits: int) -> str:
 
 def _comparison(value: _Value, data: bytes, op: int) -> str:
     negated = op == Test.NOT_EQUAL
-    sign = "!= " if negated else ""
+    sign = _SIGNS[op]
     match value.kind:
         case "number":
             number = _number(data)
@@ -271,19 +315,43 @@ def table_text(table: Table) -> str:
 
 
 def _set_lines(item: Set) -> Iterator[str]:
-    yield f"set {item.name} {{"
-    yield f"\ttype {_SET_TYPES[item.key]}"
+    yield f"{'map' if item.verdicts else 'set'} {item.name} {{"
+    yield f"\ttype {_SET_TYPES[item.key]}{' : verdict' if item.verdicts else ''}"
+    if item.interval:
+        yield "\tflags interval"
     if item.elements:
         members = sorted(item.elements, key=lambda element: element.key)
-        shown = [_key(item.key, member.key) + _comment(member.comment) for member in members]
+        shown = [_element(item.key, member) for member in members]
         yield f"\telements = {{ {', '.join(shown)} }}"
     yield "}"
 
 
+def _element(kind: SetKey, element: Element) -> str:
+    text = _key(kind, element.key)
+    if element.last and element.last != element.key:
+        text += f"-{_key(kind, element.last)}"
+    text += _comment(element.comment)
+    if element.verdict is not None:
+        text += f" : {VerdictCode(element.verdict.code).name.lower()} {element.verdict.chain}".rstrip()
+    return text
+
+
 def _key(kind: SetKey, key: bytes) -> str:
-    if kind is SetKey.INTERFACE:
-        return f'"{key.rstrip(bytes(1)).decode(errors="replace")}"'
-    return str(ip_address(key)) if len(key) in (4, 16) else key.hex()
+    if len(key) != kind.octets:
+        return key.hex()
+    match kind:
+        case SetKey.INTERFACE:
+            return f'"{key.rstrip(bytes(1)).decode(errors="replace")}"'
+        case SetKey.PORT:
+            return str(int.from_bytes(key, "big"))
+        case SetKey.IPV4_PAIR | SetKey.IPV6_PAIR:
+            half = len(key) // 2
+            return f"{ip_address(key[:half])} . {ip_address(key[half:])}"
+        case SetKey.IPV4_PORT | SetKey.IPV6_PORT:
+            protocol, port = key[-8], int.from_bytes(key[-4:-2], "big")
+            return f"{ip_address(key[:-8])} . {_PROTOCOLS.get(protocol, protocol)} . {port}"
+        case _:
+            return str(ip_address(key))
 
 
 def _comment(comment: str) -> str:

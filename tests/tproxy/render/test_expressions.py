@@ -25,6 +25,8 @@ expressions: st.SearchStrategy[Expression] = st.one_of(
     st.builds(
         e.Lookup, set_name=st.sampled_from(["a", "mesh_pods4"]), sreg=register, flags=st.sampled_from([None, 1])
     ),
+    st.builds(e.Lookup, set_name=st.just("m"), sreg=register, dreg=st.sampled_from([0, 1])),
+    st.builds(e.Counter),
     st.builds(e.Immediate, data=data, dreg=register),
     st.builds(e.Verdict, code=st.sampled_from([0, 1, -3, -4, -5]), chain=st.sampled_from(["", "save"])),
     st.builds(e.Tproxy, family=small, reg_port=register, reg_addr=st.none() | register),
@@ -42,6 +44,14 @@ def test_a_phrase_comes_back(phrase: list[Expression]) -> None:
 
 def element(name: str, *attributes: bytes) -> bytes:
     return nest(1, text(1, name), nest(2, *attributes))
+
+
+def test_a_counter_says_what_it_counted_and_is_equal_all_the_same() -> None:
+    counted = element("counter", attribute(1, (6000).to_bytes(8, "big")), attribute(2, (100).to_bytes(8, "big")))
+    [found] = decode_list(counted)
+    assert isinstance(found, e.Counter)
+    assert (found.packets, found.octets) == (100, 6000)
+    assert found == e.Counter()
 
 
 def test_an_unknown_expression_is_opaque_and_cannot_be_written() -> None:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
 from pyroute2.netlink.nfnetlink.nftsocket import nft_chain_msg, nft_rule_msg, nft_set_elem_list_msg, nft_set_msg
 
+from tests.tproxy.tables import tables
 from tproxy.expressions import Family, jump
 from tproxy.operations import AddChain, AddElements, AddSet, AppendRule
 from tproxy.render import nf_tables as nf
@@ -20,6 +22,7 @@ from tproxy.resources import (
     Set,
     SetKey,
     SysctlKey,
+    Table,
 )
 from tproxy.wire import MalformedDump, Message, be32, nest, text
 
@@ -115,3 +118,30 @@ def test_a_dump_without_what_all_have_is_malformed(bodies: dict[str, list[bytes]
     nothing: dict[str, Any] = {"tables": (), "chains": (), "rules": (), "sets": (), "elements": {}}
     with pytest.raises(MalformedDump):
         read_tables(NftDump(**(nothing | bodies)), Ownership(frozenset({"ours"}), "memory"))
+
+
+@given(tables())
+def test_elements_come_back_as_they_went(table: Table) -> None:
+    """A message that adds elements has the layout of a dump of them."""
+    for item in table.sets:
+        elements = tuple(sorted(item.elements, key=lambda element: element.key))
+        bodies = [message.body for message in steps(AddElements(table.family, table.name, item.name, elements))]
+        assert nftables_dump.read_elements(bodies, interval=item.interval) == item.elements
+
+
+@given(tables())
+def test_sets_come_back_in_their_shape(table: Table) -> None:
+    bodies = [message.body for item in table.sets for message in steps(AddSet(table.family, table.name, item))]
+    header = _HEADER + text(nf.NFTA_TABLE_NAME, table.name)
+    dump = NftDump((bytes((table.family,)) + header[1:],), (), (), bodies, {})
+    [[found], _] = read_tables(dump, Ownership(frozenset({table.name}), "memory"))
+    assert [(item.name, item.shape) for item in found.sets] == [(item.name, item.shape) for item in table.sets]
+
+
+def test_an_interval_up_to_the_highest_key_has_no_end() -> None:
+    everything = Element(bytes(4), last=b"\xff" * 4)
+    [message] = steps(AddElements(Family.INET, "t", "s", (everything,)))
+    seen = read(nft_set_elem_list_msg, message)
+    [element] = seen.get_attr("NFTA_SET_ELEM_LIST_ELEMENTS")
+    assert element.get_attr("NFTA_SET_ELEM_FLAGS") is None
+    assert nftables_dump.read_elements([message.body], interval=True) == {everything}

@@ -8,10 +8,10 @@ import pytest
 from tests.tproxy.nodes import described, member
 from tproxy import expressions as e
 from tproxy.diff import diff
-from tproxy.expressions import TCP, UDP, Family, Phrase
+from tproxy.expressions import SCTP, TCP, UDP, Family, Phrase
 from tproxy.node import HOST, ZTUNNEL, node
-from tproxy.render.text import ip_rule_text, operation_text, route_text, rule_text, state_text
-from tproxy.resources import IpRule, Namespace, Route, State, nothing
+from tproxy.render.text import ip_rule_text, operation_text, route_text, rule_text, state_text, table_text
+from tproxy.resources import Element, IpRule, Namespace, Route, Set, SetKey, State, Table, nothing
 
 HERE = Path(__file__).parent
 
@@ -37,7 +37,17 @@ def test_node_reads_as_reviewed() -> None:
         (e.set_ct_zone(1), "ct zone set 0x1"),
         (e.destination_in(Family.IPV6, "mesh_pods6"), "ip6 daddr @mesh_pods6"),
         (e.output_interface("lo", negate=True), 'oifname != "lo"'),
-        ((e.Lookup("x", flags=1),), "[ Lookup(set_name='x', sreg=1, flags=1) ]"),
+        (e.connection_state(e.CT_ESTABLISHED | e.CT_RELATED), "ct state & 0x6 != 0x0"),
+        (e.neighbour_discovery(), "icmpv6 type >= 133 icmpv6 type <= 137"),
+        ((*e.protocol_is(SCTP), *e.ports_between(2, 80, 90)), "sctp dport >= 80 sctp dport <= 90"),
+        ((*e.protocol_is(UDP), *e.port_in(0, "p", negate=True), *e.drop()), "udp sport != @p drop"),
+        (e.verdict_by_address(Family.IPV4, "egress4", source=True), "ip saddr vmap @egress4"),
+        (e.address_in(Family.IPV6, "s", source=True, negate=True), "ip6 saddr != @s"),
+        (e.addresses_in(Family.IPV4, "self4"), "ip saddr . ip daddr @self4"),
+        (e.address_and_port_in(Family.IPV6, "n", source=False), "ip6 daddr . meta l4proto . th dport @n"),
+        ((e.Counter(), *e.goto("c")), "counter goto c"),
+        ((e.Counter(3, 180), *e.accept()), "counter packets 3 bytes 180 accept"),
+        ((e.Lookup("x", flags=1),), "[ Lookup(set_name='x', sreg=1, flags=1, dreg=None) ]"),
         ((e.Opaque("limit", b"\1"),), "[ limit 01 ]"),
         ((e.Meta(99, dreg=1),), "[ Meta(key=99, dreg=1, sreg=None) ]"),
     ],
@@ -62,3 +72,34 @@ def test_every_operation_has_words() -> None:
             lines = operation_text(operation)
             assert lines
             assert all(line.startswith(("host: ", "ztunnel: ")) for line in lines)
+
+
+def test_sets_of_every_shape_read_as_nft_prints_them() -> None:
+    sets = (
+        Set("nets", SetKey.IPV4_ADDRESS, frozenset({Element(bytes(4), last=b"\xff" * 4)}), interval=True),
+        Set("ports", SetKey.PORT, frozenset({Element(b"\0\x50", last=b"\0\x51")}), interval=True),
+        Set("named", SetKey.IPV4_PORT, frozenset({Element(e.port_key(ip_address("10.0.0.1"), TCP, 80))})),
+        Set("self", SetKey.IPV4_PAIR, frozenset({Element(bytes((10, 0, 0, 1)) * 2)})),
+        Set(
+            "egress4",
+            SetKey.IPV4_ADDRESS,
+            frozenset({Element(bytes((10, 0, 0, 1)), "shop/web", verdict=e.goto("pod")[0])}),
+            verdicts=True,
+        ),
+    )
+    assert table_text(Table("t", sets=sets)).replace("\t", "").splitlines() == [
+        "table inet t {",
+        *("set nets {", "type ipv4_addr", "flags interval", "elements = { 0.0.0.0-255.255.255.255 }", "}", ""),
+        *("set ports {", "type inet_service", "flags interval", "elements = { 80-81 }", "}", ""),
+        *(
+            "set named {",
+            "type ipv4_addr . inet_proto . inet_service",
+            "elements = { 10.0.0.1 . tcp . 80 }",
+            "}",
+            "",
+        ),
+        *("set self {", "type ipv4_addr . ipv4_addr", "elements = { 10.0.0.1 . 10.0.0.1 }", "}", ""),
+        *("map egress4 {", "type ipv4_addr : verdict"),
+        'elements = { 10.0.0.1 comment "shop/web" : goto pod }',
+        *("}", "}"),
+    ]
