@@ -4,6 +4,7 @@ The kustomize base is read as YAML. The chart is a text with templates: without 
 refers to can be checked; with one it must come out as the base does.
 """
 
+import json
 import re
 import subprocess
 import tomllib
@@ -32,8 +33,11 @@ dnsPolicy dnsConfig
     hub tag variant image imagePullPolicy imagePullSecrets resourceName labels annotations podLabels podAnnotations
     affinity nodeSelector tolerations updateStrategy resources seLinuxOptions volumes volumeMounts env meshConfig
     terminationGracePeriodSeconds revision caAddress xdsAddress istioNamespace network multiCluster platform
-    logLevel logAsJson peerCaCrl global
+    logLevel logAsJson peerCaCrl global resourceScope resourceQuotas podMonitor trustBundleName
 """
+
+OF_NAMESPACE = ("ServiceAccount", "DaemonSet")
+OF_CLUSTER = ("ClusterRole", "ClusterRoleBinding")
 
 Object = dict[str, Any]
 
@@ -336,7 +340,7 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
         "nodeSelector": {"zone": "one"},
         "tolerations": [{"operator": "Exists"}],
         "updateStrategy": {"type": "OnDelete", "rollingUpdate": None},
-        "resources": {"limits": {"cpu": 2}, "requests": {"cpu": "500m", "memory": "1Gi"}},
+        "resources": {"limits": {"cpu": 8}, "requests": {"cpu": "500m", "memory": "1Gi"}},
         "seLinuxOptions": {"type": "spc_t"},
         "volumes": [{"name": "more", "emptyDir": {}}],
         "volumeMounts": [{"name": "more", "mountPath": "/more"}],
@@ -351,11 +355,18 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
         "logLevel": "debug",
         "logAsJson": True,
         "peerCaCrl": {"enabled": True},
+        "resourceQuotas": {"enabled": True, "pods": 70},
+        "podMonitor": {"enabled": True},
+        "trustBundleName": "my-roots",
     }
+    given["global"]["networkPolicy"] = {"enabled": True}
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(given))
     objects = rendered(file)
-    assert set(objects) == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "DaemonSet"}
+    assert set(objects) == {*OF_NAMESPACE, "ResourceQuota", "NetworkPolicy", "PodMonitor", *OF_CLUSTER}
+    assert objects["ResourceQuota"]["spec"]["hard"] == {"pods": "70"}
+    assert objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == {"app": "ztunnel"}
+    (endpoint,) = objects["PodMonitor"]["spec"]["podMetricsEndpoints"]
     assert {each["metadata"]["name"] for each in objects.values()} == {"my-ztunnel"}
     for each in objects.values():
         labels = each["metadata"]["labels"]
@@ -380,8 +391,9 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert volumes["more"] == {"name": "more", "emptyDir": {}}
     roots, lists = volumes["istiod-ca-cert"]["projected"]["sources"]
-    assert roots == {"configMap": {"name": "istio-ca-root-cert"}}
+    assert roots == {"configMap": {"name": "my-roots"}}
     (container,) = spec["containers"]
+    assert endpoint["port"] in [port["name"] for port in container["ports"]]
     assert container["image"] == "registry.example.com/ztunnel-py:1.2-debug"
     assert container["imagePullPolicy"] == "Always"
     assert container["resources"] == given["resources"]
@@ -400,6 +412,57 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
     assert config.worker_threads == 2
 
 
+def write(folder: Path, given: Object) -> Path:
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(given))
+    return file
+
+
+@pytest.mark.parametrize(("scope", "kinds"), [("CLUSTER", OF_CLUSTER), ("NAMESPACE", OF_NAMESPACE)])
+def test_two_accounts_can_install_it(tmp_path: Path, scope: str, kinds: tuple[str, ...]) -> None:
+    given = {"resourceScope": scope, "platform": "openshift", "global": {"networkPolicy": {"enabled": False}}}
+    assert set(rendered(write(tmp_path, given))) == set(kinds)
+
+
+@pytest.mark.parametrize("revoking", [False, True])
+def test_roots_may_be_a_cluster_trust_bundle(tmp_path: Path, revoking: bool) -> None:
+    given: Object = {"env": {"ENABLE_CLUSTER_TRUST_BUNDLE_API": True}, "peerCaCrl": {"enabled": revoking}}
+    spec = rendered(write(tmp_path, given))["DaemonSet"]["spec"]["template"]["spec"]
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "istiod-ca-cert"]
+    roots = volume["projected"]["sources"][0]
+    assert roots == {"clusterTrustBundle": {"name": "istio.io:istiod-ca:root-cert", "path": "root-cert.pem"}}
+    assert len(volume["projected"]["sources"]) == 1 + revoking
+
+
+def test_openshift_lets_the_proxy_write_where_istio_cni_does(tmp_path: Path) -> None:
+    pod = rendered(write(tmp_path, {"global": {"platform": "openshift"}}))["DaemonSet"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert container["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+
+
+def test_the_schema_has_every_value_and_no_other() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert list(schema["properties"]) == list(values())
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"resorces": {}}, "resorces"),
+        ({"terminationGracePeriodSeconds": "long"}, "terminationGracePeriodSeconds"),
+        ({"resourceScope": "all"}, "resourceScope"),
+        ({"peerCaCrl": {"enable": True}}, "enable"),
+        ({"env": {"A": {"valueFrom": {}}}}, "env"),
+    ],
+)
+def test_what_the_chart_would_ignore_is_refused_by_name(tmp_path: Path, given: Object, said: str) -> None:
+    command = [needed("helm"), "template", "ztunnel", str(CHART), "--values", str(write(tmp_path, given))]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert said in refused.stderr
+
+
 def test_kustomize_accepts_base_and_overlay() -> None:
     kubectl = needed("kubectl")
     for folder in (BASE, DEPLOY / "kustomize" / "openshift"):
@@ -411,6 +474,19 @@ def test_kustomize_accepts_base_and_overlay() -> None:
         else:
             context = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["securityContext"]
             assert context["seLinuxOptions"] == {"type": "spc_t"}
+
+
+def test_the_overlay_of_the_docs_names_the_image(tmp_path: Path) -> None:
+    text = (DEPLOY.parent / "docs" / "running.md").read_text()
+    (overlay,) = re.findall(r"kustomization.yaml <<EOF\n(.*?)EOF\n", text, re.DOTALL)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    (folder / "kustomization.yaml").write_text(overlay.replace("$HUB", "registry.example.com"))
+    command = [needed("kubectl"), "kustomize", str(folder)]
+    built = subprocess.run(command, check=True, capture_output=True, text=True)
+    (container,) = documents(built.stdout)["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example.com/ztunnel-py:0.1.0"
 
 
 # The image

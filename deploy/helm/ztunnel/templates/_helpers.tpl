@@ -24,3 +24,27 @@ istio.io/rev: {{ . | quote }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
+
+{{- define "ztunnel.platform" -}}
+{{ .Values.platform | default .Values.global.platform }}
+{{- end }}
+
+{{- define "ztunnel.of-namespace" -}}
+{{ if or (eq .Values.resourceScope "ALL") (eq .Values.resourceScope "NAMESPACE") }}yes{{ end }}
+{{- end }}
+
+{{- define "ztunnel.of-cluster" -}}
+{{ if or (eq .Values.resourceScope "ALL") (eq .Values.resourceScope "CLUSTER") }}yes{{ end }}
+{{- end }}
+
+{{- define "ztunnel.roots" -}}
+{{- $name := .Values.trustBundleName | default .Values.global.trustBundleName -}}
+{{- if eq (get .Values.env "ENABLE_CLUSTER_TRUST_BUNDLE_API" | toString) "true" -}}
+clusterTrustBundle:
+  name: istio.io:istiod-ca:{{ $name | default "root-cert" }}
+  path: root-cert.pem
+{{- else -}}
+configMap:
+  name: {{ $name | default "istio-ca-root-cert" }}
+{{- end -}}
+{{- end }}
