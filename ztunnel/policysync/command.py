@@ -136,7 +136,7 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
     from xds.dialects.calico.policysync import PolicyForm
     from ztunnel.calico import files
     from ztunnel.calico.compile import Compiled, compile_resources
-    from ztunnel.policysync.server import Binder, PolicySyncServer
+    from ztunnel.policysync.server import NODE_STREAMS, Binder, PolicySyncServer
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,7 +151,7 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
         compiled = compile_resources(resources)
         server.publish(compiled)
         if args.socket is not None:
-            await server.open(args.socket, of_node)
+            await server.open(args.socket, of_node, streams=NODE_STREAMS)
         if binder is not None:
             await binder.bind(compiled)
         log.info("serving PolicySync on %s", ", ".join(server.paths) or "no socket yet")

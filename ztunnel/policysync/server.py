@@ -1,8 +1,8 @@
 """The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
 
 What a stream must send is computed when it can be written, from what its client has and what there is: a slow
-client costs no queue and gets the newest state when it catches up. The last stream of a socket wins; the one
-before ends well.
+client costs no queue and gets the newest state when it catches up. The last stream of a pod's socket wins, as
+Felix's; the one before ends well. A node's socket serves all processes of a proxy, and others.
 """
 
 import asyncio
@@ -27,6 +27,9 @@ REPORT: Final = "/felix.PolicySync/Report"
 #: Policy servers have other users than this process; the folder of a socket is private to its pod.
 SOCKET_MODE: Final = 0o777
 
+#: Streams of a node's socket at once; the oldest gives way to one more.
+NODE_STREAMS: Final = 64
+
 #: The endpoints that a socket is about.
 Endpoints = Callable[[Compiled], Iterable[c.EndpointId]]
 
@@ -49,7 +52,8 @@ class PolicySyncServer:
     def __init__(self, form: PolicyForm = PolicyForm.MESSAGES) -> None:
         self._form = form
         self._compiled: Compiled | None = None
-        self._streams: dict[str, _Stream] = {}
+        #: By path, oldest first.
+        self._streams: dict[str, dict[_Stream, None]] = {}
         self._sockets: dict[str, AsyncExitStack] = {}
 
     async def __aenter__(self) -> Self:
@@ -67,11 +71,15 @@ class PolicySyncServer:
     def publish(self, compiled: Compiled) -> None:
         """Serve another state from now on; clients are sent the difference."""
         self._compiled = compiled
-        for stream in self._streams.values():
-            stream.changed.set()
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.changed.set()
 
-    async def open(self, path: str, endpoints: Endpoints) -> None:
+    async def open(self, path: str, endpoints: Endpoints, *, streams: int = 1) -> None:
         """Serve a socket, in place of a stale one.
+
+        Args:
+            streams: how many it has at once, see :data:`NODE_STREAMS`.
 
         Raises:
             ServeError: the path cannot be served.
@@ -80,7 +88,7 @@ class PolicySyncServer:
             server = GrpcServer(
                 [f"unix:{path}"],
                 route=lambda method: (
-                    (lambda context: self._serve(context, path, endpoints)) if method == SYNC else None
+                    (lambda context: self._serve(context, path, endpoints, streams)) if method == SYNC else None
                 ),
                 # Without a collector of flows, as Felix.
                 unary={REPORT: lambda message: ReportResult(successful=False).SerializeToString()},
@@ -95,18 +103,21 @@ class PolicySyncServer:
         if sockets is not None:
             await sockets.aclose()
 
-    async def _serve(self, context: Context, path: str, endpoints: Endpoints) -> None:
+    async def _serve(self, context: Context, path: str, endpoints: Endpoints, most: int) -> None:
         await read(context)
         stream = _Stream()
-        previous = self._streams.get(path)
-        if previous is not None:
-            previous.replaced = True
-            previous.changed.set()
-        self._streams[path] = stream
+        streams = self._streams.setdefault(path, {})
+        while len(streams) >= most:
+            oldest = next(iter(streams))
+            del streams[oldest]
+            oldest.replaced = True
+            oldest.changed.set()
+        streams[stream] = None
         try:
             await self._send(context, stream, endpoints)
         finally:
-            if self._streams.get(path) is stream:
+            streams.pop(stream, None)
+            if not streams and self._streams.get(path) is streams:
                 del self._streams[path]
 
     async def _send(self, context: Context, stream: _Stream, endpoints: Endpoints) -> None:

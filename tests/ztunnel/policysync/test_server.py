@@ -71,6 +71,31 @@ def test_the_last_stream_wins_and_starts_from_a_snapshot(tmp_path: Path) -> None
     run(main)
 
 
+def test_the_socket_of_a_node_serves_several_processes_and_the_oldest_gives_way(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(PolicySyncServer())
+            path = f"{tmp_path}/node"
+            await server.open(path, lambda compiled: (BACK, FRONT), streams=2)
+            server.publish(compiled(SEED))
+            first = await stack.enter_async_context(following(f"unix:{path}"))
+            await until(lambda: first.in_sync)
+            second = await stack.enter_async_context(following(f"unix:{path}"))
+            await until(lambda: second.in_sync)
+            assert first.in_sync
+            server.publish(compiled(SEED.replace("[GET, POST]", "[POST]")))
+            for each in (first, second):
+                await until(lambda each=each: not each.evaluator.check(BACK, flow()).allowed)  # type: ignore[misc]
+                assert each.counts.streams == 1
+            channel = await stack.enter_async_context(Channel(f"unix:{path}"))
+            third = await channel.call(METHOD)
+            await third.write(b"", ended=True)
+            await until(lambda: first.counts.streams == 2)  # it was the oldest, and has begun anew
+            third.cancel()
+
+    run(main)
+
+
 def test_a_pod_that_goes_ends_its_stream(tmp_path: Path) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
