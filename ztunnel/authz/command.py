@@ -9,6 +9,8 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.calico.settings import sync_target
+
 if TYPE_CHECKING:
     from xds.model.address import SocketAddress
 
@@ -88,26 +90,6 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="log more")
 
 
-def target(text: str) -> str:
-    """Return an address as gRPC spells it: a bare path and ``unix:///path`` become ``unix:/path``.
-
-    Raises:
-        ValueError: it is neither a path nor ``host:port``.
-    """
-    from xds.grpc.address import host_and_port
-
-    if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
-        path = path.removeprefix("//") if path.startswith("///") else path
-        if not path:
-            raise ValueError(f"{text!r} has no path")
-        return f"unix:{path}"
-    if "/" in text:
-        return f"unix:{text}"
-    host_and_port(text)
-    return text
-
-
 def serve_command(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     from xds.aio.grpc_server import ServeError
@@ -118,8 +100,8 @@ def serve_command(args: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     try:
-        listen = [target(text) for text in args.listen or [DEFAULT_LISTEN]]
-        dial = target(args.dial)
+        listen = [sync_target(text) for text in args.listen or [DEFAULT_LISTEN]]
+        dial = sync_target(args.dial)
         terminate, metrics = _http_address(args.terminate), _http_address(args.metrics)
     except ValueError as error:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
@@ -190,7 +172,7 @@ async def check_command(args: argparse.Namespace) -> int:
     from ztunnel.calico.verdict import Code
 
     try:
-        dial = target(args.dial)
+        dial = sync_target(args.dial)
         destination, port = _destination(args.destination)
         source, _ = _destination(args.source)
     except ValueError as error:
@@ -225,7 +207,7 @@ async def health_command(args: argparse.Namespace) -> int:
 
     method = {"liveness": "CheckLiveness", "readiness": "CheckReadiness"}[args.probe]
     try:
-        answer = await _call(target(args.dial), f"/dikastes.Healthz/{method}", b"")
+        answer = await _call(sync_target(args.dial), f"/dikastes.Healthz/{method}", b"")
         healthy = HealthCheckResponse.FromString(answer).healthy
     except ValueError as error:
         print(f"ztunnel authz health: {error}", file=sys.stderr)

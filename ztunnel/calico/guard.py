@@ -157,10 +157,11 @@ class Guard:
             verdict = evaluator.check(endpoint, flow, direction)
             if store.in_sync and evaluator.has_staged(endpoint, direction):
                 would = evaluator.check(endpoint, flow, direction, enforced=False)
-                if would.rule != verdict.rule or would.code is not verdict.code:
+                differs = would.allowed is not verdict.allowed
+                if differs:
                     staged = _would(would)
-                    if counted:
-                        self.hits.count(would, self._wall_s(), staged=True)
+                if counted and (differs or _is_of_staged(would.rule)):
+                    self.hits.count(would, self._wall_s(), staged=True)
         elif not store.in_sync:
             verdict = Verdict(Code.UNAVAILABLE, "no policy has been received yet")
         elif self._allow_unknown:
@@ -170,6 +171,11 @@ class Guard:
         if counted:
             self.hits.count(verdict, self._wall_s())
         return Decision(verdict, endpoint is None and not verdict.allowed, staged)
+
+
+def _is_of_staged(rule: RuleRef | None) -> bool:
+    """Return whether a rule of a staged policy decided; the end of a tier is nobody's."""
+    return rule is not None and rule.index >= 0 and rule.policy is not None and rule.policy.kind in c.STAGED_KINDS
 
 
 def _would(verdict: Verdict) -> str:

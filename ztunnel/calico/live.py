@@ -79,12 +79,12 @@ class LivePolicies:
         #: Counts reviews that have begun; tests and :meth:`admit`'s callers compare it.
         self.changes = 0
 
-    def watch(self, review: Review) -> Callable[[], None]:
-        """Have live connections reviewed after each change; returns what ends that, which is idempotent."""
+    def watch(self, review: Review) -> None:
+        """Have live connections reviewed after each change, until :meth:`unwatch`; idempotent."""
         self._reviews[review] = None
-        return lambda: self._forget(review)
 
-    def _forget(self, review: Review) -> None:
+    def unwatch(self, review: Review) -> None:
+        """Review no more; idempotent."""
         self._reviews.pop(review, None)
 
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:

@@ -38,7 +38,7 @@ from ztunnel.istio.config import IstioConfig, PodName, ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Gauge, Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node
+from ztunnel.istio.node import Node, policies_in_force
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.istio.xds.control import ControlPlane
@@ -140,6 +140,7 @@ class IstioProxy:
             logs=self.logs,
             names=Names(Resolver(), self.clock),
             revocations=self.revocations,
+            policies=policies_in_force(config, self.clock, self.metrics),
             ask=self.control.ask if self.control.on_demand else None,
         )
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
@@ -355,6 +356,8 @@ class IstioProxy:
                 await stack.enter_async_context(self.workers)
             await stack.enter_async_context(self.control)
             self._tasks.keep(self._sweep, "metrics sweep")
+            if self.node.policies is not None:
+                self._tasks.keep(self.node.policies.run, "policies")
             start = self._tasks.start(self._start_serving(stack), "start")
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()

@@ -14,7 +14,15 @@ log = logging.getLogger(__name__)
 
 
 class Denied(Exception):
-    """The connection is not allowed; the text names the policy, or says that none allows it."""
+    """The connection is not allowed; the text names the policy, or says that none allows it.
+
+    Attributes:
+        fields: of the access line.
+    """
+
+    def __init__(self, text: str, fields: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(text)
+        self.fields = fields
 
 
 class Authorizer:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ztunnel.calico.settings import PolicySettings
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.runtime.settings import SPIN_US
 
@@ -60,6 +61,7 @@ class IstioConfig:
         packet_mark: the mark of the proxy's sockets; ``None``: none.
         dns_host: the address that the DNS proxy serves; empty: loopback, in both families.
         compliance: see :meth:`ztunnel.istio.certificates.manager.TlsPolicy.for_compliance`.
+        policies: where Calico's policies come from; ``None``: there are none.
         connect_retries: further endpoints that are tried before a connection fails.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
@@ -125,6 +127,7 @@ class IstioConfig:
     readiness_port: int = 15021
     dns_host: str = ""
     dns_port: int = DNS_PORT
+    policies: PolicySettings | None = None
     connect_retries: int = 2
     connect_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0

@@ -2,7 +2,7 @@
 
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
-``ZTUNNEL_EARLY_DATA`` and ``ZTUNNEL_CONNECT_TIMEOUT``.
+``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, and those of :mod:`ztunnel.calico.settings`.
 """
 
 import ipaddress
@@ -13,6 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ztunnel.calico.settings import (
+    DIRECTORY,
+    SYNC,
+    UNKNOWN_PODS,
+    PolicySettings,
+    policy_settings,
+    sync_target,
+    unknown_pods,
+)
 from ztunnel.istio.certificates.credentials import Endpoint
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import (
@@ -385,7 +394,19 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
             seen.faults.append(f"PROXY_CONFIG: {key}: {port!r} is not a port")
             port = default
         values[name] = port
+    values["policies"] = _policies(seen)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
+
+
+def _policies(seen: _Environment) -> PolicySettings | None:
+    directory = seen.text(DIRECTORY)
+    sync = seen.get(SYNC, lambda text: text and sync_target(text), "")
+    unknown = seen.get(UNKNOWN_PODS, unknown_pods, "")
+    try:
+        return policy_settings(directory, sync, unknown)
+    except ValueError as error:
+        seen.faults.append(str(error))
+        return None
 
 
 def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int, *, dedicated: bool) -> int:

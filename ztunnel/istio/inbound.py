@@ -51,6 +51,7 @@ from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     POLICY_CHANGE,
     RECURSIVE_CALL,
+    REJECTED,
     EarlyDeny,
     Failed,
     Flags,
@@ -144,10 +145,10 @@ class _Peer:
 class Inbound:
     """Connections that come to one pod; a :class:`~ztunnel.istio.join.JoinTarget` for tunnels of this node."""
 
-    def __init__(self, pod: PodContext) -> None:
+    def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         self._pod = pod
         self._node = pod.node
-        self._authorizer = Authorizer(pod.node)
+        self._authorizer = authorizer or Authorizer(pod.node)
         self._policies: WorkloadPolicies | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._denials = _EarlyDenials(pod.node)
@@ -387,8 +388,8 @@ class Inbound:
         try:
             await self._authorizer.authorize(workload, facts, entry.record, _POLICY_GRACE_S)
         except Denied as denied:
-            text = f"connection closed due to policy rejection: {denied}"
-            raise _Refusal(401, failure=Failed(text, Flags.DENY)) from denied
+            failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
+            raise _Refusal(401, failure=failure) from denied
         entry.admitted = True
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
@@ -560,19 +561,25 @@ class Inbound:
         self._grace = None
         workload = self._pod.local.current or workload
         for entry in self._pod.connections.inbound:
-            # One that waits for its first verdict gets it by the policies of then.
-            if not entry.admitted or entry.facts is None:
-                continue
-            if not self._authorizer.still_allowed(workload, entry.facts):
-                record = entry.record
-                log.info(
-                    "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",
-                    record.source,
-                    record.source_identity or "",
-                    entry.actual,
-                    workload.uid,
-                )
-                entry.end(POLICY_CHANGE)
+            self.authorize_again(entry, workload)
+
+    def authorize_again(self, entry: PodConnection, workload: Workload) -> None:
+        """End a connection that the current policies do not allow any more.
+
+        One that waits for its first verdict gets it by the policies of then.
+        """
+        if not entry.admitted or entry.facts is None or entry.reason:
+            return
+        if not self._authorizer.still_allowed(workload, entry.facts):
+            record = entry.record
+            log.info(
+                "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",
+                record.source,
+                record.source_identity or "",
+                entry.actual,
+                workload.uid,
+            )
+            entry.end(POLICY_CHANGE)
 
     def _stop_grace(self) -> None:
         if self._grace is not None:

@@ -198,6 +198,8 @@ class Counts:
     crl_untracked: Mapping[str, int] = field(default_factory=dict)
     on_demand_dns: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     calmed: int = 0
@@ -250,6 +252,9 @@ class Metrics:
         self.dns_failures: dict[tuple[str, ...], int] = {}
         self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
+        #: Decisions by Calico's policies, and when they were made last; see :class:`ztunnel.calico.guard.Hits`.
+        self.policy_decisions: dict[tuple[str, str, str], int] = {}
+        self.policy_used_s: dict[tuple[str, str], float] = {}
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
@@ -351,6 +356,8 @@ class Metrics:
             crl_untracked=dict(self.crl_untracked),
             on_demand_dns=dict(self.on_demand_dns),
             authorization_dry_run=dict(self.authorization_dry_run),
+            policy_decisions=dict(self.policy_decisions),
+            policy_used_s=dict(self.policy_used_s),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             calmed=self.calmed,
@@ -404,6 +411,9 @@ class Metrics:
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
         _add(self.authorization_dry_run, part.authorization_dry_run)
+        _add(self.policy_decisions, part.policy_decisions)
+        for policy, used_s in part.policy_used_s.items():
+            self.policy_used_s[policy] = max(used_s, self.policy_used_s.get(policy, 0.0))
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count

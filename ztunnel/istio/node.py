@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.poller import Poller
@@ -13,6 +14,7 @@ from hbone.settings import Http2Settings, client_settings, server_settings
 from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
+from ztunnel.calico.settings import live_policies
 from ztunnel.istio.baggage_labels import BaggageLabels
 from ztunnel.istio.certificates.manager import Certificates, Revocations
 from ztunnel.istio.config import IstioConfig, PodName
@@ -26,6 +28,9 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
+
+if TYPE_CHECKING:
+    from ztunnel.calico.live import LivePolicies
 
 #: Forwarded queries under way, of all pods together; each has two sockets.
 DNS_QUERIES = 512
@@ -46,6 +51,7 @@ class Node:
     Attributes:
         names: resolves the host names of workloads without addresses.
         revocations: the source of revocation lists; ``None``: no certificate is revoked.
+        policies: Calico's; ``None``: those of the mesh alone decide.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
@@ -68,6 +74,7 @@ class Node:
     logs: LogStream
     names: Names
     revocations: Revocations | None = None
+    policies: LivePolicies | None = None
     is_ours: Callable[[], bool] | None = None
     tell_open: Callable[[int], None] | None = None
     ask: Callable[[str], Awaitable[None]] | None = None
@@ -164,3 +171,10 @@ class Node:
         await self.ask(key)
         self.asked.add(key)
         return True
+
+
+def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:
+    """Return Calico's policies as this process obeys them, or None; each process follows their source itself."""
+    if config.policies is None:
+        return None
+    return live_policies(config.policies, clock, metrics.policy_decisions, metrics.policy_used_s)

@@ -89,7 +89,7 @@ class OutboundUpstream(Upstream):
         self.last_words: Callable[[], Awaitable[None]] | None = None
 
 
-class _Call(NamedTuple):
+class PodCall(NamedTuple):
     """One connection on its way out.
 
     Attributes:
@@ -128,6 +128,9 @@ class Outbound:
         """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
         self._pod.connections.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._socks(sock, peer), "socks5")
+
+    def close(self) -> None:
+        """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
 
     async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)
@@ -187,7 +190,7 @@ class Outbound:
         record = entry.record
         labels = await self._pod.local.get()
         record.source_workload, record.source_labels = labels.workload, labels.plain
-        upstream = await self._open(_Call(entry, labels, client), destination)
+        upstream = await self._open(PodCall(entry, labels, client), destination)
         record.settled()
         joined = upstream.joined
         failure = None
@@ -213,7 +216,7 @@ class Outbound:
 
     # Where to
 
-    async def _open(self, call: _Call, destination: SocketAddress) -> OutboundUpstream:
+    async def _open(self, call: PodCall, destination: SocketAddress) -> OutboundUpstream:
         """Decide and dial, again with another endpoint when one fails.
 
         Raises:
@@ -311,7 +314,7 @@ class Outbound:
 
     # Dialling
 
-    async def _dial(self, call: _Call, route: Route, target: SocketAddress) -> OutboundUpstream:
+    async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         match route:
             case Direct():
                 sock = await self._pod.sockets.connect(target)
@@ -327,7 +330,7 @@ class Outbound:
                 assert_never(route)
 
     async def _tunnel(
-        self, call: _Call, route: Tunnel | DoubleTunnel, target: SocketAddress, early_from: PlainSocket | None
+        self, call: PodCall, route: Tunnel | DoubleTunnel, target: SocketAddress, early_from: PlainSocket | None
     ) -> End:
         """Open a tunnel; returns after its 200.
 
@@ -342,7 +345,7 @@ class Outbound:
         call.entry.connection = tunnel.connection
         return tunnel
 
-    async def _double(self, call: _Call, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
+    async def _double(self, call: PodCall, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
         """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
 
         The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: a copy
@@ -385,7 +388,7 @@ class Outbound:
         upstream.last_words = last_words
         return upstream
 
-    async def _join(self, call: _Call, route: Tunnel, target: SocketAddress) -> Joined | None:
+    async def _join(self, call: PodCall, route: Tunnel, target: SocketAddress) -> Joined | None:
         """Ask a pod of this node for the inbound half, without the wire between; ``None``: over the wire."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
@@ -420,7 +423,7 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
     await carrying
 
 
-def _note(call: _Call, route: Route, target: SocketAddress, node: Node) -> None:
+def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
     """Enter a decision in the record and the table; each attempt replaces what the one before has entered."""
     entry, record = call.entry, call.entry.record
     record.destination = target
@@ -451,7 +454,7 @@ def _learned(node: Node, record: Record, inner: Connection, headers: Headers) ->
     )
 
 
-def _request(authority: str, call: _Call) -> tuple[Header, ...]:
+def _request(authority: str, call: PodCall) -> tuple[Header, ...]:
     """Make the CONNECT of a tunnel, fields in upstream's order."""
     record = call.entry.record
     service = record.service

@@ -22,6 +22,7 @@ from ztunnel.istio.certificates.manager import IdentityError
 POLICY_CHANGE = "connection closed due to policy change"
 REVOKED = "connection closed: peer certificate revoked by CRL"
 DRAINED = "connection closed due to connection drain"
+REJECTED = "connection closed due to policy rejection"
 RECURSIVE_CALL = "attempted recursive call to ourselves"
 #: Reason phrases (RFC 9110) of the statuses that peers answer with.
 _STATUS = {
@@ -59,11 +60,13 @@ class Failed(Exception):
 
     Attributes:
         flags: the response flags for metrics.
+        fields: further fields of the access line, before the error.
     """
 
-    def __init__(self, text: str, flags: Flags = Flags.CONNECT) -> None:
+    def __init__(self, text: str, flags: Flags = Flags.CONNECT, fields: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(text)
         self.flags = flags
+        self.fields = fields
 
 
 def io_text(error: OSError | None) -> str:

@@ -56,8 +56,18 @@ class PodProxy:
         windows = WindowPool(node.pod_window_bytes)
         context = PodContext(node, self._local, self._sockets, self._connections, self._tasks, windows)
         self._tunnels = PodTunnels(context)
-        self._inbound = Inbound(context)
-        self._outbound = Outbound(context, self._tunnels, dns.resolve if dns is not None else _resolves_nothing)
+        resolve = dns.resolve if dns is not None else _resolves_nothing
+        self._inbound: Inbound
+        self._outbound: Outbound
+        if node.policies is None:
+            self._inbound = Inbound(context)
+            self._outbound = Outbound(context, self._tunnels, resolve)
+        else:
+            # Most meshes have no Calico policies here, and save the memory.
+            from ztunnel.istio.guarded import GuardedInbound, GuardedOutbound
+
+            self._inbound = GuardedInbound(context, node.policies)
+            self._outbound = GuardedOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
         """Take the pod's connections, and tunnels of other pods of this node; stops itself when it cannot.
@@ -115,6 +125,7 @@ class PodProxy:
         self._sockets.close()
         self._share.close()
         self._inbound.close()
+        self._outbound.close()
         self._local.close()
         self._connections.end_all(DRAINED)
         await self._tasks.close()

@@ -181,7 +181,7 @@ class Record:
             fields.append(("policy.dry_run", self.dry_run))
         fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
         if failure is not None:
-            fields.append(("error", str(failure)))
+            fields += (*failure.fields, ("error", str(failure)))
         level = "info" if failure is None else "error"
         node.logs.write(node.clock.wall(), level, "access", "connection complete", fields)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ztunnel.authz.command import target
+from ztunnel.calico.settings import sync_target
 
 LIMIT_S = 30.0
 
@@ -59,13 +59,13 @@ def served(program: str, *args: str, env: dict[str, str] | None = None) -> Itera
     ],
 )
 def test_addresses_in_every_spelling(text: str, expected: str) -> None:
-    assert target(text) == expected
+    assert sync_target(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "unix:", "host:port"])
 def test_other_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"neither|has no path|has no host"):
-        target(text)
+        sync_target(text)
 
 
 def test_a_server_without_policies_denies_and_ends_by_signal(tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def test_staged_policies_are_counted_and_named_only_where_they_would_decide_othe
     assert found.hits.counts["default", str(STAGED), "staged denied"] == 1
 
 
+def test_a_staged_policy_that_agrees_is_counted_and_the_end_of_a_tier_is_not_one() -> None:
+    found = guard(*snapshot(ALLOW, staged=(ALLOW,)))
+    assert found.check(INGRESS, FLOW).staged == ""
+    assert found.hits.counts["default", str(STAGED), "staged allowed"] == 1
+    found = guard(*snapshot(staged=()))
+    assert found.check(INGRESS, FLOW).staged == ""
+    assert found.hits.counts == {("default", "end of tier", "denied"): 1}
+
+
 def test_policies_beyond_a_number_are_counted_together() -> None:
     hits = Hits()
     for number in range(COUNTED_POLICIES + 5):

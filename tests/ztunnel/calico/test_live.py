@@ -106,7 +106,8 @@ def test_live_connections_are_judged_again_after_a_change_in_turns(
             await asyncio.sleep(0)
 
     async def body(felix: Felix, policies: LivePolicies) -> None:
-        stop = policies.watch(functools.partial(review, policies))
+        reviewing = functools.partial(review, policies)
+        policies.watch(reviewing)
         async with asyncio.TaskGroup() as tasks:
             other = tasks.create_task(others())
             stream = await felix.stream(*snapshot(ALLOW))
@@ -116,8 +117,8 @@ def test_live_connections_are_judged_again_after_a_change_in_turns(
             other.cancel()
         # Other tasks had their turn within each review.
         assert {module._BATCH, 2 * module._BATCH} <= set(turns)
-        stop()
-        stop()
+        policies.unwatch(reviewing)
+        policies.unwatch(reviewing)
         before = len(judged)
         changes = policies.changes
         stream.put_nowait(both(ONE, ALLOW))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ztunnel.calico.settings import PolicySettings
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode, SocketConfig
 from ztunnel.istio.environment import ISTIOD, MESH_CONFIG, config_from
@@ -328,6 +329,35 @@ def test_names_that_were_probably_meant_for_us(name: str, warning: str) -> None:
 )
 def test_names_of_others_are_no_concern(name: str) -> None:
     assert config({name: "1"}).warnings == ()
+
+
+def test_sources_of_calicos_policies() -> None:
+    assert config({}).policies is None
+    assert config({"CALICO_POLICY_DIR": "", "POLICY_SYNC": ""}).policies is None
+    assert config({"CALICO_POLICY_DIR": "/p"}).policies == PolicySettings(directory="/p")
+    found = config({"POLICY_SYNC": "unix:///run/node", "CALICO_UNKNOWN_PODS": "allow"}).policies
+    assert found == PolicySettings(sync="unix:/run/node", allow_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "fault"),
+    [
+        (
+            {"CALICO_POLICY_DIR": "/p", "POLICY_SYNC": "/s"},
+            "CALICO_POLICY_DIR and POLICY_SYNC exclude each other",
+        ),
+        ({"CALICO_UNKNOWN_PODS": "allow"}, "CALICO_UNKNOWN_PODS needs CALICO_POLICY_DIR or POLICY_SYNC"),
+        (
+            {"POLICY_SYNC": "/s", "CALICO_UNKNOWN_PODS": "yes"},
+            "invalid env var CALICO_UNKNOWN_PODS=yes (must be deny or allow)",
+        ),
+        ({"POLICY_SYNC": "unix:"}, "invalid env var POLICY_SYNC=unix: ('unix:' has no path)"),
+    ],
+)
+def test_sources_of_calicos_policies_that_make_no_sense(env: dict[str, str], fault: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        config(env)
+    assert error.value.faults == [fault]
 
 
 def test_secrets_are_not_shown() -> None:

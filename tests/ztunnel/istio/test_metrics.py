@@ -320,6 +320,8 @@ def test_one_page_is_the_sum_of_processes() -> None:
         worker.crl_rejections["source"] = number
         worker.on_demand_dns[("a",) * 8 + ("host",)] = number
         worker.authorization_dry_run[("p", "DENY", "match")] = number
+        worker.policy_decisions[("default", "p", "denied")] = number
+        worker.policy_used_s[("default", "p")] = 10.0 - number
         worker.connect_retries = worker.over_budget = worker.calmed = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
@@ -331,6 +333,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         ("istio_tcp_sockets_open", {"reporter": "source"}, 3),
         ("istio_crl_policy_rejections_total", {"reporter": "source"}, 3),
         ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "match"}, 3),
+        ("ztunnel_policy_decisions_total", {"tier": "default", "policy": "p", "result": "denied"}, 3),
         ("ztunnel_connect_retries_total", {}, 3),
         ("ztunnel_calmed_connections_total", {}, 3),
         ("ztunnel_metric_series_over_budget_total", {}, 3),
@@ -345,6 +348,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         ("istio_on_demand_dns_total", {"hostname": "host"}, 3),
     ):
         assert values_of(text, name, **labels) == [value], name
+    assert summed.policy_used_s == {("default", "p"): 9.0}, "the latest"
     # The page is apart: what it adds up changes nobody's numbers.
     assert main.sockets_open["source"] == 0
     assert len(others[0].series) == len(main.series) == 1

@@ -135,6 +135,13 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         ("policy", "action", "result"),
     )
     yield family(
+        "ztunnel_policy_decisions",
+        "counter",
+        "Connections that Calico's policies decided about (unstable)",
+        list(metrics.policy_decisions.items()),
+        ("tier", "policy", "result"),
+    )
+    yield family(
         "ztunnel_connect_retries",
         "counter",
         "Further endpoints tried after one failed (unstable)",

@@ -29,7 +29,7 @@ from ztunnel.istio.config import ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node
+from ztunnel.istio.node import Node, policies_in_force
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import Bound, PodSockets
 from ztunnel.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
@@ -124,6 +124,7 @@ class _Carrier:
             logs=self.logs,
             names=Names(Resolver(), self.clock),
             revocations=self.revocations,
+            policies=policies_in_force(config, self.clock, self.metrics),
             is_ours=partial(connection_counts.is_turn_of, begin.index),
             tell_open=partial(connection_counts.set, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,
@@ -134,6 +135,8 @@ class _Carrier:
         self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
         self._tasks = Tasks("worker")
         self._tasks.keep(self._sweep, "metrics sweep")
+        if self.node.policies is not None:
+            self._tasks.keep(self.node.policies.run, "policies")
         self.mesh.watch(self._mesh_changed)
         connection_counts.set(begin.index, 0)
 

@@ -295,6 +295,8 @@ def test_counts_survive_the_wire() -> None:
     metrics.opened(("source", "x"), ("uid",), counts, 0.0).finished(Flags.DENY, counts)
     metrics.on_demand_dns[("a",) * 9] = 2
     metrics.authorization_dry_run[("p", "DENY", "match")] = 3
+    metrics.policy_decisions[("default", "p", "denied")] = 3
+    metrics.policy_used_s[("default", "p")] = 2.5
     metrics.crl_rejections["source"] = 4
     for part in metrics.counts():
         response = Response(number=1, value=CountsPart(part))

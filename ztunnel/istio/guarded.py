@@ -1,0 +1,165 @@
+"""A pod's connections where Calico's policies are in force, too; see :mod:`ztunnel.calico.guard`.
+
+The order is Calico's tiers, then the policies of the mesh; both must allow. Without Calico's policies none of this
+is made, and a connection costs what it did.
+
+================  ===============================================  =========================================
+direction         the other end                                    identities
+================  ===============================================  =========================================
+inbound           the client's address, the application's port     the peer's certificate; this pod's own
+outbound          the endpoint that was drawn, with the port of    this pod's own; what the tunnel's far end
+                  the application; with a waypoint or gateway in   must prove, none outside a tunnel
+                  between, that one's address
+================  ===============================================  =========================================
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import assert_never
+
+from hbone.aio.socket import PlainSocket
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
+from xds.model.workload import Workload
+from ztunnel.calico.guard import Decision, connection
+from ztunnel.calico.live import LivePolicies
+from ztunnel.istio import socks5
+from ztunnel.istio.authorizer import Authorizer, Denied
+from ztunnel.istio.connections import PodConnection
+from ztunnel.istio.inbound import Inbound
+from ztunnel.istio.node import Node
+from ztunnel.istio.outbound import Outbound, OutboundUpstream, PodCall
+from ztunnel.istio.outcome import POLICY_CHANGE, REJECTED, Failed, Flags
+from ztunnel.istio.pod_context import PodContext
+from ztunnel.istio.pod_tunnels import PodTunnels
+from ztunnel.istio.record import Record
+from ztunnel.istio.route import Direct, DoubleTunnel, Route, Tunnel
+
+log = logging.getLogger(__name__)
+
+
+class GuardedAuthorizer(Authorizer):
+    """Asks Calico's policies before those of the mesh."""
+
+    def __init__(self, node: Node, policies: LivePolicies) -> None:
+        super().__init__(node)
+        self._calico = policies
+
+    async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
+        """See :meth:`Authorizer.authorize`."""
+        flow = _inbound_flow(workload, facts)
+        _require(await self._calico.admit(c.Direction.INGRESS, flow), record)
+        await super().authorize(workload, facts, record, grace_s)
+        # While that waited for a policy of the mesh, Calico's may have changed, and a review passes over what is
+        # not admitted.
+        _require(self._calico.guard.check(c.Direction.INGRESS, flow, counted=False), record)
+
+    def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
+        """See :meth:`Authorizer.still_allowed`."""
+        flow = _inbound_flow(workload, facts)
+        decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
+        return decision.allowed and super().still_allowed(workload, facts)
+
+
+class GuardedInbound(Inbound):
+    """Connections that come to one pod; live ones are reviewed until :meth:`close`."""
+
+    def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
+        super().__init__(pod, GuardedAuthorizer(pod.node, policies))
+        self._calico = policies
+        policies.watch(self._review)
+
+    def _review(self) -> Iterator[None]:
+        workload = self._pod.local.current
+        if workload is None:
+            return
+        for entry in self._pod.connections.inbound:
+            self.authorize_again(entry, workload)
+            yield
+
+    def close(self) -> None:
+        """See :meth:`Inbound.close`."""
+        self._calico.unwatch(self._review)
+        super().close()
+
+
+class GuardedOutbound(Outbound):
+    """Connections that one pod opens, judged when their endpoint is drawn; reviewed until :meth:`close`."""
+
+    def __init__(
+        self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve, policies: LivePolicies
+    ) -> None:
+        super().__init__(pod, tunnels, resolve)
+        self._calico = policies
+        self._judged: dict[PodConnection, c.Flow] = {}
+        policies.watch(self._review)
+
+    async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
+        try:
+            return await super()._carry(entry, client, destination)
+        finally:
+            self._judged.pop(entry, None)
+
+    async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
+        flow = _outbound_flow(call, route, target)
+        decision = await self._calico.admit(c.Direction.EGRESS, flow)
+        call.entry.record.dry_run = decision.staged
+        if not decision.allowed:
+            raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
+        self._judged[call.entry] = flow
+        return await super()._dial(call, route, target)
+
+    def _review(self) -> Iterator[None]:
+        for entry, flow in list(self._judged.items()):
+            decision = self._calico.guard.check(c.Direction.EGRESS, flow, counted=False)
+            if not decision.allowed and not entry.reason:
+                record = entry.record
+                log.info(
+                    "connection %s->%s closed because it's no longer allowed after a policy update: %s",
+                    record.source,
+                    record.destination,
+                    decision.verdict.message,
+                )
+                entry.end(POLICY_CHANGE)
+            yield
+
+    def close(self) -> None:
+        """See :meth:`Outbound.close`."""
+        self._calico.unwatch(self._review)
+        super().close()
+
+
+def _require(decision: Decision, record: Record) -> None:
+    """Note what staged policies say.
+
+    Raises:
+        Denied: the connection is not allowed.
+    """
+    record.dry_run = decision.staged or record.dry_run
+    if not decision.allowed:
+        raise Denied(decision.verdict.message, decision.fields)
+
+
+def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
+    peer = facts.peer
+    principal = ""
+    if peer is not None:
+        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
+    return connection(facts.source, facts.destination, principal, str(workload.identity))
+
+
+def _outbound_flow(call: PodCall, route: Route, target: SocketAddress) -> c.Flow:
+    own = str(call.labels.workload.identity)
+    match route:
+        case Direct():
+            return connection(call.entry.record.source, target, own, "")
+        case Tunnel() | DoubleTunnel():
+            port = int(route.authority.rpartition(":")[2])
+            there = SocketAddress(target.host, port)
+            return connection(call.entry.record.source, there, own, str(route.workload.identity))
+        case _:
+            assert_never(route)
