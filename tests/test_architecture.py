@@ -47,6 +47,7 @@ PURE_APPLICATION = (
     "ztunnel/calico/kubernetes.py",
     "ztunnel/calico/read.py",
     "ztunnel/calico/compile.py",
+    "ztunnel/calico/incremental.py",
     "ztunnel/kube/objects.py",
     "ztunnel/policysync/view.py",
     "ztunnel/policysync/explain.py",

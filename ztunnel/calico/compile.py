@@ -5,6 +5,7 @@ addresses are meant, and identities are judged by the texts. Ids are Calico's ow
 client.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
@@ -19,9 +20,12 @@ from ztunnel.calico.resources import (
     ApiProfile,
     ApiRule,
     Entity,
+    Labelled,
     NamedPort,
+    NetworkSet,
     Pod,
     Resources,
+    Service,
 )
 
 NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
@@ -65,7 +69,7 @@ def endpoint_id(pod: Pod) -> c.EndpointId:
 
 
 @dataclass(frozen=True, slots=True)
-class _Selectable:
+class Selectable:
     """What selectors of endpoints can select: a pod, or a network set."""
 
     labels: Mapping[str, str]
@@ -73,7 +77,111 @@ class _Selectable:
     ports: tuple[NamedPort, ...] = ()
 
 
-class _Compiler:
+def profiles_of(pod: Pod) -> tuple[str, str]:
+    """Return the names of the profiles that a pod has."""
+    return f"kns.{pod.namespace}", f"ksa.{pod.namespace}.{pod.account}"
+
+
+def own_labels(known: Labelled | None, name: str) -> dict[str, str]:
+    """Return the labels of a namespace or an account; one that was not read has its name only."""
+    return {**(known.labels if known else {}), NAME_LABEL: name}
+
+
+def namespace_profile(name: str, labels: Mapping[str, str]) -> ApiProfile:
+    """Return the profile that a namespace implies: everything is allowed, its labels are inherited."""
+    allow = (ApiRule(c.Action.ALLOW),)
+    return ApiProfile(f"kns.{name}", allow, allow, {_OF_NAMESPACE + key: value for key, value in labels.items()})
+
+
+def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> ApiProfile:
+    """Return the profile that a service account implies: no rules, its labels are inherited."""
+    prefixed = {_OF_ACCOUNT + key: value for key, value in labels.items()}
+    return ApiProfile(f"ksa.{namespace}.{name}", (), (), prefixed)
+
+
+def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
+    """Return what selectors see of a pod; ``labels_of`` has what a profile's endpoints inherit."""
+    labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
+    if len(pod.account) < _LABEL_LENGTH:
+        labels[ACCOUNT_LABEL] = pod.account
+    for name in profiles_of(pod):
+        for key, value in labels_of(name).items():
+            labels.setdefault(key, value)
+    return Selectable(labels, tuple(ip_network(address) for address in pod.addresses), pod.ports)
+
+
+def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
+    """Return what selectors see of a network set."""
+    labels = dict(found.labels)
+    if found.namespace:
+        labels[NAMESPACE_LABEL] = found.namespace
+        for key, value in labels_of(f"kns.{found.namespace}").items():
+            labels.setdefault(key, value)
+    return Selectable(labels, found.nets)
+
+
+class RuleCompiler(ABC):
+    """Compiles rules. Subclasses provide the IP sets that rules name, and return their ids."""
+
+    @abstractmethod
+    def selector_set(self, selector: Selector) -> str:
+        """Return the id of the set of the addresses that a selector selects."""
+
+    @abstractmethod
+    def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
+        """Return the id of the set of selected addresses with their port of a name; None selects everything."""
+
+    @abstractmethod
+    def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
+        """Return the id of the set of a service's addresses, with its ports or without."""
+
+    def rule(self, rule: ApiRule, namespace: str) -> c.Rule:
+        """Return a rule of a policy of a namespace; empty for a global policy and a profile."""
+        protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
+        not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
+        source = self._peer(rule.source, namespace, protocol, is_destination=False)
+        destination = self._peer(rule.destination, namespace, protocol, is_destination=True)
+        return c.Rule(rule.action, source, destination, protocol, not_protocol, rule.ip_version, rule.http)
+
+    def _peer(
+        self, entity: Entity, namespace: str, protocol: int | str | None, *, is_destination: bool
+    ) -> c.PeerMatch:
+        selector = _peer_selector(entity, namespace)
+        names = [port for port in entity.ports if isinstance(port, str)]
+        not_names = [port for port in entity.not_ports if isinstance(port, str)]
+        ranges = tuple(port for port in entity.ports if isinstance(port, tuple))
+        not_ranges = tuple(port for port in entity.not_ports if isinstance(port, tuple))
+        named = tuple(self.named_port_set(selector, protocol, name) for name in names)
+        not_named = tuple(self.named_port_set(selector, protocol, name) for name in not_names)
+        sets: list[str] = []
+        not_sets: list[str] = []
+        port_sets: list[str] = []
+        # Sets of named ports hold what the selector selects already.
+        if selector is not None and (ranges or not named):
+            sets.append(self.selector_set(selector))
+        if selector is None and entity.not_selector:
+            not_sets.append(self.selector_set(parse_selector(entity.not_selector)))
+        if entity.service is not None:
+            (port_sets if is_destination else sets).append(self.service_set(entity.service, ports=is_destination))
+        return c.PeerMatch(
+            nets=entity.nets,
+            not_nets=entity.not_nets,
+            ports=ranges,
+            not_ports=not_ranges,
+            named_ports=named,
+            not_named_ports=not_named,
+            ip_sets=tuple(sets),
+            not_ip_sets=tuple(not_sets),
+            ip_port_sets=tuple(port_sets),
+            selector=entity.selector,
+            not_selector=entity.not_selector,
+            namespace_selector=entity.namespace_selector,
+            account_names=entity.account_names,
+            account_selector=entity.account_selector,
+        )
+
+
+class _Compiler(RuleCompiler):
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._result = Compiled()
@@ -81,25 +189,25 @@ class _Compiler:
             endpoint_id(pod): pod for pod in resources.pods.values() if pod.addresses and not pod.host_network
         }
         self._profiles = self._all_profiles()
-        self._selectable = {key: self._of_pod(pod) for key, pod in self._pods.items()}
+        self._selectable = {key: pod_selectable(pod, self._labels_of) for key, pod in self._pods.items()}
         self._everything = [*self._selectable.values(), *self._network_sets()]
 
     def compiled(self) -> Compiled:
         result = self._result
         for profile in self._profiles.values():
-            rules = [tuple(self._rule(rule, "") for rule in part) for part in (profile.inbound, profile.outbound)]
+            rules = [tuple(self.rule(rule, "") for rule in part) for part in (profile.inbound, profile.outbound)]
             result.profiles[profile.name] = c.Policy("", *rules)
         for policy in self._resources.policies.values():
             namespace = policy.id.namespace
             rules = [
-                tuple(self._rule(rule, namespace) for rule in part) for part in (policy.inbound, policy.outbound)
+                tuple(self.rule(rule, namespace) for rule in part) for part in (policy.inbound, policy.outbound)
             ]
             result.policies[policy.id] = c.Policy(namespace, *rules)
         ordered = self._ordered_tiers()
         for key, pod in self._pods.items():
             found = self._selectable[key]
             tiers = tuple(self._tiers_of(found.labels, ordered))
-            result.endpoints[key] = c.Endpoint("", found.nets, tiers, tuple(self._profiles_of(pod)))
+            result.endpoints[key] = c.Endpoint("", found.nets, tiers, profiles_of(pod))
             result.nodes[key] = pod.node
             if pod.uid:
                 result.uids[pod.uid] = key
@@ -109,47 +217,25 @@ class _Compiler:
 
     def _all_profiles(self) -> dict[str, ApiProfile]:
         """Return the profiles that exist and those that namespaces and accounts imply."""
-        allow = (ApiRule(c.Action.ALLOW),)
         found: dict[str, ApiProfile] = {}
         names = {pod.namespace for pod in self._pods.values()} | set(self._resources.namespaces)
         for name in sorted(names):
             known = self._resources.namespaces.get(name)
-            labels = {**(known.labels if known else {}), NAME_LABEL: name}
-            self._result.namespaces[name] = labels
-            prefixed = {_OF_NAMESPACE + key: value for key, value in labels.items()}
-            found[f"kns.{name}"] = ApiProfile(f"kns.{name}", allow, allow, prefixed)
+            self._result.namespaces[name] = own_labels(known, name)
+            found[f"kns.{name}"] = namespace_profile(name, self._result.namespaces[name])
         accounts = {(pod.namespace, pod.account) for pod in self._pods.values()} | set(self._resources.accounts)
         for namespace, name in sorted(accounts):
             account = self._resources.accounts.get((namespace, name))
-            labels = {**(account.labels if account else {}), NAME_LABEL: name}
-            self._result.accounts[namespace, name] = labels
-            prefixed = {_OF_ACCOUNT + key: value for key, value in labels.items()}
-            found[f"ksa.{namespace}.{name}"] = ApiProfile(f"ksa.{namespace}.{name}", (), (), prefixed)
+            labels = self._result.accounts[namespace, name] = own_labels(account, name)
+            found[f"ksa.{namespace}.{name}"] = account_profile(namespace, name, labels)
         return found | self._resources.profiles
 
-    def _profiles_of(self, pod: Pod) -> Iterator[str]:
-        yield f"kns.{pod.namespace}"
-        yield f"ksa.{pod.namespace}.{pod.account}"
+    def _labels_of(self, profile: str) -> Mapping[str, str]:
+        found = self._profiles.get(profile)
+        return found.labels if found is not None else {}
 
-    def _of_pod(self, pod: Pod) -> _Selectable:
-        labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
-        if len(pod.account) < _LABEL_LENGTH:
-            labels[ACCOUNT_LABEL] = pod.account
-        for name in self._profiles_of(pod):
-            for key, value in self._profiles[name].labels.items():
-                labels.setdefault(key, value)
-        nets = tuple(ip_network(address) for address in pod.addresses)
-        return _Selectable(labels, nets, pod.ports)
-
-    def _network_sets(self) -> Iterator[_Selectable]:
-        for found in self._resources.network_sets.values():
-            labels = dict(found.labels)
-            if found.namespace:
-                labels[NAMESPACE_LABEL] = found.namespace
-                profile = self._profiles.get(f"kns.{found.namespace}")
-                for key, value in (profile.labels if profile else {}).items():
-                    labels.setdefault(key, value)
-            yield _Selectable(labels, found.nets)
+    def _network_sets(self) -> Iterator[Selectable]:
+        return (network_selectable(found, self._labels_of) for found in self._resources.network_sets.values())
 
     # Tiers
 
@@ -168,7 +254,7 @@ class _Compiler:
             (
                 name,
                 known[name][1] if name in known else False,
-                [(policy, _policy_selector(policy)) for policy in sorted(policies[name], key=_place)],
+                [(policy, policy_selector(policy)) for policy in sorted(policies[name], key=place_of)],
             )
             for name in names
         ]
@@ -183,52 +269,6 @@ class _Compiler:
             if ingress or egress:
                 yield c.Tier(name, ingress, egress, passes)
 
-    # Rules
-
-    def _rule(self, rule: ApiRule, namespace: str) -> c.Rule:
-        protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
-        not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
-        source = self._peer(rule.source, namespace, protocol, is_destination=False)
-        destination = self._peer(rule.destination, namespace, protocol, is_destination=True)
-        return c.Rule(rule.action, source, destination, protocol, not_protocol, rule.ip_version, rule.http)
-
-    def _peer(
-        self, entity: Entity, namespace: str, protocol: int | str | None, *, is_destination: bool
-    ) -> c.PeerMatch:
-        selector = _peer_selector(entity, namespace)
-        names = [port for port in entity.ports if isinstance(port, str)]
-        not_names = [port for port in entity.not_ports if isinstance(port, str)]
-        ranges = tuple(port for port in entity.ports if isinstance(port, tuple))
-        not_ranges = tuple(port for port in entity.not_ports if isinstance(port, tuple))
-        named = tuple(self._named_port_set(selector, protocol, name) for name in names)
-        not_named = tuple(self._named_port_set(selector, protocol, name) for name in not_names)
-        sets: list[str] = []
-        not_sets: list[str] = []
-        port_sets: list[str] = []
-        # Sets of named ports hold what the selector selects already.
-        if selector is not None and (ranges or not named):
-            sets.append(self._selector_set(selector))
-        if selector is None and entity.not_selector:
-            not_sets.append(self._selector_set(parse_selector(entity.not_selector)))
-        if entity.service is not None:
-            (port_sets if is_destination else sets).append(self._service_set(entity.service, ports=is_destination))
-        return c.PeerMatch(
-            nets=entity.nets,
-            not_nets=entity.not_nets,
-            ports=ranges,
-            not_ports=not_ranges,
-            named_ports=named,
-            not_named_ports=not_named,
-            ip_sets=tuple(sets),
-            not_ip_sets=tuple(not_sets),
-            ip_port_sets=tuple(port_sets),
-            selector=entity.selector,
-            not_selector=entity.not_selector,
-            namespace_selector=entity.namespace_selector,
-            account_names=entity.account_names,
-            account_selector=entity.account_selector,
-        )
-
     # IP sets
 
     def _set(self, set_id: str, kind: c.IpSetType, members: Callable[[], Iterable[str]]) -> str:
@@ -236,29 +276,25 @@ class _Compiler:
             self._result.ip_sets[set_id] = (kind, frozenset(members()))
         return set_id
 
-    def _selector_set(self, selector: Selector) -> str:
+    def selector_set(self, selector: Selector) -> str:
         def members() -> Iterator[str]:
             for found in self._selected(selector):
                 yield from map(str, found.nets)
 
         return self._set(selector.identity, c.IpSetType.NET, members)
 
-    def _named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
+    def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
         selector = selector or Selector(All())
-        known = {number: text for text, number in c.PROTOCOLS.items()}
-        wanted = known.get(protocol) if isinstance(protocol, int) else protocol
-        text = wanted if wanted in ("tcp", "udp", "sctp") else "any"
+        text = port_protocol(protocol)
 
         def members() -> Iterator[str]:
             for found in self._selected(selector):
-                for port in found.ports:
-                    if port.name == name and text in ("any", port.protocol):
-                        yield from _members(found.nets, port.protocol, port.port)
+                yield from named_port_members(found, text, name)
 
-        return self._set(hashed_id("n:", f"{selector.identity},{text},{name}"), c.IpSetType.IP_AND_PORT, members)
+        return self._set(named_port_id(selector, text, name), c.IpSetType.IP_AND_PORT, members)
 
-    def _service_set(self, service: tuple[str, str], *, ports: bool) -> str:
-        namespace, name = service
+    def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
+        namespace = service[0]
         found = self._resources.services.get(service)
         pods = [
             selectable
@@ -274,17 +310,45 @@ class _Compiler:
                 yield from map(str, pod.nets)
 
         def with_ports() -> Iterator[str]:
-            for protocol, target in found.targets if found is not None else ():
-                for pod in pods:
-                    for number in _target(target, protocol, pod.ports):
-                        yield from _members(pod.nets, protocol, number)
+            for pod in pods:
+                yield from service_members(pod, found)
 
-        if ports:
-            return self._set(hashed_id("svc:", f"{namespace}/{name}"), c.IpSetType.IP_AND_PORT, with_ports)
-        return self._set(hashed_id("svcnoport:", f"{namespace}/{name}"), c.IpSetType.NET, addresses)
+        kind = c.IpSetType.IP_AND_PORT if ports else c.IpSetType.NET
+        return self._set(service_id(service, ports=ports), kind, with_ports if ports else addresses)
 
-    def _selected(self, selector: Selector) -> Iterator[_Selectable]:
+    def _selected(self, selector: Selector) -> Iterator[Selectable]:
         return (found for found in self._everything if selector.matches(found.labels))
+
+
+def port_protocol(protocol: int | str | None) -> str:
+    """Return the protocol of which named ports are meant; ``any`` if a rule does not say."""
+    known = {number: text for text, number in c.PROTOCOLS.items()}
+    wanted = known.get(protocol) if isinstance(protocol, int) else protocol
+    return wanted if wanted in ("tcp", "udp", "sctp") else "any"
+
+
+def named_port_id(selector: Selector, protocol: str, name: str) -> str:
+    """Return the id of a set of named ports."""
+    return hashed_id("n:", f"{selector.identity},{protocol},{name}")
+
+
+def service_id(service: tuple[str, str], *, ports: bool) -> str:
+    """Return the id of a service's set."""
+    return hashed_id("svc:" if ports else "svcnoport:", "/".join(service))
+
+
+def named_port_members(found: Selectable, protocol: str, name: str) -> Iterator[str]:
+    """Yield what a set of named ports has of one endpoint."""
+    for port in found.ports:
+        if port.name == name and protocol in ("any", port.protocol):
+            yield from _members(found.nets, port.protocol, port.port)
+
+
+def service_members(found: Selectable, service: Service | None) -> Iterator[str]:
+    """Yield what a service's set of ports has of one of its pods."""
+    for protocol, target in service.targets if service is not None else ():
+        for number in _target(target, protocol, found.ports):
+            yield from _members(found.nets, protocol, number)
 
 
 def _members(nets: Iterable[IpNetwork], protocol: str, port: int) -> Iterator[str]:
@@ -298,11 +362,12 @@ def _target(target: int | str, protocol: str, ports: Iterable[NamedPort]) -> Ite
         yield from (port.port for port in ports if port.name == target and port.protocol == protocol)
 
 
-def _place(policy: ApiPolicy) -> tuple[float, str]:
+def place_of(policy: ApiPolicy) -> tuple[float, str]:
+    """Return what orders policies inside a tier."""
     return policy.order, f"{policy.id.name}/{policy.id.namespace}/{policy.id.kind}"
 
 
-def _policy_selector(policy: ApiPolicy) -> Selector:
+def policy_selector(policy: ApiPolicy) -> Selector:
     """Return the selector of the endpoints that a policy is for."""
     parts = [parse_selector(policy.selector).root] if policy.selector.strip() else []
     if policy.namespace_selector.strip():
