@@ -49,6 +49,9 @@ PURE_APPLICATION = (
     "ztunnel/calico/compile.py",
     "ztunnel/calico/incremental.py",
     "ztunnel/kube/objects.py",
+    "ztunnel/netpol/intervals.py",
+    "ztunnel/netpol/members.py",
+    "ztunnel/netpol/table.py",
     "ztunnel/policysync/view.py",
     "ztunnel/policysync/explain.py",
     "ztunnel/istio/route.py",
@@ -178,6 +181,7 @@ LAYERS = {
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "calico"},
     "limits": {"runtime", "http", "istio"},
+    "netpol": {"runtime", "calico", "kube", "policysync"},
     "cli": {
         "runtime",
         "istio",
@@ -188,6 +192,7 @@ LAYERS = {
         "control_plane",
         "intercept",
         "limits",
+        "netpol",
     },
     "__main__": {"cli"},
 }

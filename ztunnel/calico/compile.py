@@ -46,6 +46,7 @@ class Compiled:
         ip_sets: type and members of the sets that rules name.
         pods: uid, namespace and name of the pods that are endpoints.
         nodes: the node of each endpoint.
+        captured: endpoints whose traffic goes through their node's proxy.
     """
 
     ip_sets: dict[str, tuple[c.IpSetType, frozenset[str]]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Compiled:
     namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     uids: dict[str, c.EndpointId] = field(default_factory=dict)
     nodes: dict[c.EndpointId, str] = field(default_factory=dict)
+    captured: set[c.EndpointId] = field(default_factory=set)
 
 
 def compile_resources(resources: Resources) -> Compiled:
@@ -209,6 +211,8 @@ class _Compiler(RuleCompiler):
             tiers = tuple(self._tiers_of(found.labels, ordered))
             result.endpoints[key] = c.Endpoint("", found.nets, tiers, profiles_of(pod))
             result.nodes[key] = pod.node
+            if pod.captured:
+                result.captured.add(key)
             if pod.uid:
                 result.uids[pod.uid] = key
         return result

@@ -21,6 +21,8 @@ _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
 }
+#: The annotation by which Istio's node agent, and ours, say that a pod is in the mesh.
+_REDIRECTION: Final = "ambient.istio.io/redirection"
 _NAMED_PORT: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _RANGE: Final = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 
@@ -91,6 +93,7 @@ class KubernetesReader(ConfigReader):
         """Read a Pod. One that has finished has no addresses any more."""
         spec = self.mapping(resource.body.get("spec"), f"{resource.where}: spec", None)
         status = self.mapping(resource.body.get("status"), f"{resource.where}: status", None)
+        annotations = self.mapping(resource.metadata.get("annotations"), f"{resource.where}: annotations", None)
         finished = status.get("phase") in ("Failed", "Succeeded")
         listed = [
             entry.get("ip")
@@ -119,6 +122,7 @@ class KubernetesReader(ConfigReader):
             addresses=addresses,
             ports=tuple(ports),
             host_network=spec.get("hostNetwork") is True,
+            captured=annotations.get(_REDIRECTION) == "enabled",
         )
         self.put(self.found.pods, (pod.namespace, pod.name), pod, resource.where)
 

@@ -124,6 +124,7 @@ class Pod:
         uid: names its PolicySync socket; empty for none.
         addresses: none while it has none, and when it has finished.
         host_network: such a pod is no endpoint.
+        captured: the mesh's node agent has redirected its traffic to the node's proxy.
     """
 
     namespace: str
@@ -135,6 +136,7 @@ class Pod:
     addresses: tuple[IPv4Address | IPv6Address, ...] = ()
     ports: tuple[NamedPort, ...] = ()
     host_network: bool = False
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
