@@ -1,0 +1,310 @@
+"""The connection to a Kubernetes API server: lists in pages, watches, writes. Objects are dictionaries.
+
+lightkube has the kubeconfig, the credentials (a service account's token is read again when the API server refuses
+the old one) and the transport, httpx. Its typed models are left out: readers here look at a few fields, which may
+be wrong in any way, and 20,000 pods as model objects cost the loop and the heap more than the dictionaries.
+
+Commands that read a cluster import this module when they run. A proxy never does (tests/test_architecture.py).
+"""
+
+import base64
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+import msgspec
+import yaml
+from lightkube import KubeConfig
+from lightkube.config.client_adapter import AsyncClient, ConnectionParams
+from lightkube.core.exceptions import ConfigError
+
+from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeconfig
+from ztunnel.kube.kinds import Kind, Selection
+from ztunnel.kube.objects import Object
+
+#: The page of client-go's informers.
+PAGE: Final = 500
+_REQUEST_TIMEOUT_S: Final = 30.0
+#: API servers send a bookmark about once a minute. A watch that is silent for longer has probably lost its
+#: connection without a FIN; to watch again from the last version costs one request.
+_SILENT_S: Final = 150.0
+#: etcd takes 1.5 MiB an object, and JSON is at most a few times longer.
+_MAX_LINE: Final = 16 * 1024 * 1024
+
+
+class _ListMetadata(msgspec.Struct):
+    resource_version: str = msgspec.field(name="resourceVersion", default="")
+    continued: str | None = msgspec.field(name="continue", default=None)
+
+
+class _List(msgspec.Struct):
+    metadata: _ListMetadata
+    items: list[dict[str, Any]] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: dict[str, Any]
+
+
+class _Status(msgspec.Struct):
+    message: str = ""
+    reason: str = ""
+    code: int = 0
+
+
+_list_decoder: Final = msgspec.json.Decoder(_List)
+_event_decoder: Final = msgspec.json.Decoder(_Event)
+_status_decoder: Final = msgspec.json.Decoder(_Status)
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """A page of a list.
+
+    Attributes:
+        items: as the API server writes them: without ``apiVersion`` and ``kind``.
+        resource_version: of the whole list; a watch starts there.
+        continued: the token for the next page; empty on the last.
+    """
+
+    items: Sequence[Object]
+    resource_version: str
+    continued: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A line of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object."""
+
+    type: str
+    object: Object
+
+
+@contextlib.asynccontextmanager
+async def connect(kubeconfig: Path | None = None, *, context: str | None = None) -> AsyncIterator["Client"]:
+    """Yield a client of the API server; nothing is sent before the first request.
+
+    Args:
+        kubeconfig: the file; None is the pod's service account where there is one, else $KUBECONFIG, else
+            ~/.kube/config, as lightkube looks for them.
+        context: a context of the file; None is its current one.
+
+    Raises:
+        BadKubeconfig: before anything is sent, one line that names the file.
+    """
+    # Each request is a line at INFO there; a log of its own for what our own lines say already.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    place = "the kubeconfig" if kubeconfig is None else str(kubeconfig)
+    try:
+        found = KubeConfig.from_env() if kubeconfig is None else KubeConfig.from_file(kubeconfig)
+        config = found.get(context)
+        if config is None:
+            raise ConfigError("it has no current context")
+        place = str(config.fname or place)
+        _check_ca(config.cluster.certificate_auth_data)
+        # Proxies of the environment are not used: an agent inside the cluster has its API server beside it.
+        http = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(_REQUEST_TIMEOUT_S), trust_env=False))
+    except (ConfigError, yaml.YAMLError, msgspec.MsgspecError, httpx2.InvalidURL) as error:
+        raise BadKubeconfig(place, " ".join(str(error).split())) from error
+    except ssl.SSLError as error:
+        raise BadKubeconfig(place, f"its CA or client certificate cannot be read: {error}") from error
+    except OSError as error:
+        raise BadKubeconfig(place, f"{error.filename or 'a file it names'}: {error.strerror or error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        # lightkube indexes what it has parsed: a missing entry is a KeyError with the entry's name.
+        raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen ({error})") from error
+    async with http:
+        yield Client(http, str(config.cluster.server))
+
+
+def _check_ca(encoded: str | None) -> None:
+    """Read the CA inside a kubeconfig before lightkube does, which leaves a file open if it cannot be read."""
+    if encoded:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata=base64.b64decode(encoded).decode("ascii")
+        )
+
+
+class Client:
+    """Requests to one API server; see :func:`connect`.
+
+    Every method raises ApiUnreachable, BadAnswer or ApiRefused.
+    """
+
+    def __init__(self, http: httpx2.AsyncClient, server: str) -> None:
+        self._http = http
+        self.server = server
+
+    async def list_page(self, selection: Selection, continued: str = "", limit: int = PAGE) -> ListPage:
+        """Return a page; the first if ``continued`` is empty. 410 means that the token is too old: begin anew."""
+        params = {**selection.params(), "limit": str(limit)}
+        if continued:
+            params["continue"] = continued
+        path = selection.kind.path(selection.namespace)
+        body = await self._request("GET", path, params=params)
+        try:
+            page = _list_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise BadAnswer(self.server, f"GET {path} is no list ({error})") from error
+        return ListPage(page.items or (), page.metadata.resource_version, page.metadata.continued or "")
+
+    async def watch(self, selection: Selection, version: str, timeout_s: int) -> AsyncGenerator[WatchEvent, None]:
+        """Yield what happens after ``version`` until the API server ends the stream, which it does as it likes.
+
+        Args:
+            selection: the objects.
+            version: of the list, or of the last event.
+            timeout_s: the API server ends the stream after this.
+
+        Raises:
+            ApiRefused: also for an ERROR event; with status 410 the version is too old, and a list is due.
+        """
+        path = selection.kind.path(selection.namespace)
+        params = {
+            **selection.params(),
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(timeout_s),
+        }
+        request = self._http.build_request(
+            "GET", path, params=params, timeout=httpx2.Timeout(_REQUEST_TIMEOUT_S, read=_SILENT_S)
+        )
+        with self._translated(f"GET {path}"):
+            response = await self._http.send(request, stream=True)
+            try:
+                if response.status_code != 200:
+                    raise _refused(f"GET {path}", response.status_code, await response.aread())
+                async for line in _lines(response.aiter_bytes(), self.server, path):
+                    try:
+                        event = _event_decoder.decode(line)
+                    except msgspec.MsgspecError as error:
+                        raise BadAnswer(
+                            self.server, f"the watch of {path} has a line that is none ({error})"
+                        ) from error
+                    if event.type == "ERROR":
+                        status = msgspec.convert(event.object, _Status, strict=False)
+                        raise ApiRefused(f"watch {path}", status.code, status.reason, status.message)
+                    yield WatchEvent(event.type, event.object)
+            except msgspec.MsgspecError as error:
+                raise BadAnswer(self.server, f"the watch of {path} has an error that is none ({error})") from error
+            finally:
+                await response.aclose()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object:
+        """Return one object."""
+        return self._object(await self._request("GET", kind.path(namespace, name)), kind)
+
+    async def create(self, kind: Kind, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+        """Create an object and return it as the API server made it."""
+        params = {"dryRun": "All"} if dry_run else {}
+        return self._object(await self._request("POST", kind.path(namespace), params=params, body=body), kind)
+
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Object) -> Object:
+        """Replace an object; with a ``resourceVersion`` in it, 409 if it has changed since."""
+        return self._object(await self._request("PUT", kind.path(namespace, name), body=body), kind)
+
+    async def merge_patch(
+        self, kind: Kind, namespace: str, name: str, patch: Object, *, subresource: str = ""
+    ) -> Object:
+        """Change fields of an object (RFC 7386: null removes); ``subresource`` such as ``status``."""
+        path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
+        return self._object(
+            await self._request("PATCH", path, body=patch, content_type="application/merge-patch+json"), kind
+        )
+
+    async def json_patch(
+        self, kind: Kind, namespace: str, name: str, patch: Sequence[Mapping[str, Any]]
+    ) -> Object:
+        """Apply operations (RFC 6902), all or none; 422 if a ``test`` among them fails."""
+        return self._object(
+            await self._request(
+                "PATCH", kind.path(namespace, name), body=patch, content_type="application/json-patch+json"
+            ),
+            kind,
+        )
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, grace_s: int | None = None) -> None:
+        """Delete an object."""
+        params = {} if grace_s is None else {"gracePeriodSeconds": str(grace_s)}
+        await self._request("DELETE", kind.path(namespace, name), params=params)
+
+    def _object(self, body: bytes, kind: Kind) -> Object:
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise BadAnswer(self.server, f"the answer is no {kind.name} ({error})") from error
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: object = None,
+        content_type: str = "application/json",
+    ) -> bytes:
+        request = self._http.build_request(
+            method,
+            path,
+            params=params,
+            content=None if body is None else msgspec.json.encode(body),
+            headers={} if body is None else {"content-type": content_type},
+        )
+        with self._translated(f"{method} {path}"):
+            response = await self._http.send(request)
+        if not 200 <= response.status_code < 300:
+            raise _refused(f"{method} {path}", response.status_code, response.content)
+        return response.content
+
+    @contextlib.contextmanager
+    def _translated(self, request: str) -> Iterator[None]:
+        try:
+            yield
+        except httpx2.TimeoutException as error:
+            raise ApiUnreachable(self.server, f"{request}: no answer in time") from error
+        except httpx2.ConnectError as error:
+            reason = str(error)
+            if "CERTIFICATE_VERIFY_FAILED" in reason:
+                what = reason.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+                reason = f"its certificate is not trusted by the CA of the kubeconfig ({what or reason})"
+            raise ApiUnreachable(self.server, reason) from error
+        except httpx2.HTTPError as error:
+            raise ApiUnreachable(self.server, f"{request}: {error or type(error).__name__}") from error
+        except ConfigError as error:
+            # The token's file is read again when the API server refuses the token, and may be gone by then.
+            raise ApiUnreachable(self.server, f"{request}: {error}") from error
+
+
+async def _lines(pieces: AsyncIterator[bytes], server: str, path: str) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream; what is left at its end was cut off, and is not an event."""
+    held: list[bytes] = []
+    size = 0
+    async for piece in pieces:
+        *complete, rest = piece.split(b"\n")
+        for end in complete:
+            held.append(end)
+            line = b"".join(held)
+            held.clear()
+            size = 0
+            if line.strip():
+                yield line
+        held.append(rest)
+        size += len(rest)
+        if size > _MAX_LINE:
+            raise BadAnswer(server, f"the watch of {path} has a line of more than {_MAX_LINE >> 20} MiB")
+
+
+def _refused(request: str, status: int, body: bytes) -> ApiRefused:
+    try:
+        said = _status_decoder.decode(body)
+    except msgspec.MsgspecError:
+        # A load balancer's page, or the plain text of an API server that is starting.
+        said = _Status(message=body[:200].decode("ascii", "replace"))
+    return ApiRefused(request, status, said.reason, said.message)

@@ -1,0 +1,90 @@
+"""Kinds of objects, where they are in the API, and which of them a reader wants. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ztunnel.kube.objects import Object
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of the API.
+
+    Attributes:
+        name: such as ``Pod``.
+        api_version: group and version, such as ``apps/v1``; the core group has none.
+        plural: as in paths, such as ``pods``.
+        namespaced: its objects are in namespaces.
+    """
+
+    name: str
+    api_version: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str = "", name: str = "") -> str:
+        """Return the path of an object, or of all in a namespace, or of all."""
+        parts = ["/apis" if "/" in self.api_version else "/api", self.api_version]
+        if namespace and self.namespaced:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name:
+            parts.append(name)
+        return "/".join(parts)
+
+
+POD: Final = Kind("Pod", "v1", "pods")
+NAMESPACE: Final = Kind("Namespace", "v1", "namespaces", namespaced=False)
+NODE: Final = Kind("Node", "v1", "nodes", namespaced=False)
+SERVICE: Final = Kind("Service", "v1", "services")
+SERVICE_ACCOUNT: Final = Kind("ServiceAccount", "v1", "serviceaccounts")
+CONFIG_MAP: Final = Kind("ConfigMap", "v1", "configmaps")
+SECRET: Final = Kind("Secret", "v1", "secrets")
+EVENT: Final = Kind("Event", "v1", "events")
+NETWORK_POLICY: Final = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
+CLUSTER_NETWORK_POLICY: Final = Kind(
+    "ClusterNetworkPolicy", "policy.networking.k8s.io/v1alpha2", "clusternetworkpolicies", namespaced=False
+)
+ADMIN_NETWORK_POLICY: Final = Kind(
+    "AdminNetworkPolicy", "policy.networking.k8s.io/v1alpha1", "adminnetworkpolicies", namespaced=False
+)
+BASELINE_ADMIN_NETWORK_POLICY: Final = Kind(
+    "BaselineAdminNetworkPolicy",
+    "policy.networking.k8s.io/v1alpha1",
+    "baselineadminnetworkpolicies",
+    namespaced=False,
+)
+MUTATING_WEBHOOK: Final = Kind(
+    "MutatingWebhookConfiguration",
+    "admissionregistration.k8s.io/v1",
+    "mutatingwebhookconfigurations",
+    namespaced=False,
+)
+DAEMON_SET: Final = Kind("DaemonSet", "apps/v1", "daemonsets")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The objects of a kind that a reader wants.
+
+    Attributes:
+        namespace: only of this one; empty for all.
+        labels: a label selector in the API's notation, such as ``app=web,tier!=test``.
+        fields: a field selector, such as ``spec.nodeName=worker``.
+        keep: makes of an object what the reader needs of it, for the heap: called once for each change. What it
+            raises for a misshapen object is logged, and the object is passed whole, so that its reader judges it.
+        optional: the API may not have the kind (a custom resource that is not installed): there are none then.
+    """
+
+    kind: Kind
+    namespace: str = ""
+    labels: str = ""
+    fields: str = ""
+    keep: Callable[[Object], Object] | None = None
+    optional: bool = False
+
+    def params(self) -> dict[str, str]:
+        """Return the query of a list or watch."""
+        selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {name: value for name, value in selectors.items() if value}
