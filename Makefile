@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -87,6 +87,9 @@ pure: ## back to pure Python
 
 proto: $(STAMP) ## regenerate xds/proto from its .proto files
 	$(PY) -m xds.proto.generate
+
+bare: ## README's first hour in a root with only Python, git and make; needs root and debootstrap
+	tests/bare.sh
 
 helm: .tools/helm ## Helm for the tests of the chart; needs Go, some minutes once
 

@@ -228,7 +228,8 @@ class Namespace:
     """Our resources in one network namespace.
 
     ``remembered`` holds the values that sysctls had before ours. It is found, never wanted. It is stored in the
-    kernel, in an nftables table, so that any later process can restore the values, even after a crash.
+    kernel, in an nftables table, so that any later process can restore the values, even after a crash; and in a
+    file, for the case that somebody flushes the ruleset.
     """
 
     tables: tuple[Table, ...] = ()

@@ -118,7 +118,6 @@ def test_watch_repairs_and_takes_up_an_edited_file(lab: Lab, file: Path) -> None
             assert next(lines) == "host: + rule priority 101 fwmark 0x100/0x100 lookup 101\n"
             assert next(lines) == "1 repairs\n"
             file.write_text(describe(lab, ["productpage", "ratings"]))
-            assert worker.place.popen([needed("ip"), "rule", "del", "priority", "101"]).wait(WAIT_S) == 0
             assert next(lines) == "description changed\n"
             assert any("uid-ratings" in line for line in lines)
             watching.send_signal(signal.SIGTERM)
@@ -154,6 +153,23 @@ def test_errors_are_one_line_with_what_to_do(lab: Lab, file: Path) -> None:
     finally:
         file.write_text(good)
         intercept("remove", "-f", file)
+
+
+@pytest.mark.parametrize("had_something", [False, True])
+def test_what_fails_leaves_what_was_there(lab: Lab, file: Path, had_something: bool) -> None:
+    worker = lab.worker("w1")
+    before = everything(worker.place.netns)
+    wrong = file.with_name("wrong.yaml")
+    wrong.write_text(file.read_text().replace(worker.pods["productpage"].device or "", "nosuch0"))
+    if had_something:
+        assert intercept("apply", "-f", file).returncode == 0
+    failed = intercept("apply", "-f", wrong)
+    assert failed.returncode == 2
+    assert "nosuch0" in failed.stderr
+    if had_something:
+        assert "uid-productpage" in intercept("show", "-f", file).stdout
+        assert intercept("remove", "-f", file).returncode == 0
+    assert everything(worker.place.netns) == before
 
 
 def test_removal_works_when_the_ztunnel_is_gone(lab: Lab, file: Path) -> None:

@@ -19,6 +19,7 @@ from tproxy.aio.kernel import BlockingKernel, Kernel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
+from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.errors import NotOurs, UnknownInterface
 from tproxy.expressions import (
     TCP,
@@ -36,6 +37,7 @@ from tproxy.operations import (
     AddTable,
     AppendRule,
     DeleteElements,
+    DeleteTable,
     FlushChain,
     NftTransaction,
 )
@@ -122,6 +124,24 @@ def test_removal_by_another_process_puts_sysctls_back(
     with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as other:
         other.apply(State({name: Namespace() for name in netns}))
     assert everything(w1.place.netns)["sysctls"] == before
+
+
+@pytest.mark.parametrize("applied_again", [False, True])
+def test_removal_after_a_foreign_flush_puts_sysctls_back(
+    kernel: BlockingKernel, netns: dict[NamespaceName, Netns], w1: Worker, applied_again: bool
+) -> None:
+    """``nft flush ruleset`` takes our memory table along; the file has what was there before."""
+    before = everything(w1.place.netns)
+    wanted = node(w1.wanted(["productpage"]))
+    kernel.apply(wanted)
+    steps = tuple(DeleteTable(Family.INET, table) for table in (TABLE, OWNERSHIP.memory_table))
+    kernel._transaction(HOST, steps)
+    with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as other:
+        if applied_again:
+            other.apply(wanted)
+        other.apply(State({name: Namespace() for name in netns}))
+    assert everything(w1.place.netns) == before
+    assert SysctlMemory(cookie_of(netns[HOST])).load() == {}
 
 
 def test_members_come_and_go_without_touching_anything_else(kernel: BlockingKernel, w1: Worker) -> None:
@@ -261,6 +281,23 @@ def test_a_sysctl_is_repaired_at_the_recheck(netns: dict[NamespaceName, Netns], 
             await anext(results)
             w1.place.run(RP_FILTER.write_text, "1")
             assert [type(item).__name__ for item in await anext(results)] == ["SetSysctl"]  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_keep_looks_again_when_it_is_told_to(netns: dict[NamespaceName, Netns], w1: Worker) -> None:
+    async def main() -> None:
+        members = ["productpage"]
+        edited = asyncio.Event()
+        async with Kernel(netns, OWNERSHIP) as kernel, asyncio.timeout(30):
+            keeping = kernel.keep(lambda: node(w1.wanted(members)), recheck_s=3600, changed=edited)
+            async with contextlib.aclosing(keeping) as results:
+                assert await anext(results)
+                members.append("ratings")
+                edited.set()
+                done = await anext(results)
+                assert isinstance(done, tuple)
+                assert done
 
     asyncio.run(main())
 

@@ -23,6 +23,7 @@ from typing import Self, TypeVar, assert_never
 from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket, drain, monitor_socket
 from tproxy.aio.netns import Netns
+from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.diff import diff
 from tproxy.errors import KernelRefused, MissingFeature, NeedCapability, NotOurs, TproxyError, UnknownInterface
 from tproxy.expressions import Fib, Nat, Redirect, SocketLookup, Tproxy
@@ -92,6 +93,9 @@ class _OpenNamespace:
             self.route.close()
             raise
         self.links: list[rtnetlink.Link] = []
+        self.memory = SysctlMemory(cookie_of(netns))
+        #: Of the values that are remembered those that are in the nftables table, by the last read.
+        self.in_table: frozenset[SysctlKey] = frozenset()
 
     def read_links(self) -> list[rtnetlink.Link]:
         bodies = self.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))
@@ -200,7 +204,9 @@ class BlockingKernel:
         rules = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETRULE))
         routes = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETROUTE, protocol=protocol))
         addresses = place.route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETADDR))
-        tables, remembered = nftables_dump.read_tables(self._dump_nft(place), self.ownership)
+        tables, in_table = nftables_dump.read_tables(self._dump_nft(place), self.ownership)
+        place.in_table = frozenset(in_table)
+        remembered = {**place.memory.load(), **in_table}
         keys = set(remembered) | (set(wanted.sysctls) if wanted is not None else set())
         with place.netns.entered():
             sysctls = {key: value for key in keys if (value := _read_sysctl(key)) is not None}
@@ -287,10 +293,10 @@ class BlockingKernel:
             case NftTransaction(namespace, steps):
                 self._transaction(namespace, steps)
             case Remember(namespace, values):
+                self._places[namespace].memory.save(values)
                 self._transaction(namespace, nftables.memory_steps(self.ownership.memory_table, values))
             case Forget(namespace, values, everything):
-                steps = nftables.forget_steps(self.ownership.memory_table, values, everything=everything)
-                self._transaction(namespace, steps)
+                self._forget(self._places[namespace], values, everything=everything)
             case CreatePair(pair):
                 if pair.right is None:
                     raise ValueError(pair)
@@ -332,6 +338,14 @@ class BlockingKernel:
                     _write_sysctl(key, value, namespace, restore=restore)
             case _:
                 assert_never(operation)
+
+    def _forget(self, place: _OpenNamespace, values: Mapping[SysctlKey, str], *, everything: bool) -> None:
+        """Delete saved values from the table, as far as nobody has deleted it, and from the file."""
+        in_table = {key: value for key, value in values.items() if key in place.in_table}
+        if in_table:
+            steps = nftables.forget_steps(self.ownership.memory_table, in_table, everything=everything)
+            self._transaction(place.name, steps)
+        place.memory.forget(values)
 
     def _route(
         self,
@@ -465,14 +479,19 @@ class Kernel:
         return await self._in_thread(lambda: blocking.apply(wanted))
 
     async def keep(
-        self, wanted: Callable[[], State], *, recheck_s: float = 5.0
+        self, wanted: Callable[[], State], *, recheck_s: float = 5.0, changed: asyncio.Event | None = None
     ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
         """Apply ``wanted()`` now, after every change that the kernel reports, and every ``recheck_s`` seconds.
 
         Yields the operations of each apply that changed something, or the error that prevented it. The next
         change or recheck tries again. The kernel does not report changes of sysctls; they wait for the recheck.
+
+        Args:
+            wanted: called before each apply.
+            recheck_s: see above.
+            changed: set by the caller when ``wanted`` may return something else; cleared here.
         """
-        changed = asyncio.Event()
+        changed = changed or asyncio.Event()
         with contextlib.ExitStack() as stack:
             # Listening starts before the first read, so that no change between the two is missed. Our own apply
             # is reported, too, and costs one more read with an empty difference.

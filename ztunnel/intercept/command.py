@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from tproxy.aio.kernel import Kernel
 from tproxy.aio.netns import Netns
@@ -23,8 +23,11 @@ from tproxy.render.text import operation_text, state_text
 from tproxy.resources import Namespace, NamespaceName, State
 from ztunnel.intercept.description import BadDescription, Description, Flags, namespaces, parse
 from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
+#: A new pod is captured within 0.2 s of the edit that names it; a look is one stat.
+_LOOK_S: Final = 0.05
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -101,12 +104,29 @@ async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
     with contextlib.ExitStack() as stack:
         netns = _open(description.host_namespace, description.ztunnel_namespace, stack)
         async with Kernel(netns, OWNERSHIP) as kernel:
-            done = await kernel.apply(node(description.node))
+            done = await _apply_whole(kernel, description)
             _print_operations(done, out)
             print(f"{len(done)} changes" if done else "nothing to change", file=out, flush=True)
             if args.watch:
                 await _watch(kernel, args, description, out, err)
     return DONE
+
+
+async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operation, ...]:
+    """Apply a description; what fails on a node that had nothing of ours leaves nothing there.
+
+    A node that had something keeps what there is: it may be carrying connections.
+    """
+    wanted = node(description.node)
+    nothing = State({name: Namespace() for name in wanted.namespaces})
+    fresh = not diff(await kernel.read(wanted), nothing)
+    try:
+        return await kernel.apply(wanted)
+    except TproxyError:
+        if fresh:
+            with contextlib.suppress(TproxyError):  # the first error says more
+                await kernel.apply(nothing)
+        raise
 
 
 async def _watch(
@@ -127,8 +147,21 @@ async def _watch(
             current = parsed
         return node(current.node)
 
+    edited = asyncio.Event()
+
+    async def look() -> None:
+        """Notice edits. By polling: a ConfigMap swaps links, editors rename or write in place."""
+        file: Path | None = args.file
+        known = file_state(file) if file is not None else None
+        while file is not None:
+            await asyncio.sleep(_LOOK_S)
+            found = file_state(file)
+            if found != known:
+                known = found
+                edited.set()
+
     async def repair() -> None:
-        async with contextlib.aclosing(kernel.keep(wanted)) as results:
+        async with contextlib.aclosing(kernel.keep(wanted, changed=edited)) as results:
             async for result in results:
                 if isinstance(result, TproxyError):
                     print(f"ztunnel intercept: {result}", file=err, flush=True)
@@ -142,9 +175,13 @@ async def _watch(
         loop.add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as group:
-            repairing = group.create_task(repair(), name="intercept repair")
+            tasks = [
+                group.create_task(repair(), name="intercept repair"),
+                group.create_task(look(), name="intercept file"),
+            ]
             await stop.wait()
-            repairing.cancel()
+            for task in tasks:
+                task.cancel()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

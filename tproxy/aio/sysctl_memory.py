@@ -1,0 +1,79 @@
+"""Values that sysctls had before ours, in a file: the second memory beside the nftables table.
+
+``nft flush ruleset`` by somebody else takes the table along, and with it what a later removal must put back. The
+file is named by the namespace's cookie, which no other namespace gets while the machine runs
+(``SO_NETNS_COOKIE``, Linux 5.14; an older kernel has no file), and lies where a reboot clears it. It is a help
+and no condition: a folder that cannot be written leaves the table alone to remember.
+"""
+
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from tproxy.aio.netns import Netns
+from tproxy.resources import SysctlKey
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = Path("/run/ztunnel-intercept")
+_SO_NETNS_COOKIE: Final = 71
+
+
+def cookie_of(netns: Netns) -> int | None:
+    """Return the number of a namespace; None from kernels that have none."""
+    with netns.entered(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8), "little")
+        except OSError:
+            return None
+
+
+class SysctlMemory:
+    """The file of one namespace."""
+
+    def __init__(self, cookie: int | None, folder: Path = FOLDER) -> None:
+        self._path = None if cookie is None else folder / f"{cookie}.json"
+
+    def load(self) -> dict[SysctlKey, str]:
+        """Return what is remembered; nothing from a file that is missing or damaged."""
+        if self._path is None:
+            return {}
+        try:
+            entries = json.loads(self._path.read_text())
+            return {SysctlKey(family, device, leaf): str(value) for family, device, leaf, value in entries}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("memory of sysctls not readable file=%s error=%s", self._path, error)
+            return {}
+
+    def save(self, values: Mapping[SysctlKey, str]) -> None:
+        """Remember values as well; the first one of a key stays."""
+        self._write({**values, **self.load()})
+
+    def forget(self, keys: Iterable[SysctlKey]) -> None:
+        """Drop values that have been put back; the last one takes the file along."""
+        gone = set(keys)
+        self._write({key: value for key, value in self.load().items() if key not in gone})
+
+    def _write(self, values: Mapping[SysctlKey, str]) -> None:
+        path = self._path
+        if path is None:
+            return
+        entries = [[key.family, key.device, key.leaf, value] for key, value in values.items()]
+        try:
+            if entries:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                fresh = path.with_suffix(".new")
+                fresh.write_text(json.dumps(entries))
+                fresh.replace(path)
+            else:
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # others are in it
+                    path.parent.rmdir()
+        except OSError as error:
+            log.info("memory of sysctls not written file=%s error=%s", path, error)
