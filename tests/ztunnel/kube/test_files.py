@@ -1,0 +1,96 @@
+"""Objects from a folder: what is there, what changes, and what stays when a file cannot be read."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from ztunnel.kube.files import FileObjects
+from ztunnel.kube.objects import Changes, ObjectKey
+
+WAIT_S = 20.0
+
+
+def pod(name: str, label: str = "x") -> str:
+    return f"{{apiVersion: v1, kind: Pod, metadata: {{name: {name}, labels: {{app: {label}}}}}}}\n---\n"
+
+
+def names(changes: Changes) -> dict[str, str | None]:
+    return {
+        key.name: value["metadata"]["labels"]["app"] if value is not None else None
+        for key, value in changes.objects.items()
+    }
+
+
+async def soon(source: FileObjects) -> Changes:
+    async with asyncio.timeout(WAIT_S):
+        return await source.next()
+
+
+def test_objects_come_change_and_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "a.yaml").write_text(pod("one") + pod("two"))
+        (tmp_path / "notes.txt").write_text("not an object")
+        source = FileObjects(tmp_path)
+        first = await soon(source)
+        assert first.synced
+        assert names(first) == {"one": "x", "two": "x"}
+        (tmp_path / "a.yaml").write_text(pod("one", "longer"))
+        (tmp_path / "b.json").write_text(
+            '{"apiVersion": "v1", "kind": "PodList", "items": [' + pod("three")[:-5] + "]}"
+        )
+        found: dict[str, str | None] = {}
+        while len(found) < 3:
+            found |= names(await soon(source))
+        assert found == {"one": "longer", "two": None, "three": "x"}
+        (tmp_path / "a.yaml").unlink()
+        assert names(await soon(source)) == {"one": None}
+
+    asyncio.run(main())
+
+
+def test_kinds_that_nobody_wants_are_not_told(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(pod("one") + "{apiVersion: v1, kind: Secret, metadata: {name: s}}")
+    changes = asyncio.run(soon(FileObjects(tmp_path, kinds=("Pod",))))
+    assert list(changes.objects) == [ObjectKey("Pod", "default", "one")]
+
+
+def test_kinds_of_the_cluster_have_no_namespace(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("{apiVersion: v1, kind: Namespace, metadata: {name: shop}}")
+    assert list(asyncio.run(soon(FileObjects(tmp_path))).objects) == [ObjectKey("Namespace", "", "shop")]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{kind: Pod}", "{kind: Pod, metadata: {name: ''}}"])
+def test_a_file_that_cannot_be_read_keeps_what_it_held(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        (tmp_path / "a.yaml").write_text(pod("one"))
+        source = FileObjects(tmp_path)
+        await soon(source)
+        (tmp_path / "a.yaml").write_text(text)
+        (tmp_path / "b.yaml").write_text(pod("two"))
+        assert names(await soon(source)) == {"two": "x"}
+        (tmp_path / "a.yaml").write_text(pod("one", "mended"))
+        assert names(await soon(source)) == {"one": "mended"}
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert "a.yaml" in caplog.text
+
+
+def test_a_source_is_not_synced_before_every_file_has_been_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "a.yaml").write_text(pod("one"))
+        (tmp_path / "b.yaml").write_text("{")
+        source = FileObjects(tmp_path)
+        assert not (await soon(source)).synced
+        (tmp_path / "b.yaml").write_text("")
+        assert (await soon(source)).synced
+
+    asyncio.run(main())
+
+
+def test_an_empty_folder_is_synced(tmp_path: Path) -> None:
+    assert asyncio.run(soon(FileObjects(tmp_path))).synced
