@@ -51,6 +51,7 @@ PURE_APPLICATION = (
     "ztunnel/kube/objects.py",
     "ztunnel/netpol/intervals.py",
     "ztunnel/netpol/members.py",
+    "ztunnel/netpol/objects.py",
     "ztunnel/netpol/table.py",
     "ztunnel/kube/kinds.py",
     "ztunnel/kube/errors.py",
@@ -183,7 +184,7 @@ LAYERS = {
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "calico"},
     "limits": {"runtime", "http", "istio"},
-    "netpol": {"runtime", "calico", "kube", "policysync"},
+    "netpol": {"runtime", "http", "calico", "kube", "policysync"},
     "cli": {
         "runtime",
         "istio",

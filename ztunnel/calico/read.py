@@ -52,6 +52,16 @@ def read_resources(texts: Mapping[str, str]) -> Resources:
     return reader.found
 
 
+def read_object(document: Mapping[str, object]) -> tuple[Resources, list[str]]:
+    """Return what one object becomes, with its faults, each with resource and field.
+
+    With faults the result is only good for saying what the object is about: faulty parts are left out of it.
+    """
+    reader = _Reader()
+    reader.document_of("", document)
+    return reader.found, [fault.removeprefix(": ") for fault in reader.faults]
+
+
 #: Readers of kinds, by apiVersion's group and kind.
 _CALICO: Final = ("projectcalico.org", "crd.projectcalico.org")
 _SKIPPED: Final = frozenset({"FelixConfiguration"})
@@ -81,7 +91,7 @@ class _Reader(KubernetesReader):
         metadata = metadata if isinstance(metadata, Mapping) else {}
         name = metadata.get("name")
         called = "/".join(str(part) for part in (metadata.get("namespace"), name) if part)
-        where = f"{file}: {kind or 'resource'} {called}".rstrip()
+        where = f"{file}{': ' if file else ''}{kind or 'resource'} {called}".rstrip()
         group = str(document.get("apiVersion", "")).partition("/")[0]
         if not isinstance(name, str) or not name:
             self.fault(where, "metadata.name is missing")

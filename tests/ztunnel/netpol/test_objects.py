@@ -1,0 +1,84 @@
+"""Objects become resources; faulty ones leave their last good form, or close what they select."""
+
+from typing import Any
+
+from ztunnel.calico.incremental import Compiler
+from ztunnel.kube.objects import ObjectKey
+from ztunnel.netpol.objects import PolicyObjects
+
+
+def network_policy(spec: dict[str, Any], name: str = "web") -> tuple[ObjectKey, dict[str, Any]]:
+    metadata = {"name": name, "namespace": "shop"}
+    body = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": spec}
+    return ObjectKey("NetworkPolicy", "shop", name), body
+
+
+GOOD = {"podSelector": {"matchLabels": {"app": "web"}}, "ingress": [{}]}
+BAD = GOOD | {"ingress": [{"ports": [{"port": 70000}]}]}
+
+
+def test_a_resource_follows_its_object() -> None:
+    objects = PolicyObjects()
+    key, body = network_policy(GOOD)
+    [(table, policy_id, policy)] = objects.changes({key: body})
+    assert table == "policies"
+    assert (policy.ingress, policy.egress, len(policy.inbound)) == (True, False, 1)
+    assert objects.changes({key: None}) == [("policies", policy_id, None)]
+    assert objects.changes({key: None}) == []
+
+
+def test_a_faulty_change_leaves_the_last_good_form() -> None:
+    objects = PolicyObjects()
+    key, body = network_policy(GOOD)
+    objects.changes({key: body})
+    assert objects.changes({key: network_policy(BAD)[1]}) == []
+    assert "70000" in str(objects.problems[key])
+    assert "last good form" in str(objects.problems[key])
+    objects.changes({key: body})
+    assert not objects.problems
+
+
+def test_a_policy_that_was_never_good_closes_what_it_selects() -> None:
+    objects = PolicyObjects()
+    key, body = network_policy(BAD)
+    [(_, _, policy)] = objects.changes({key: body})
+    assert "app == 'web'" in policy.selector
+    assert (policy.ingress, policy.egress, policy.order) == (True, True, float("-inf"))
+    assert [rule.action for rule in policy.inbound + policy.outbound] == ["deny", "deny"]
+    assert "closed" in str(objects.problems[key])
+    [(_, _, mended)] = objects.changes({key: network_policy(GOOD)[1]})
+    assert mended.order == 1000
+    assert not objects.problems
+
+
+def test_with_a_faulty_selector_it_closes_its_namespace() -> None:
+    objects = PolicyObjects()
+    key, body = network_policy({"podSelector": {"matchExpressions": [{"key": "app", "operator": "Near"}]}})
+    [(_, policy_id, policy)] = objects.changes({key: body})
+    assert (policy_id.namespace, policy.selector) == ("shop", "")
+    Compiler().apply([("policies", policy_id, policy)])
+
+
+def test_a_kind_that_is_not_understood_is_a_problem() -> None:
+    objects = PolicyObjects()
+    key = ObjectKey("AdminNetworkPolicy", "", "one")
+    body = {
+        "apiVersion": "policy.networking.k8s.io/v1alpha1",
+        "kind": "AdminNetworkPolicy",
+        "metadata": {"name": "one"},
+    }
+    assert objects.changes({key: body}) == []
+    assert "AdminNetworkPolicy" in str(objects.problems[key])
+
+
+def test_a_faulty_pod_is_not_there() -> None:
+    objects = PolicyObjects()
+    key = ObjectKey("Pod", "shop", "a")
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "a", "namespace": "shop"},
+        "status": {"podIP": "x"},
+    }
+    assert objects.changes({key: body}) == []
+    assert "podIP" in str(objects.problems[key])

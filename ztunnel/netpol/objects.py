@@ -1,0 +1,108 @@
+"""Turns objects of an API server into changes of policy resources, with a fallback for each that is faulty. Pure.
+
+A faulty object leaves its last good form in force. A policy that never had one closes the pods that it selects, or
+all pods of its namespace if its selector cannot be read either; one that is in no namespace closes all pods.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypeAlias
+
+from xds.model import calico as c
+from ztunnel.calico.read import read_object
+from ztunnel.calico.resources import ApiPolicy, ApiRule, Resources
+from ztunnel.kube.objects import Object, ObjectKey
+
+#: Table of :class:`~ztunnel.calico.resources.Resources`, key, value; None removes.
+ResourceChange: TypeAlias = tuple[str, Any, Any]
+
+#: Kinds that :class:`PolicyObjects` reads.
+KINDS: Final = (
+    "Pod", "Namespace", "ServiceAccount", "Service", "NetworkPolicy", "GlobalNetworkPolicy", "NetworkSet",
+    "GlobalNetworkSet", "Tier", "Profile", "StagedNetworkPolicy", "StagedGlobalNetworkPolicy",
+    "StagedKubernetesNetworkPolicy", "AdminNetworkPolicy", "BaselineAdminNetworkPolicy", "ClusterNetworkPolicy",
+)  # fmt: skip
+_POLICY_KINDS: Final = frozenset({"NetworkPolicy", "GlobalNetworkPolicy"})
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with an object.
+
+    Attributes:
+        consequence: what is in force instead.
+    """
+
+    key: ObjectKey
+    faults: tuple[str, ...]
+    consequence: str
+
+    def __str__(self) -> str:
+        return f"{'; '.join(self.faults)} ({self.consequence})"
+
+
+@dataclass(slots=True)
+class PolicyObjects:
+    """Remembers which resource each object became.
+
+    Attributes:
+        problems: of the objects that are faulty now.
+    """
+
+    problems: dict[ObjectKey, Problem] = field(default_factory=dict)
+    _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
+
+    def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
+        """Return what changed objects change."""
+        return [change for key, value in objects.items() for change in self._change(key, value)]
+
+    def _change(self, key: ObjectKey, value: Object | None) -> Iterator[ResourceChange]:
+        before = self._made.get(key)
+        self.problems.pop(key, None)
+        if value is None:
+            if before is not None:
+                del self._made[key]
+                yield (*before, None)
+            return
+        found, faults = read_object(value)
+        made = next(_entries(found), None)
+        if not faults:
+            if before is not None and (made is None or made[:2] != before):
+                del self._made[key]
+                yield (*before, None)
+            if made is not None:
+                self._made[key] = made[:2]
+                yield made
+            return
+        if before is not None:
+            self.problems[key] = Problem(key, tuple(faults), "its last good form stays in force")
+            return
+        if key.kind not in _POLICY_KINDS:
+            self.problems[key] = Problem(key, tuple(faults), "not in force")
+            return
+        policy = _closing(key, value, found, faults)
+        self._made[key] = ("policies", policy.id)
+        whom = f"{policy.selector or 'all pods'} of {key.namespace or 'every namespace'}"
+        self.problems[key] = Problem(key, tuple(faults), f"closed meanwhile: {whom}")
+        yield "policies", policy.id, policy
+
+
+def _entries(found: Resources) -> Iterator[ResourceChange]:
+    for item in fields(Resources):
+        for key, value in getattr(found, item.name).items():
+            yield item.name, key, value
+
+
+def _closing(key: ObjectKey, value: Object, found: Resources, faults: list[str]) -> ApiPolicy:
+    """Return a policy that closes what a faulty one selects, in both directions."""
+    of_kubernetes = str(value.get("apiVersion", "")).startswith("networking.k8s.io/")
+    made = next(iter(found.policies.values()), None)
+    if made is None:
+        kind = "KubernetesNetworkPolicy" if of_kubernetes else key.kind
+        made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name))
+    elif any("elector" in fault for fault in faults):
+        # What came of a selector with a fault may select less. One of a peer is enough to doubt: the place in
+        # the text does not tell them apart for sure.
+        made = replace(made, selector="", namespace_selector="", account_selector="")
+    drop = (ApiRule(c.Action.DENY),)
+    return replace(made, order=float("-inf"), ingress=True, egress=True, inbound=drop, outbound=drop)
