@@ -186,6 +186,13 @@ def _nft_steps(found: Iterable[Table], wanted: Iterable[Table]) -> Iterator[NftS
             yield from _change(have, table)
 
 
+def table_steps(found: Table | None, wanted: Table | None) -> tuple[NftStep, ...]:
+    """Return the steps of one transaction that make a table what is wanted; None is no table."""
+    if wanted is None:
+        return (DeleteTable(found.family, found.name),) if found is not None else ()
+    return tuple(_nft_steps((found,) if found is not None else (), (wanted,)))
+
+
 def _build(table: Table) -> Iterator[NftStep]:
     yield AddTable(table.family, table.name)
     yield from _change(Table(table.name, table.family), table)

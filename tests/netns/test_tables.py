@@ -1,5 +1,6 @@
 """Tables with sets of every shape against the running kernel: what it reports is what was sent."""
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -10,9 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from tests.tproxy.tables import HOOK, tables
 from tproxy import expressions as e
 from tproxy.aio.kernel import BlockingKernel
+from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.netns import Netns
+from tproxy.aio.table import BlockingTable, KeptTable
+from tproxy.diff import table_steps
+from tproxy.errors import KernelRefused
 from tproxy.expressions import Family
-from tproxy.operations import AddElements, NftTransaction
+from tproxy.operations import AddElements, AddSet, AddTable, DeleteElements, DeleteTable, NftTransaction
+from tproxy.render import nftables
 from tproxy.resources import Chain, Element, Namespace, NamespaceName, Ownership, Rule, Set, SetKey, State, Table
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
@@ -60,3 +66,62 @@ def test_a_large_table_is_one_transaction(kernel: BlockingKernel) -> None:
     assert isinstance(change, NftTransaction)
     assert [type(step) for step in change.steps] == [AddElements]
     kernel.apply(state())
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Netns]:
+    with Netns.create(f"pt-{os.getpid()}-kept") as netns:
+        try:
+            yield netns
+        finally:
+            netns.remove_name()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(want=tables())
+def test_a_kept_table_changes_by_what_differs(elsewhere: Netns, want: Table) -> None:
+    with contextlib.closing(_kept(elsewhere)) as kept:
+        kept.apply(want)
+        assert not table_steps(kept.read(), want)
+
+
+def _kept(netns: Netns) -> BlockingTable:
+    return BlockingTable("t", netns)
+
+
+def _two(*numbers: int) -> Table:
+    members = frozenset(Element(bytes((10, 0, 0, number))) for number in numbers)
+    return Table("t", chains=(Chain("base", (), HOOK),), sets=(Set("s", SetKey.IPV4_ADDRESS, members),))
+
+
+def test_changes_by_others_are_noticed_and_repaired_ours_are_not(elsewhere: Netns) -> None:
+    async def main() -> None:
+        async with KeptTable("t", elsewhere) as kept:
+            await kept.apply(_two(1, 2))
+            assert [type(step) for step in await kept.apply(_two(1, 2, 3))] == [AddElements]
+            with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as nft:
+                theirs = [AddTable(Family.INET, "other"), AddSet(Family.INET, "other", Set("s", SetKey.PORT))]
+                nft.batch(nftables.nft_batch(theirs))
+                # Notifications arrive in order: had ours or those of another table counted, it would be known now.
+                await asyncio.sleep(0)
+                assert not kept.disturbed.is_set()
+                gone = DeleteElements(Family.INET, "t", "s", (Element(bytes((10, 0, 0, 1))),))
+                nft.batch(nftables.nft_batch([gone]))
+            async with asyncio.timeout(20):
+                await kept.disturbed.wait()
+            assert [type(step) for step in await kept.apply(_two(1, 2, 3))] == [AddElements]
+            assert await kept.apply(_two(1, 2, 3)) == ()
+            assert [type(step) for step in await kept.apply(None)] == [DeleteTable]
+            assert await kept.apply(None) == ()
+
+    asyncio.run(main())
+
+
+def test_a_refused_change_leaves_the_table_and_the_next_one_succeeds(elsewhere: Netns) -> None:
+    with contextlib.closing(_kept(elsewhere)) as kept:
+        kept.apply(_two(1))
+        nowhere = Chain("bad", (Rule(e.jump("nowhere"), "into nowhere"),))
+        with pytest.raises(KernelRefused, match="into nowhere"):
+            kept.apply(Table("t", chains=(*_two(1).chains, nowhere), sets=_two(1).sets))
+        assert kept.apply(_two(1)) == ()
+        assert [type(step) for step in kept.apply(_two(1, 2))] == [AddElements]

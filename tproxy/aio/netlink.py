@@ -56,6 +56,11 @@ class NetlinkSocket:
         self._room = self._set_buffer(_SEND_BUFFER_BYTES)
         self._sequence = 0
 
+    @property
+    def port(self) -> int:
+        """The number by which the kernel's notifications name this socket."""
+        return int(self._socket.getsockname()[0])
+
     def request(self, message: Message) -> None:
         """Send one message and wait for its acknowledgement.
 

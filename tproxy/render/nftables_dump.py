@@ -76,9 +76,7 @@ def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...],
     for body in dump.rules:
         family, parts = nft_parts(body)
         where = (family, _name(parts, nf.NFTA_RULE_TABLE), _name(parts, nf.NFTA_RULE_CHAIN))
-        expressions = decode_list(parts.get(nf.NFTA_RULE_EXPRESSIONS, b""))
-        rule = Rule(expressions, read_comment(parts.get(nf.NFTA_RULE_USERDATA, b"")))
-        rules.setdefault(where, []).append(rule)
+        rules.setdefault(where, []).append(_rule(parts))
     chains: dict[tuple[int, str], list[Chain]] = {}
     for body in dump.chains:
         family, parts = nft_parts(body)
@@ -103,6 +101,20 @@ def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...],
             key = (family, name)
             tables.append(Table(name, Family(family), tuple(chains.get(key, ())), tuple(sets.get(key, ()))))
     return tuple(tables), remembered
+
+
+def read_rule(body: bytes) -> Rule:
+    """Return a dumped rule.
+
+    Raises:
+        MalformedDump: as :func:`read_tables`.
+    """
+    return _rule(nft_parts(body)[1])
+
+
+def _rule(parts: Mapping[int, bytes]) -> Rule:
+    expressions = decode_list(parts.get(nf.NFTA_RULE_EXPRESSIONS, b""))
+    return Rule(expressions, read_comment(parts.get(nf.NFTA_RULE_USERDATA, b"")))
 
 
 def _hook(parts: Mapping[int, bytes]) -> Hook | None:
