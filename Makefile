@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure
+.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -29,7 +29,7 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled'
+	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled and not kube'
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
@@ -39,6 +39,12 @@ interop: $(STAMP) ## the table of Envoy cases, in both roles
 
 hostile: $(STAMP) ## every attack with a bystander beside it, against ours and against Envoy
 	$(PY) -m tests.hostile
+
+kube: $(STAMP) ## etcd and kube-apiserver for test-kube, into ~/.cache; needs Go, some minutes once
+	$(PY) -m tests.apiserver.build
+
+test-kube: $(STAMP) ## only the tests against a real API server
+	$(PY) -m pytest -q -m kube
 
 FUZZER := $(VENV)/fuzz/.installed
 $(FUZZER): requirements/fuzz.lock $(STAMP)
