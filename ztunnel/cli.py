@@ -6,9 +6,16 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
-from ztunnel.envoy.settings import SWITCH_VARIABLES, VARIABLES, Settings, names_a_source, settings_from
+from ztunnel.envoy.settings import (
+    POLICY_FLAGS,
+    SWITCH_VARIABLES,
+    VARIABLES,
+    Settings,
+    names_a_source,
+    settings_from,
+)
 from ztunnel.runtime import heap
 from ztunnel.runtime.settings import SettingsError
 from ztunnel.runtime.tasks import errors_of
@@ -29,6 +36,9 @@ _HELP = {
     "log_level": "trace, debug, info, warning, error, critical or off (default info)",
     "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
     "restart_epoch": "not 0: start beside the proxy that runs here, to take its place (default 0)",
+    "policy": "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",
+    "policy_sync": "PolicySync server of the node, instead",
+    "unknown_pods": "allow: pods that these policies do not know are left to the others (default deny)",
     "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
     "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
     "early_data": "false: no byte of a connection leaves before its tunnel has been accepted",
@@ -123,8 +133,10 @@ async def _result(status: Awaitable[int]) -> int:
 def _proxy(args: argparse.Namespace) -> int:
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
-    if not (names_a_source(flags, os.environ) or any(flags.values())):
-        return _istio(args)
+    others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
+    if not (names_a_source(flags, os.environ) or any(others)):
+        given = {VARIABLES[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
+        return _istio(args, {**os.environ, **given})
     try:
         settings = settings_from(flags, os.environ)
     except SettingsError as error:
@@ -135,12 +147,12 @@ def _proxy(args: argparse.Namespace) -> int:
     return run_proxy(settings, validate=args.validate)
 
 
-def _istio(args: argparse.Namespace) -> int:
+def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
     from ztunnel.istio.command import check, described, run
 
     try:
-        config = check(os.environ, " ".join(["proxy", *args.arguments]))
+        config = check(env, " ".join(["proxy", *args.arguments]))
     except SettingsError as error:
         for fault in error.faults:
             print(f"Error: {fault}", file=sys.stderr)

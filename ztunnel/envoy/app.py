@@ -8,7 +8,9 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.poller import Poller
@@ -21,6 +23,7 @@ from xds.dialects.envoy.reading import at
 from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
 from xds.protocol.resource import ResourceSource, Update
+from ztunnel.calico.settings import live_policies
 from ztunnel.dataplane.resolver import Resolver
 from ztunnel.envoy.admin.server import AdminServer
 from ztunnel.envoy.bootstrap import BootstrapConfig, Discovery
@@ -49,6 +52,9 @@ from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
+if TYPE_CHECKING:
+    from ztunnel.calico.live import LivePolicies
+
 log = logging.getLogger(__name__)
 
 #: Envoy's default timeouts, which cut tunnels; off unless a switch enables them.
@@ -72,6 +78,7 @@ class Proxy:
         self.stats = Stats()
         self.connections = Connections()
         self.failing_health_checks = False
+        self.policies: LivePolicies | None = None
         self._state = State.PRE_INITIALIZING
         self._stop = asyncio.Event()
         self._tasks = Tasks("proxy")
@@ -121,9 +128,19 @@ class Proxy:
         self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
         # From the sockets up: each object has all that it calls when it is made.
         table, dialler = ListenerTable(), Dialler(self.poller)
+        inbound_dialler = dialler
+        make_connector: Callable[..., Connector] = Connector
+        if settings.policies is not None:
+            from ztunnel.envoy import guarded  # most proxies have no Calico policies, and save the memory
+
+            counts = guarded.CountedDecisions(self.stats)
+            self.policies = live_policies(settings.policies, self.clock, counts, {})
+            enforcer = guarded.Enforcer(self.policies)
+            inbound_dialler = guarded.InboundDialler(self.poller, enforcer)
+            make_connector = partial(guarded.GuardedConnector, enforcer)
         terminator = Terminator(
             self.clusters,
-            dialler,
+            inbound_dialler,
             rng,
             check_authority=switches.check_authority,
             own_ports=lambda: table.own_ports,
@@ -136,7 +153,7 @@ class Proxy:
             self.clock,
             _SHORTCUT_PORTS if switches.node_local_shortcut else {},
         )
-        self.connector = Connector(
+        self.connector = make_connector(
             self.clusters,
             dialler,
             internal,
@@ -263,6 +280,8 @@ class Proxy:
             await stack.enter_async_context(AdminServer(self))
             await stack.enter_async_context(self._files)
             self._tasks.keep(self._flush_logs, "access log flush")
+            if self.policies is not None:
+                self._tasks.keep(self.policies.run, "policies")
             stack.callback(self._grpc.close)
             for stream in self._streams.values():
                 await stack.enter_async_context(stream)

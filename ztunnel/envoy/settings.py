@@ -7,6 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from xds.model.address import SocketAddress
+from ztunnel.calico.settings import (
+    DIRECTORY,
+    SYNC,
+    UNKNOWN_PODS,
+    PolicySettings,
+    policy_settings,
+    sync_target,
+    unknown_pods,
+)
 from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
@@ -57,6 +66,7 @@ class Settings:
         readiness, metrics: addresses to listen on; ``None`` disables one.
         spin_us: time to poll without sleeping after activity; 0 is off.
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
+        policies: where Calico's policies come from; ``None``: there are none.
     """
 
     bootstrap: str = ""
@@ -72,6 +82,7 @@ class Settings:
     log_level: str = "info"
     spin_us: int = SPIN_US
     restart_epoch: int = 0
+    policies: PolicySettings | None = None
     switches: Switches = Switches()
 
 
@@ -114,7 +125,12 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
     "spin_us": ("ZTUNNEL_SPIN_US", count),
     "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", count),
+    "policy": (DIRECTORY, str),
+    "policy_sync": (SYNC, lambda text: text and sync_target(text)),
+    "unknown_pods": (UNKNOWN_PODS, unknown_pods),
 }
+#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
+POLICY_FLAGS = ("policy", "policy_sync", "unknown_pods")
 
 SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", boolean),
@@ -166,6 +182,12 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         return values
 
     values = read(VARIABLES)
+    try:
+        policies = policy_settings(*(values.pop(name, "") for name in POLICY_FLAGS))
+    except ValueError as error:
+        faults.append(str(error))
+    else:
+        values["policies"] = policies
     switches: dict[str, Any] = {}
     compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
     if compat not in ("true", "false"):

@@ -22,6 +22,7 @@ from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.json import parse_value
 from xds.protocol.snapshot import Answered, Snapshot
+from ztunnel.calico.settings import PolicySettings
 from ztunnel.envoy.app import Proxy
 from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.envoy.settings import Settings, Switches
@@ -50,7 +51,13 @@ class Rig:
         resources: (kind, document), published by :meth:`publish`.
     """
 
-    def __init__(self, folder: Path, switches: Switches, extend: Callable[[Bootstrap], None] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        switches: Switches,
+        extend: Callable[[Bootstrap], None] | None,
+        policies: PolicySettings | None = None,
+    ) -> None:
         self.folder = folder
         self.answers: list[tuple[str, str | None]] = []
         self.resources: list[tuple[str, Json]] = []
@@ -69,6 +76,7 @@ class Rig:
             drain_s=1.0,
             shutdown_s=1.0,
             log_flush_s=0.05,
+            policies=policies,
             switches=switches,
         )
         self.proxy = Proxy(settings, read_bootstrap(bootstrap))
@@ -131,11 +139,12 @@ def run(
     *resources: tuple[str, Json],
     switches: Switches = Switches(),  # noqa: B008  frozen
     extend: Callable[[Bootstrap], None] | None = None,
+    policies: PolicySettings | None = None,
 ) -> None:
     """Run ``body`` against a proxy that has ``resources``."""
 
     async def main() -> None:
-        rig = Rig(folder, switches, extend)
+        rig = Rig(folder, switches, extend, policies)
         rig.publish(*resources)
         async with rig.server, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(rig.proxy.run())

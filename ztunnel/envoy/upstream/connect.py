@@ -31,7 +31,7 @@ from ztunnel.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners.chains import LiveTcpProxy
-from ztunnel.envoy.outcome import Hop, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
+from ztunnel.envoy.outcome import Denied, Hop, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster
@@ -202,6 +202,8 @@ class Connector:
             inner.hop.refused(error)
             inner.close()
             inner.hop.finish()
+            if isinstance(error, Denied):
+                raise  # no failure of this host, and another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
             raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
         except BaseException:
