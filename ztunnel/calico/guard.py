@@ -90,7 +90,7 @@ class Decision:
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """The rule that denied, as fields of an access line; none if it is no rule."""
+        """The rule that decided, as fields of an access line; none if it is no rule."""
         rule = self.verdict.rule
         if rule is None:
             return ()

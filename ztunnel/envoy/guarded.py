@@ -22,14 +22,14 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.cluster import TransportSocket
-from ztunnel.calico.guard import connection
+from ztunnel.calico.guard import Decision, connection
 from ztunnel.calico.live import LivePolicies
 from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
 from ztunnel.envoy.internal import InternalListeners
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 #: Begin of ``CONNECTION_TERMINATION_DETAILS``, in the manner of Envoy's ``rbac_access_denied_matched_policy``.
 _DENIED = "calico_access_denied"
 POLICY_CHANGE = "connection closed due to policy change"
-#: Dynamic metadata with tier, name and rule of a denial: ``%DYNAMIC_METADATA(calico.policy:rule)%``.
+#: Dynamic metadata with tier, name and rule of a decision: ``%DYNAMIC_METADATA(calico.policy:rule)%``.
 METADATA = "calico.policy"
 
 _Question = tuple[c.Direction, c.Flow]
@@ -89,10 +89,9 @@ class Enforcer:
         """
         for direction, flow in questions:
             decision = await self._policies.admit(direction, flow)
-            if decision.staged:
-                info.facts.metadata[METADATA] = {"dry_run": decision.staged}
+            _note(info, decision)
             if not decision.allowed:
-                self._deny(info, decision.fields, decision.verdict.message)
+                raise _denied(decision)
         # Registered before it is dialled: a change meanwhile must find it.
         live = _Live(questions, info, cancels_current_task())
         self._live[live] = None
@@ -106,16 +105,12 @@ class Enforcer:
         upstream.on_close(lambda: self._live.pop(live, None))
         return upstream
 
-    @staticmethod
-    def _deny(info: StreamInfo, fields: tuple[tuple[str, str], ...], reason: str) -> None:
-        info.facts.metadata[METADATA] = {name.removeprefix("policy."): value for name, value in fields}
-        raise Denied(f"{_DENIED}[{reason.removeprefix('denied by ')}]")
-
     def _judge(self, live: _Live) -> None:
         for direction, flow in live.questions:
             decision = self._policies.guard.check(direction, flow, counted=False)
             if not decision.allowed:
-                self._deny(live.info, decision.fields, decision.verdict.message)
+                _note(live.info, decision)
+                raise _denied(decision)
 
     def _review(self) -> Iterator[None]:
         for live in list(self._live):
@@ -128,6 +123,19 @@ class Enforcer:
                     info.termination_details = f"{POLICY_CHANGE}: {denied.details}"
                     live.abort(info.termination_details)
             yield
+
+
+def _note(info: StreamInfo, decision: Decision) -> None:
+    """Put the rule that decided in the connection's metadata."""
+    told = {name.removeprefix("policy."): value for name, value in decision.fields}
+    if decision.staged:
+        told["dry_run"] = decision.staged
+    # A copy: the tunnels of one connection share its facts, and each has a line of its own.
+    info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: told})
+
+
+def _denied(decision: Decision) -> Denied:
+    return Denied(f"{_DENIED}[{decision.verdict.message.removeprefix('denied by ')}]")
 
 
 class InboundDialler(Dialler):

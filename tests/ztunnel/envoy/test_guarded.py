@@ -192,8 +192,21 @@ def test_staged_policies_are_counted_and_not_enforced(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         rig = made.rig
         async with application() as port:
-            await rig.published(cluster(port), listener())
+            (log,) = access_log(tmp_path)
+            names = ("tier", "name", "rule", "dry_run")
+            log["typed_config"]["log_format"]["json_format"] = {
+                name: f"%DYNAMIC_METADATA(calico.policy:{name})%" for name in names
+            }
+            await rig.published(cluster(port), listener(access_log=[log]))
             assert await ask(rig.port("l")) == b"ping"
+            assert await rig.log() == [
+                {
+                    "tier": "default",
+                    "name": "GlobalNetworkPolicy/both",
+                    "rule": "0",
+                    "dry_run": "denied by default|StagedGlobalNetworkPolicy/soon|rule 0",
+                }
+            ]
             key = ("default", "StagedGlobalNetworkPolicy/soon", "staged denied")
             assert made.policies.guard.hits.counts[key] == 1
 
