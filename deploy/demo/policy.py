@@ -1,7 +1,8 @@
 """The demo of application policy: a real Envoy asks the policy server, which follows policies served from files.
 
 Two service accounts call a backend through Envoy by mTLS. Envoy's HTTP and network filters put each request and
-each connection to the policy server. Everything is on loopback addresses and Unix sockets of one folder.
+each connection to the policy server. Then our own proxy judges connections by the same policies, with no Envoy, at
+both ends of its tunnels. Everything is on loopback addresses and Unix sockets of one folder.
 """
 
 import contextlib
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.demo import policy_tunnels
 from deploy.demo.stage import Demo, Unexpected, print_logs
 from xds.model.identity import SpiffeId
 from ztunnel.identity import authority
@@ -32,17 +35,25 @@ _TYPE: Final = "type.googleapis.com"
 _FILTERS: Final = f"{_TYPE}/envoy.extensions.filters"
 _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 BACKEND: Final = "127.0.1.3"
-ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2"}
+ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2", "backend": BACKEND, "database": "127.0.1.4"}
+#: Which pods call which in tunnels.
+CALLS: Final = (
+    ("frontend", "backend"),
+    ("batch", "backend"),
+    ("backend", "database"),
+    ("frontend", "database"),
+)
 
 
 @dataclass
 class PolicyDemo:
-    """The running demo: its folder, programs, and the number of expectations that failed."""
+    """The running demo: its folder, programs, the number of expectations that failed, and of tunnels asked for."""
 
     folder: Path
     programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     failures: int = 0
     ports: dict[str, int] = field(default_factory=dict)
+    tunnels: Counter[policy_tunnels.Call] = field(default_factory=Counter)
 
     def start(self) -> None:
         """Start everything.
@@ -56,7 +67,11 @@ class PolicyDemo:
         for name in ("policies.yaml", "pods.yaml"):
             (self.folder / name).write_text((EXAMPLES / name).read_text())
         self._certificates()
-        self.ports = {name: _free_port() for name in ("application", "http", "network")}
+        wanted = ("application", "database", "http", "network", "admin", "to backend", "to database")
+        self.ports = {name: _free_port() for name in (*wanted, *(f"{a}-{b}" for a, b in CALLS))}
+        # The database listens where nothing else does on this machine.
+        pods = self.folder / "pods.yaml"
+        pods.write_text(pods.read_text().replace("5432", str(self.ports["database"])))
         self._run(
             "application", sys.executable, "-m", "deploy.demo.app", "backend", str(self.ports["application"])
         )
@@ -105,6 +120,7 @@ class PolicyDemo:
         self._act_edit()
         self._act_outage()
         self._act_explain()
+        self._act_tunnels()
 
     def _act_requests(self) -> None:
         print("\n1. Two service accounts, one policy (examples/policy/policies.yaml)")
@@ -174,6 +190,87 @@ class PolicyDemo:
         print("".join(f"  {line}\n" for line in done.stdout.splitlines()), end="")
         self.expect(done.returncode == 1, "the same answer from the files alone")
 
+    def _act_tunnels(self) -> None:
+        print("\n7. The same policies with no Envoy: connections, judged by our proxy at both ends of its tunnels")
+        self.stop("envoy")
+        self.stop("authz")
+        self._run("database", sys.executable, "-m", "deploy.demo.app", "database", str(self.ports["database"]))
+        self._start_tunnels()
+        self.call("frontend", "backend", reached=False)
+        self.call("batch", "backend", reached=False)
+        self.call("backend", "database", reached=True)
+        self.call("frontend", "database", reached=False)
+        print("  an edit: the rule of the frontend is about connections now")
+        path = self.folder / "policies.yaml"
+        text = path.read_text()
+        _replace(path, text.replace("    http: {methods: [GET], paths: [{prefix: /public}]}\n", ""))
+        Demo.wait("the edit", lambda: self._reaches("frontend", "backend"))
+        self.call("frontend", "backend", reached=True)
+        self.call("batch", "backend", reached=False)
+        host = ADDRESSES["frontend"]
+        with socket.create_connection((host, self.ports["frontend-backend"]), 5, (host, 0)) as kept:
+            kept.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            self.expect(kept.recv(65536) != b"", "a connection of the frontend is open")
+            _replace(path, text)
+            kept.settimeout(10)
+            self.expect(_ended(kept), "it ends when the edit is taken back")
+        self.tunnels["frontend", "backend"] += 1
+        self._last_line("frontend", "backend")
+        self.call("frontend", "backend", reached=False)
+
+    def _start_tunnels(self) -> None:
+        (self.folder / "tunnels.json").write_text(
+            policy_tunnels.bootstrap(
+                self.folder,
+                ADDRESSES,
+                {name: self.ports[f"to {name}"] for name in ("backend", "database")},
+                {(a, b): self.ports[f"{a}-{b}"] for a, b in CALLS},
+                {"backend": self.ports["application"], "database": self.ports["database"]},
+            )
+        )
+        self._run(
+            "tunnels",
+            *(*ZTUNNEL, "proxy", "--bootstrap", str(self.folder / "tunnels.json")),
+            *("--policy-sync", str(self.folder / "node.sock"), "--log-flush", "50ms"),
+            *("--admin", f"127.0.0.1:{self.ports['admin']}", "--metrics", "off", "--readiness", "off"),
+        )
+        Demo.wait("the tunnels", lambda: self._reaches("backend", "database"))
+        self.tunnels = Counter({("backend", "database"): 1})
+
+    def call(self, caller: str, called: str, *, reached: bool) -> None:
+        """Call an application through a tunnel, and print the answer with the rule that decided."""
+        found = self._reaches(caller, called)
+        line = self._last_line(caller, called)
+        rule = f"{line['policy']}, rule {line['rule']} in tier {line['tier']}"
+        self.expect(found == reached, f"{caller:<9} -> {called:<9} {'reached' if found else 'refused':<9}{rule}")
+        if "allows_HTTP_requests" in (line["details"] or ""):
+            print(f"       {str(line['details']).replace('_', ' ')}")
+        if line["staged"]:
+            print(f"       staged: {line['staged']}")
+
+    def _last_line(self, caller: str, called: str) -> dict[str, Any]:
+        """Return the line of the last connection to a pod; each is judged there once."""
+        Demo.wait("the access line", lambda: len(self._lines(caller, called)) >= self.tunnels[caller, called])
+        return self._lines(caller, called)[-1]
+
+    def _lines(self, caller: str, called: str) -> list[dict[str, Any]]:
+        path = self.folder / "tunnels.access"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        who = f"spiffe://cluster.local/ns/shop/sa/{caller}"
+        return [line for line in lines if (line["judged"], line["caller"]) == (called, who)]
+
+    def _reaches(self, caller: str, called: str) -> bool:
+        self.tunnels[caller, called] += 1
+        try:
+            address = ADDRESSES[caller], self.ports[f"{caller}-{called}"]
+            connection = http.client.HTTPConnection(*address, timeout=10, source_address=(address[0], 0))
+            with contextlib.closing(connection):
+                connection.request("GET", "/", headers={"connection": "close"})
+                return bool(connection.getresponse().status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
     # Requests
 
     def check(
@@ -230,7 +327,7 @@ class PolicyDemo:
     def _certificates(self) -> None:
         now = authority.now()
         ca = authority.CertificateAuthority.in_memory("cluster.local", now)
-        for name in ("frontend", "batch", "backend"):
+        for name in ADDRESSES:
             issued = ca.issue(SpiffeId("cluster.local", "shop", name), now, timedelta(hours=1))
             (self.folder / f"{name}.pem").write_bytes(issued.chain_pem)
             key = self.folder / f"{name}.key"
@@ -347,6 +444,18 @@ def _cluster(name: str, address: dict[str, Any], **more: Any) -> dict[str, Any]:
         },
         **more,
     }
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Wait for the other side's end, within the socket's time limit."""
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _free_port() -> int:
