@@ -42,6 +42,8 @@ PURE_APPLICATION = (
     "ztunnel/calico/clauses.py",
     "ztunnel/calico/evaluator.py",
     "ztunnel/calico/guard.py",
+    "ztunnel/calico/explain.py",
+    "ztunnel/calico/report.py",
     "ztunnel/calico/walk.py",
     "ztunnel/calico/resources.py",
     "ztunnel/calico/kubernetes.py",

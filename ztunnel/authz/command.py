@@ -87,6 +87,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--terminate", metavar="[IP:]PORT", help="serve HTTP there, of which /terminate ends the server"
     )
     parser.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    parser.add_argument(
+        "--admin", metavar="[IP:]PORT", help="serve /policies there, of loopback unless an address is given"
+    )
     parser.add_argument("--debug", action="store_true", help="log more")
 
 
@@ -103,11 +106,12 @@ def serve_command(args: argparse.Namespace) -> int:
         listen = [sync_target(text) for text in args.listen or [DEFAULT_LISTEN]]
         dial = sync_target(args.dial)
         terminate, metrics = _http_address(args.terminate), _http_address(args.metrics)
+        admin = _http_address(args.admin, "127.0.0.1")
     except ValueError as error:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
         return BAD_ARGUMENT
     try:
-        asyncio.run(_serve(args, listen, dial, terminate, metrics))
+        asyncio.run(_serve(args, listen, dial, terminate, metrics, admin))
     except (ServeError, OSError) as error:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
         return 1
@@ -120,6 +124,7 @@ async def _serve(
     dial: str,
     terminate: "SocketAddress | None",
     metrics: "SocketAddress | None",
+    admin: "SocketAddress | None",
 ) -> None:
     from ztunnel.authz.server import AuthzSettings, PolicyServer
     from ztunnel.calico.follower import Follower
@@ -151,13 +156,22 @@ async def _serve(
 
         return page(families(server, follower), request)
 
+    def inspected(request: PageRequest) -> Page:
+        from ztunnel.authz.pages import page
+
+        return page(server, follower, request)
+
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
             PolicyServer(listen, follower, clock, settings, socket_mode=args.socket_mode)
         )
         stack.push_async_callback(tasks.close)
         tasks.keep(follower.run, "policysync")
-        for name, address, pages in (("terminate", terminate, terminated), ("metrics", metrics, measured)):
+        for name, address, pages in (
+            ("terminate", terminate, terminated),
+            ("metrics", metrics, measured),
+            ("admin", admin, inspected),
+        ):
             if address is not None:
                 await stack.enter_async_context(PageServer(name, address, pages, clock))
         log.info("serving ext_authz on %s, PolicySync from %s", ", ".join(server.addresses), dial)
@@ -232,14 +246,14 @@ def _mode(text: str) -> int:
     return int(text, 8)
 
 
-def _http_address(text: str | None) -> "SocketAddress | None":
-    """Read ``[IP:]PORT``; every address without one, as Calico's server."""
+def _http_address(text: str | None, host: str = "0.0.0.0") -> "SocketAddress | None":
+    """Read ``[IP:]PORT``; every address without one, as Calico's server, or another default."""
     from xds.model.address import SocketAddress
 
     if text is None:
         return None
     try:
-        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+        return SocketAddress.parse(text if ":" in text else f"{host}:{text}")
     except ValueError:
         raise ValueError(f"{text!r} is neither a port nor ip:port") from None
 

@@ -12,6 +12,8 @@ def families(server: PolicyServer, follower: Follower) -> Iterator[Family]:
     store, counts = follower.evaluator.store, follower.counts
     answers = [((code.name,), float(count)) for code, count in sorted(server.answers.items())]
     yield family("authz_checks", "counter", "Checks answered, by gRPC code", answers, ("code",))
+    decided = [(key, float(count)) for key, count in server.hits.counts.items()]
+    yield family("authz_policy_decisions", "counter", "Checks by policy", decided, ("tier", "policy", "result"))
     plain: tuple[tuple[str, str, str, float], ...] = (
         ("authz_policysync_in_sync", "gauge", "1 while the policies are known to be current", follower.in_sync),
         ("authz_policysync_age_seconds", "gauge", "Seconds since they were, 0 while they are", follower.age_s),

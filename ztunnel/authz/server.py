@@ -16,6 +16,7 @@ from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
 from ztunnel.calico.follower import Follower
+from ztunnel.calico.guard import Hits
 from ztunnel.calico.store import Store
 from ztunnel.calico.verdict import Code, Verdict
 from ztunnel.runtime.clock import Clock
@@ -59,11 +60,12 @@ class PolicyServer:
     Args:
         addresses: ``unix:/path`` and ``host:port``.
         follower: whose store answers; the caller runs it.
-        clock: for rates of log lines.
+        clock: for rates of log lines, and the times of answers.
         socket_mode: of Unix sockets.
 
     Attributes:
         answers: number of checks by answer.
+        hits: the same by policy.
 
     Raises:
         ServeError: on entering.
@@ -79,6 +81,8 @@ class PolicyServer:
         socket_mode: int = SOCKET_MODE,
     ) -> None:
         self.answers: Counter[Code] = Counter()
+        self.hits = Hits()
+        self._clock = clock
         self._follower = follower
         self._settings = settings
         self._lines = LineLimit(clock, lambda count: log.info("%d more denials not logged", count))
@@ -122,6 +126,7 @@ class PolicyServer:
             return encode_response(Code.INVALID_ARGUMENT, str(error))
         verdict = self.answer(flow)
         self.answers[verdict.code] += 1
+        self.hits.count(verdict, self._clock.wall())
         if not verdict.allowed and self._lines.admits():
             _log_denial(flow, verdict)
         return encode_response(

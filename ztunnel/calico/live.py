@@ -7,11 +7,12 @@ other tasks get their turn every few connections.
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from xds.model import calico as c
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.guard import Decision, Guard, Hits
+from ztunnel.calico.report import state_of
 from ztunnel.runtime.clock import Clock
 
 #: How long a new connection waits for the policies of a pod that is not known yet: a pod may run before its
@@ -78,6 +79,12 @@ class LivePolicies:
         self._waiting: set[asyncio.Event] = set()
         #: Counts reviews that have begun; tests and :meth:`admit`'s callers compare it.
         self.changes = 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the source, for :func:`ztunnel.calico.report.in_force`."""
+        source = self.source
+        return state_of(source.name, source.error, source.age_s, in_sync=source.in_sync)
 
     def watch(self, review: Review) -> None:
         """Have live connections reviewed after each change, until :meth:`unwatch`; idempotent."""

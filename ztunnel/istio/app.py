@@ -51,6 +51,7 @@ from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from ztunnel.calico.live import LivePolicies
     from ztunnel.istio.workers.main import WorkerPod, Workers
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,11 @@ class IstioProxy:
         self._tasks = Tasks("proxy")
         self._stop = asyncio.Event()
         self._gauges()
+
+    @property
+    def policies(self) -> LivePolicies | None:
+        """Calico's policies; ``None`` where there are none."""
+        return self.node.policies
 
     def _authority(self) -> CertificateAuthority:
         config = self.config

@@ -6,12 +6,15 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ztunnel.calico.resources import Resources
 
 log = logging.getLogger(__name__)
+
+#: Longest time that a server may take to explain.
+_ASK_S: Final = 10.0
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -26,12 +29,15 @@ def add_arguments(subparsers: Any) -> None:
     _add_files(check)
     check.set_defaults(run=check_command)
     explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
-    _add_files(explain)
+    explain.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+    explain.add_argument(
+        "--server", metavar="URL", help="ask a running proxy or policy server instead: its admin address"
+    )
     explain.add_argument(
         "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
     )
     explain.add_argument("--to", required=True, metavar="WHO", help="namespace/pod or IP")
-    explain.add_argument("--port", type=int, default=80, metavar="PORT", help="of the destination (default 80)")
+    explain.add_argument("--port", default="80", metavar="PORT", help="of the destination (default 80)")
     explain.add_argument("--protocol", default="tcp", metavar="NAME", help="(default tcp)")
     explain.add_argument("--method", help="of an HTTP request; without method and path it is a connection")
     explain.add_argument("--path", help="of an HTTP request")
@@ -69,46 +75,67 @@ def check_command(args: argparse.Namespace) -> int:
 
 def explain_command(args: argparse.Namespace) -> int:
     """Print the walk through both ends' policies; the exit status is 0 if both allow."""
-    from xds.model import calico as c
+    if args.server is not None:
+        return _ask_server(args)
     from ztunnel.calico.compile import compile_resources
-    from ztunnel.policysync.explain import UnknownParty, evaluator_of, explain, party
+    from ztunnel.calico.explain import BadQuestion, UnknownParty, explain_both, flow_of
+    from ztunnel.policysync.explain import evaluator_of, party
 
+    if not args.files:
+        print("ztunnel policy explain: needs files or --server", file=sys.stderr)
+        return 2
     resources = _read(args.files)
     if resources is None:
         return 1
     try:
         source = party(args.source, resources, args.trust_domain)
         destination = party(args.to, resources, args.trust_domain)
-        protocol = c.PROTOCOLS.get(args.protocol.lower()) or int(args.protocol)
-    except UnknownParty as error:
+        flow = flow_of(source, destination, args.port, args.protocol, args.method, args.path)
+    except (UnknownParty, BadQuestion) as error:
         print(f"ztunnel policy explain: {error}", file=sys.stderr)
         return 2
-    except ValueError:
-        print(f"ztunnel policy explain: {args.protocol!r} is no IP protocol", file=sys.stderr)
-        return 2
-    http = args.method is not None or args.path is not None
-    flow = c.Flow(
-        source_ip=source.address,
-        destination_ip=destination.address,
-        destination_port=args.port,
-        protocol=protocol,
-        source_principal=source.principal,
-        destination_principal=destination.principal,
-        method=(args.method or "") if http else None,
-        path=(args.path or "") if http else None,
-    )
-    made = evaluator_of(compile_resources(resources))
-    allowed = True
-    request = f" {flow.method} {flow.path}" if http else ""
+    request = f" {flow.method} {flow.path}" if flow.method is not None else ""
     print(f"from {source.name} to {destination.name}, port {args.port}/{args.protocol}{request}")
-    for end, direction in ((source, c.Direction.EGRESS), (destination, c.Direction.INGRESS)):
-        if end.endpoint is None:
-            print(f"{direction} of {end.name}\n  no pod here: no policy")
-            continue
-        verdict, lines = explain(made, flow, end.endpoint, direction, enforced=not args.staged)
-        print("\n".join(lines))
-        allowed = allowed and verdict.allowed
+    made = evaluator_of(compile_resources(resources))
+    allowed, lines = explain_both(made, flow, source, destination, enforced=not args.staged)
+    print("\n".join(lines))
     return 0 if allowed else 1
+
+
+def _ask_server(args: argparse.Namespace) -> int:
+    """Ask the admin server of a proxy or of a policy server; the exit status is 0 if both ends allow."""
+    import json
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
+    if args.files:
+        print("ztunnel policy explain: files and --server exclude each other", file=sys.stderr)
+        return 2
+    asked = {
+        "from": args.source,
+        "to": args.to,
+        "port": args.port,
+        "protocol": args.protocol,
+        "trust_domain": args.trust_domain,
+        "staged": "true" if args.staged else "false",
+        **({"method": args.method} if args.method is not None else {}),
+        **({"path": args.path} if args.path is not None else {}),
+    }
+    base = args.server if "://" in args.server else f"http://{args.server}"
+    url = f"{base.rstrip('/')}/policies/explain?{urllib.parse.urlencode(asked)}"
+    try:
+        with urllib.request.urlopen(url, timeout=_ASK_S) as response:
+            told = json.load(response)
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace").strip()
+        print(f"ztunnel policy explain: {args.server}: {error.code} {reason}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(f"ztunnel policy explain: {args.server}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(told["lines"]))
+    return 0 if told["allowed"] else 1
 
 
 def serve_command(args: argparse.Namespace) -> int:

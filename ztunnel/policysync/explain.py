@@ -1,37 +1,14 @@
-"""Explains a decision: the walk through tiers, policies and rules as a tree of lines. Pure."""
+"""Explains decisions from files: who is meant, and an evaluator over everything that they say. Pure."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled, endpoint_id
 from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.explain import Party, UnknownParty
 from ztunnel.calico.resources import Resources
 from ztunnel.calico.store import Store
-from ztunnel.calico.verdict import PROFILE_TIER, Verdict, identity_of
-from ztunnel.calico.walk import Outcome, Step, walk
 from ztunnel.policysync.view import View, changes, view_of
-
-
-@dataclass(frozen=True, slots=True)
-class Party:
-    """One end of a flow that is asked about.
-
-    Attributes:
-        name: as it is printed.
-        endpoint: None for what is no pod here.
-        address: None if only an identity was given.
-    """
-
-    name: str
-    endpoint: c.EndpointId | None
-    address: str | None
-    principal: str = ""
-
-
-class UnknownParty(ValueError):
-    """A text names neither a pod, an address nor a SPIFFE id."""
 
 
 def party(text: str, resources: Resources, trust_domain: str) -> Party:
@@ -69,41 +46,3 @@ def evaluator_of(compiled: Compiled) -> Evaluator:
     for update in (*changes(View(), view_of(compiled, compiled.endpoints)), c.InSync()):
         made.apply(update)
     return made
-
-
-def explain(
-    made: Evaluator, flow: c.Flow, endpoint: c.EndpointId, direction: c.Direction, *, enforced: bool = True
-) -> tuple[Verdict, list[str]]:
-    """Return the verdict about a flow to or from an endpoint, and the lines that say how it came about."""
-    verdict = made.check(endpoint, flow, direction, enforced=enforced)
-    identities = tuple(
-        identity_of(principal, frozenset()) for principal in (flow.source_principal, flow.destination_principal)
-    )
-    lines = [f"{direction} of {endpoint.workload}"]
-    source, destination = identities
-    if source is not None and destination is not None:
-        steps = walk(
-            made.store, made.store.endpoints[endpoint], flow, (source, destination), direction, enforced=enforced
-        ).steps
-        lines += _tree(steps)
-    lines.append(f"  => {'allowed by ' + str(verdict.rule) if verdict.allowed else verdict.message}")
-    return verdict, lines
-
-
-def _tree(steps: list[Step]) -> Iterator[str]:
-    tier, policy = None, None
-    for step in steps:
-        place = step.place
-        if place.tier != tier:
-            tier, policy = place.tier, None
-            yield "  profiles" if tier == PROFILE_TIER else f"  tier {tier}"
-        if place.index < 0 and step.outcome not in (Outcome.STAGED, Outcome.UNDECIDABLE):
-            yield f"    end of tier: {step.outcome}"
-            continue
-        if place.policy != policy:
-            policy = place.policy
-            yield f"    {policy}"
-        if place.index < 0:
-            yield f"      {step.outcome}{': ' + step.clause if step.clause else ', not enforced'}"
-        else:
-            yield f"      rule {place.index}: {step.outcome}{': ' + step.clause if step.clause else ''}"

@@ -1,5 +1,6 @@
 """``ztunnel authz`` and ``dikastes`` as processes: serving, asking, health, ending, and refusals in one line."""
 
+import json
 import os
 import signal
 import socket
@@ -115,6 +116,30 @@ def test_metrics_of_a_server(tmp_path: Path) -> None:
     assert 'authz_checks_total{code="UNAVAILABLE"} 2.0' in lines
     assert "authz_policysync_in_sync 0.0" in lines
     assert "authz_policies 0.0" in lines
+    assert 'authz_policy_decisions_total{policy="UNAVAILABLE",result="denied",tier="none"} 2.0' in lines
+
+
+def test_the_admin_page_and_the_command_that_asks_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "authz.sock")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    asking = [sys.executable, "-m", "ztunnel", "policy", "explain", "--server", f"127.0.0.1:{port}"]
+
+    def explain(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*asking, *args], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+    with served("ztunnel", "serve", "-l", path, "-d", f"{tmp_path}/felix", "--admin", str(port)):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/policies", timeout=LIMIT_S) as answer:
+            told = json.load(answer)
+        assert (told["source"]["name"], told["store"]["complete"]) == (f"unix:{tmp_path}/felix", False)
+        done = explain("--from", "10.0.0.1", "--to", "10.0.0.2")
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, "egress of 10.0.0.1")
+        done = explain("--from", "x", "--to", "10.0.0.2")
+        assert done.returncode == 2
+        assert "400 from: 'x' is neither namespace/pod" in done.stderr
+    done = explain("--from", "10.0.0.1", "--to", "10.0.0.2")
+    assert done.returncode == 2
+    assert "Connection refused" in done.stderr
 
 
 def test_bad_modes_are_named(tmp_path: Path) -> None:

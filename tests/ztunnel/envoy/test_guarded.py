@@ -1,7 +1,9 @@
 """The proxy as a whole where Calico's policies are in force; every pod is at 127.0.0.1."""
 
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,9 +23,11 @@ from tests.ztunnel.envoy.rig import (
     tunnel,
 )
 from ztunnel.calico.settings import PolicySettings
+from ztunnel.envoy.admin.commands import answer
 from ztunnel.envoy.guarded import POLICY_CHANGE
 from ztunnel.envoy.settings import settings_from
 from ztunnel.envoy.upstream.connect import Connector
+from ztunnel.http.page import PageRequest, Query
 from ztunnel.runtime.settings import SettingsError
 
 POD = """
@@ -219,6 +223,37 @@ def test_without_policies_nothing_of_it_is_there(tmp_path: Path) -> None:
         assert type(rig.proxy.connector) is Connector
 
     run(tmp_path, body, cluster(1), listener())
+
+
+def test_pages_say_what_is_in_force_and_why(tmp_path: Path) -> None:
+    async def body(made: Guarded) -> None:
+        rig = made.rig
+        async with application() as port:
+            await rig.published(cluster(port), listener())
+            assert await ask(rig.port("l")) == b"ping"
+        shown = json.loads(page(rig, "/policies"))
+        (policy,) = shown["tiers"][0]["policies"]
+        assert (policy["policy"], policy["allowed"]) == ("GlobalNetworkPolicy/both", 2)
+        assert shown["source"]["in_sync"]
+        told = json.loads(page(rig, "/policies/explain", "from=a/all&to=127.0.0.1&port=1"))
+        assert (told["allowed"], told["lines"][-1]) == (
+            True,
+            "  => allowed by default|GlobalNetworkPolicy/both|rule 0",
+        )
+        assert page(rig, "/policies/explain", "from=x") == (
+            "from: 'x' is neither namespace/pod, an IP address nor a SPIFFE id\n"
+        )
+
+    guarded(tmp_path, policies(), body)
+
+
+def page(rig: Rig, path: str, query: str = "") -> str:
+    request = PageRequest(method="GET", path=path, query=Query.parse(query), target=f"{path}?{query}")
+    pieces = []
+    for piece in answer(rig.proxy, mock.Mock(), request).body:
+        assert isinstance(piece, str)
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def test_settings() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from ztunnel.envoy.admin.inspected import Asked, Drain, InspectedProxy
 from ztunnel.envoy.telemetry import stats_page
 from ztunnel.http.page import HTML, JSON, Page, PageRequest, Query, printable, text
 
+_NO_POLICIES = "no policies of Calico: give --policy or --policy-sync\n"
 _NO_CONTENTION = "Mutex contention tracing is not enabled. To enable, run Envoy with flag --enable-mutex-tracing."
 
 
@@ -74,6 +76,30 @@ def _connections(asked: Asked) -> Page:
 
 def _explain(asked: Asked) -> Page:
     return connections.explain_page(asked.proxy, asked.query)
+
+
+def _policies(asked: Asked) -> Page:
+    policies = asked.proxy.policies
+    if policies is None:
+        return text(_NO_POLICIES, 404)
+    from ztunnel.calico.report import in_force
+
+    hits = policies.guard.hits
+    body = in_force(policies.source.evaluator.store, policies.state, hits.counts, hits.used_s)
+    return Page(content_type=JSON, body=body)
+
+
+def _explain_policies(asked: Asked) -> Page:
+    policies = asked.proxy.policies
+    if policies is None:
+        return text(_NO_POLICIES, 404)
+    from ztunnel.calico.explain import BadQuestion, answer
+
+    try:
+        allowed, lines = answer(policies.source.evaluator, dict(asked.query.pairs))
+    except BadQuestion as error:
+        return text(f"{printable(str(error))}\n", 400)
+    return text(json.dumps({"allowed": allowed, "lines": lines}) + "\n", content_type=JSON)
 
 
 def _listeners(asked: Asked) -> Page:
@@ -341,6 +367,17 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command("/memory", "print current allocation/heap usage", _memory),
+    Command("/policies", "print Calico's policies in force with their counts", _policies),
+    Command(
+        "/policies/explain",
+        "print which of Calico's rules decides about a connection, and why",
+        _explain_policies,
+        parameters=(
+            Parameter("from", "namespace/pod, IP address or SPIFFE id of the client"),
+            Parameter("to", "namespace/pod or IP address of the server"),
+            Parameter("port", "Port of the server (default 80)"),
+        ),
+    ),
     Command("/quitquitquit", "exit the server", _quit, mutates=True),
     Command("/ready", "print server state, return 200 if LIVE, otherwise return 503", _ready),
     Command("/reopen_logs", "reopen access logs", _reopen_logs, mutates=True),

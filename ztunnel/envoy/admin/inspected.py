@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from ztunnel.envoy.bootstrap import BootstrapConfig
@@ -17,6 +17,9 @@ from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.http.page import Query
 from ztunnel.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from ztunnel.calico.live import LivePolicies
 
 
 class InspectedProxy(Protocol):
@@ -39,6 +42,7 @@ class InspectedProxy(Protocol):
     listeners: ListenerManager
     secrets: SecretStore
     logs: AccessLogs
+    policies: LivePolicies | None
     failing_health_checks: bool
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
@@ -14,6 +14,9 @@ from ztunnel.istio.xds.control import ControlPlane
 from ztunnel.istio.zds.manager import PodManager
 from ztunnel.istio.zds.pods import RunningPod
 from ztunnel.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from ztunnel.calico.live import LivePolicies
 
 #: Entries of the dump by direction, ``inbound`` and ``outbound``.
 Connections = dict[str, list[dict[str, str | None]]]
@@ -53,6 +56,10 @@ class InspectedProxy(Protocol):
     @property
     def readiness(self) -> PendingTasks:
         """The tasks that readiness waits for."""
+
+    @property
+    def policies(self) -> LivePolicies | None:
+        """Calico's policies; ``None`` where there are none."""
 
     @property
     def workers(self) -> InspectedWorkers | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.http import liveness
-from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, not_found, text
+from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, not_found, printable, text
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.istio.admin import config_dump
 from ztunnel.istio.admin.inspected import InspectedProxy, InspectedWorkers
@@ -32,10 +33,12 @@ usage: POST /logging?level={mod1}={level1},{mod2}={level2}	(To change specific m
 hint: loglevel:	error|warn|info|debug|trace|off
 hint: mod_name:	the module name, i.e. ztunnel::proxy
 """
+_NO_POLICIES = "no policies of Calico: give CALICO_POLICY_DIR or POLICY_SYNC\n"
 _METRICS_PATHS = ("/metrics", "/stats/prometheus")
 _PAGES = {
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
+    "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
     "/logging": "levels of the log (POST)",
     "/quitquitquit": "end in order (POST)",
     "/debug/pprof/profile": "not available: use py-spy",
@@ -146,6 +149,10 @@ class Servers:
                 return text("jemalloc not enabled\n", 500, PLAIN)
             case "/connections":
                 return self._connections()
+            case "/policies":
+                return self._policies()
+            case "/policies/explain":
+                return self._explained(request)
             case _:
                 return not_found(["/", *_PAGES])
 
@@ -154,6 +161,30 @@ class Servers:
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
+
+    async def _policies(self) -> Page:
+        """Return Calico's policies with what this process and its workers have counted."""
+        policies, workers = self._proxy.policies, self._proxy.workers
+        if policies is None:
+            return text(_NO_POLICIES, 404, PLAIN)
+        from ztunnel.calico.report import in_force
+
+        counted = await workers.metrics() if workers is not None else self._proxy.metrics
+        store = policies.source.evaluator.store
+        body = in_force(store, policies.state, counted.policy_decisions, counted.policy_used_s)
+        return Page(content_type=JSON, body=body)
+
+    def _explained(self, request: PageRequest) -> Page:
+        policies = self._proxy.policies
+        if policies is None:
+            return text(_NO_POLICIES, 404, PLAIN)
+        from ztunnel.calico.explain import BadQuestion, answer
+
+        try:
+            allowed, lines = answer(policies.source.evaluator, dict(request.query.pairs))
+        except BadQuestion as error:
+            return text(f"{printable(str(error))}\n", 400, PLAIN)
+        return text(json.dumps({"allowed": allowed, "lines": lines}) + "\n", content_type=JSON)
 
     def _logging(self, request: PageRequest) -> Page:
         if request.method != "POST":

@@ -211,7 +211,7 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
     profilers = {path for path in theirs if "profiler" in path or "heap" in path or "tcmalloc" in path}
     lookups = {path for path in theirs if "recentlookups" in path}
     assert theirs - ours == profilers | lookups
-    assert ours - theirs == {"  /connections", "  /explain"}
+    assert ours - theirs == {"  /connections", "  /explain", "  /policies", "  /policies/explain"}
 
 
 def test_stats_that_both_have_are_of_one_kind(both: dict[str, tuple[Answer, Answer]]) -> None:

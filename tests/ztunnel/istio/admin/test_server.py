@@ -73,6 +73,33 @@ def served(check: Callable[[Rig], Any], env: Mapping[str, str] | None = None) ->
     asyncio.run(main())
 
 
+# Calico's policies
+
+
+def test_policies_are_shown_where_there_are_some(tmp_path: Path) -> None:
+    async def without(rig: Rig) -> None:
+        for path in ("/policies", "/policies/explain?from=10.0.0.1&to=10.0.0.2"):
+            answer = await rig.ask("admin", path)
+            assert (answer.status, answer.text) == (
+                404,
+                "no policies of Calico: give CALICO_POLICY_DIR or POLICY_SYNC\n",
+            )
+
+    async def check(rig: Rig) -> None:
+        rig.proxy.metrics.policy_decisions["none", "UNAVAILABLE", "denied"] = 3
+        rig.proxy.metrics.policy_used_s["none", "UNAVAILABLE"] = 0.0
+        told = json.loads((await rig.ask("admin", "/policies")).text)
+        assert told["source"] == {"name": str(tmp_path), "in_sync": False, "stale_s": 0.0, "error": ""}
+        assert told["without_a_rule"]["UNAVAILABLE"]["denied"] == 3
+        answer = await rig.ask("admin", "/policies/explain?from=10.0.0.1&to=10.0.0.2")
+        assert json.loads(answer.text)["lines"][0] == "egress of 10.0.0.1"
+        answer = await rig.ask("admin", "/policies/explain?from=10.0.0.1")
+        assert (answer.status, answer.text.partition(":")[0]) == (400, "to")
+
+    served(without)
+    served(check, {"CALICO_POLICY_DIR": str(tmp_path)})
+
+
 # Readiness
 
 

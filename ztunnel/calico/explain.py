@@ -1,0 +1,190 @@
+"""Explains a decision: the walk through tiers, policies and rules as a tree of lines. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Final
+
+from xds.model import calico as c
+from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.store import Store
+from ztunnel.calico.verdict import PROFILE_TIER, Verdict, identity_of
+from ztunnel.calico.walk import Outcome, Step, walk
+
+#: Profiles of service accounts are named so, with namespace and name.
+_OF_ACCOUNT: Final = "ksa."
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One end of a flow that is asked about.
+
+    Attributes:
+        name: as it is printed.
+        endpoint: None for what is no pod here.
+        address: None if only an identity was given.
+    """
+
+    name: str
+    endpoint: c.EndpointId | None
+    address: str | None
+    principal: str = ""
+
+
+class UnknownParty(ValueError):
+    """A text names neither a pod, an address nor a SPIFFE id."""
+
+
+class BadQuestion(ValueError):
+    """A question that cannot be asked; the text names the parameter."""
+
+
+def explain(
+    made: Evaluator, flow: c.Flow, endpoint: c.EndpointId, direction: c.Direction, *, enforced: bool = True
+) -> tuple[Verdict, list[str]]:
+    """Return the verdict about a flow to or from an endpoint, and the lines that say how it came about."""
+    verdict = made.check(endpoint, flow, direction, enforced=enforced)
+    identities = tuple(
+        identity_of(principal, frozenset()) for principal in (flow.source_principal, flow.destination_principal)
+    )
+    lines = [f"{direction} of {endpoint.workload}"]
+    source, destination = identities
+    if source is not None and destination is not None and made.store.in_sync:
+        steps = walk(
+            made.store,
+            made.store.endpoints[endpoint],
+            flow,
+            (source, destination),
+            direction,
+            enforced=enforced,
+            connections_only=made.connections_only,
+        ).steps
+        lines += _tree(steps)
+    lines.append(f"  => {'allowed by ' + str(verdict.rule) if verdict.allowed else verdict.message}")
+    return verdict, lines
+
+
+def explain_both(
+    made: Evaluator, flow: c.Flow, source: Party, destination: Party, *, enforced: bool = True
+) -> tuple[bool, list[str]]:
+    """Return whether both ends allow a flow, and the lines of both walks."""
+    allowed, lines = True, []
+    for end, direction in ((source, c.Direction.EGRESS), (destination, c.Direction.INGRESS)):
+        if end.endpoint is None:
+            lines += [f"{direction} of {end.name}", "  no pod here: no policy"]
+            continue
+        verdict, more = explain(made, flow, end.endpoint, direction, enforced=enforced)
+        lines += more
+        allowed = allowed and verdict.allowed
+    return allowed, lines
+
+
+def answer(made: Evaluator, asked: Mapping[str, str]) -> tuple[bool, list[str]]:
+    """Answer a question that came to a running server.
+
+    Args:
+        made: the evaluator that answers there.
+        asked: ``from`` and ``to`` as for ``ztunnel policy explain``; ``port``, ``protocol``, ``method``, ``path``,
+            ``staged`` (``true``) and ``trust_domain``, each optional.
+
+    Raises:
+        BadQuestion: a parameter is missing, unknown, or makes no sense.
+    """
+    known = ("from", "to", "port", "protocol", "method", "path", "staged", "trust_domain")
+    for name in asked:
+        if name not in known:
+            raise BadQuestion(f"{name}: unknown; there are {', '.join(known)}")
+    ends = []
+    for name in ("from", "to"):
+        try:
+            ends.append(_party(asked.get(name, ""), made.store, asked.get("trust_domain") or "cluster.local"))
+        except UnknownParty as error:
+            raise BadQuestion(f"{name}: {error}") from None
+    if asked.get("staged", "false") not in ("true", "false"):
+        raise BadQuestion("staged: must be true or false")
+    source, destination = ends
+    flow = flow_of(
+        source,
+        destination,
+        asked.get("port") or "80",
+        asked.get("protocol") or "tcp",
+        asked.get("method"),
+        asked.get("path"),
+    )
+    return explain_both(made, flow, source, destination, enforced=asked.get("staged") != "true")
+
+
+def flow_of(
+    source: Party, destination: Party, port: str, protocol: str, method: str | None, path: str | None
+) -> c.Flow:
+    """Return the flow between two parties; without method and path it is a connection.
+
+    Raises:
+        BadQuestion: port or protocol are none.
+    """
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise BadQuestion(f"port: {port!r} is no port")
+    number = c.PROTOCOLS.get(protocol.lower())
+    if number is None:
+        if not (protocol.isascii() and protocol.isdigit() and 0 < int(protocol) < 256):
+            raise BadQuestion(f"{protocol!r} is no IP protocol")
+        number = int(protocol)
+    http = method is not None or path is not None
+    return c.Flow(
+        source_ip=source.address,
+        destination_ip=destination.address,
+        destination_port=int(port),
+        protocol=number,
+        source_principal=source.principal,
+        destination_principal=destination.principal,
+        method=(method or "") if http else None,
+        path=(path or "") if http else None,
+    )
+
+
+def _party(text: str, store: Store, trust_domain: str) -> Party:
+    """Return what is meant by ``namespace/pod``, an IP address or a SPIFFE id, as far as a store knows it.
+
+    Raises:
+        UnknownParty: by neither.
+    """
+    if text.startswith("spiffe://"):
+        return Party(text, None, None, text)
+    if "/" in text:
+        found = next((key for key in store.endpoints if key.workload == text), None)
+        if found is None:
+            raise UnknownParty(f"there is no pod {text}")
+    else:
+        try:
+            wanted = str(ip_address(text))
+        except ValueError:
+            raise UnknownParty(f"{text!r} is neither namespace/pod, an IP address nor a SPIFFE id") from None
+        found = store.endpoint_at(wanted)
+        if found is None:
+            return Party(wanted, None, wanted)
+    endpoint = store.endpoints[found]
+    namespace = found.workload.partition("/")[0]
+    prefix = f"{_OF_ACCOUNT}{namespace}."
+    accounts = [name.removeprefix(prefix) for name in endpoint.profiles if name.startswith(prefix)]
+    principal = f"spiffe://{trust_domain}/ns/{namespace}/sa/{accounts[0]}" if accounts else ""
+    address = str(endpoint.addresses[0].network_address) if endpoint.addresses else None
+    return Party(found.workload, found, address, principal)
+
+
+def _tree(steps: list[Step]) -> Iterator[str]:
+    tier, policy = None, None
+    for step in steps:
+        place = step.place
+        if place.tier != tier:
+            tier, policy = place.tier, None
+            yield "  profiles" if tier == PROFILE_TIER else f"  tier {tier}"
+        if place.index < 0 and step.outcome not in (Outcome.STAGED, Outcome.UNDECIDABLE):
+            yield f"    end of tier: {step.outcome}"
+            continue
+        if place.policy != policy:
+            policy = place.policy
+            yield f"    {policy}"
+        if place.index < 0:
+            yield f"      {step.outcome}{': ' + step.clause if step.clause else ', not enforced'}"
+        else:
+            yield f"      rule {place.index}: {step.outcome}{': ' + step.clause if step.clause else ''}"
