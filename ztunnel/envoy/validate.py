@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -18,7 +19,7 @@ from xds.dialects.envoy import (
     compile_route_table,
     compile_secret,
 )
-from xds.dialects.envoy.reading import at, unpack
+from xds.dialects.envoy.reading import at, every_fault, unpack
 from xds.errors import ConfigError
 from xds.model.cluster import Discovery
 from xds.model.secret import Secret
@@ -41,6 +42,8 @@ from ztunnel.envoy.secrets.build import build
 from ztunnel.envoy.secrets.verify import check_secret
 from ztunnel.envoy.upstream.cluster import tls_contexts
 from ztunnel.envoy.upstream.grpc import tls_of
+
+Model = TypeVar("Model")
 
 #: The resource that a path begins with.
 _RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
@@ -207,9 +210,9 @@ class _Check:
             case cluster_pb2.Cluster():
                 self._cluster(message, place)
             case endpoint_pb2.ClusterLoadAssignment():
-                compile_assignment(message)
+                self._compiled(lambda: compile_assignment(message), place)
             case route_pb2.RouteConfiguration():
-                compile_route_table(message, self._surroundings)
+                self._compiled(lambda: compile_route_table(message, self._surroundings), place)
             case core_pb2.TypedExtensionConfig():
                 with at("typed_config"):
                     compile_listener_filter(unpack(message.typed_config, message.name), self._surroundings)
@@ -224,8 +227,16 @@ class _Check:
             case _:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
 
+    def _compiled(self, compiles: Callable[[], Model], place: str) -> Model | None:
+        """Return the result, or None with every fault recorded."""
+        model, faults = every_fault(compiles)
+        self.faults.extend(f"{place}: {fault}" for fault in faults)
+        return model
+
     def _listener(self, message: listener_pb2.Listener, place: str) -> None:
-        model = compile_listener(message, self._surroundings)
+        model = self._compiled(lambda: compile_listener(message, self._surroundings), place)
+        if model is None:
+            return
         for source in wanted_sources(model):
             self._source(source)
         for inner, chain in chain_places(model):
@@ -235,7 +246,9 @@ class _Check:
                 self._contexts.append((context, Role.SERVER, chain.tls))
 
     def _cluster(self, message: cluster_pb2.Cluster, place: str) -> None:
-        model = compile_cluster(message, self._surroundings)
+        model = self._compiled(lambda: compile_cluster(message, self._surroundings), place)
+        if model is None:
+            return
         self._secrets(model.secret_refs)
         self._contexts += [(f"{place}: {inner}", Role.CLIENT, context) for inner, context in tls_contexts(model)]
         if model.discovery is Discovery.EDS and model.eds_source is not None:

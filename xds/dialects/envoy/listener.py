@@ -104,10 +104,8 @@ def compile_listener(
     parts = parts if parts is not None else Parts()
     chains = []
     for index, chain in enumerate(message.filter_chains):
-        try:
+        with at("filter_chains", index):
             chains.append(_chain_or_kept(chain, surroundings, parts))
-        except ConfigError as error:
-            raise error.under(f"filter_chains[{index}]") from error.__cause__
     default = None
     if message.HasField("default_filter_chain"):
         with at("default_filter_chain"):

@@ -41,6 +41,7 @@ from xds.proto.xds.type.v3 import type_pb2 as xds_type
 registry.import_all()
 
 M = TypeVar("M", bound=Message)
+Compiled = TypeVar("Compiled")
 
 #: Structs up to this size may be shared; "tunnel: h2" has 20 bytes, what is an endpoint's own has more. A guess.
 _SHORT = 64
@@ -62,6 +63,74 @@ class Surroundings:
     cluster_id: str = "Kubernetes"
 
 
+class _Collector:
+    """Faults of one compilation, with their whole paths.
+
+    Attributes:
+        gaps: items of lists that were left out. What is found wrong behind one, in the same place, may be wrong
+        for
+            that reason only ("needs a last filter"), and is not told.
+    """
+
+    __slots__ = ("_places", "faults", "gaps")
+
+    def __init__(self) -> None:
+        self.faults: list[ConfigError] = []
+        self.gaps = 0
+        self._places: list[tuple[tuple[str | int, ...], int]] = []
+
+    def enter(self, steps: tuple[str | int, ...]) -> None:
+        """Begin a place below the current one."""
+        self._places.append((steps, self.gaps))
+
+    def add(self, error: ConfigError) -> None:
+        """Record an error raised at the current place."""
+        for steps, _ in reversed(self._places):
+            error = error.under(_path(steps))
+        self.faults.append(error)
+
+    def leave(self, error: ConfigError | None) -> bool:
+        """End the current place; return whether what is around it goes on in spite of the error."""
+        steps, gaps = self._places[-1]
+        is_item = isinstance(steps[-1], int)
+        if error is not None and is_item:
+            if self.gaps == gaps:
+                self.add(error)
+            self.gaps += 1
+        self._places.pop()
+        return is_item
+
+
+_collector: _Collector | None = None
+
+
+def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list[ConfigError]]:
+    """Compile, and go on behind an item of a list that is at fault, to find the faults of the others.
+
+    For people who check a configuration: without this a compilation ends at its first fault. Not reentrant.
+
+    Returns:
+        The result, if there is no fault; and the faults, in the order in which they were found.
+    """
+    global _collector  # passing it on would be an argument of every compiler
+    assert _collector is None
+    _collector = found = _Collector()
+    try:
+        result = compiles()
+    except ConfigError as error:
+        if not found.gaps:
+            found.faults.append(error)
+        return None, found.faults
+    except Exception:
+        # Behind a fault what the compiler has in its hands is incomplete.
+        if not found.faults:
+            raise
+        return None, found.faults
+    finally:
+        _collector = None
+    return (None if found.faults else result), found.faults
+
+
 class _At:
     # Not a generator: entered a dozen times per endpoint, which took a fifth of a big mesh's start.
     __slots__ = ("_steps",)
@@ -70,14 +139,25 @@ class _At:
         self._steps = steps
 
     def __enter__(self) -> None:
-        pass
+        if _collector is not None:
+            _collector.enter(self._steps)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ConfigError):
-            path = ""
-            for step in self._steps:
-                path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-            raise error.under(path) from error.__cause__
+        found = _collector
+        at_fault = error if isinstance(error, ConfigError) else None
+        if found is not None and found.leave(at_fault) and at_fault is not None:
+            # Type checkers are right for all whose result is used: outside of every_fault nothing is swallowed.
+            return True  # type: ignore[return-value]
+        if at_fault is not None:
+            raise at_fault.under(_path(self._steps)) from at_fault.__cause__
+        return None
+
+
+def _path(steps: tuple[str | int, ...]) -> str:
+    path = ""
+    for step in steps:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path
 
 
 def at(*steps: str | int) -> _At:
@@ -93,7 +173,13 @@ def only(message: Message, *names: str) -> None:
     """
     for field, _ in message.ListFields():
         if field.name not in names:
-            raise Unsupported("this proxy does not support this field", field.name)
+            _refuse(Unsupported("this proxy does not support this field", field.name))
+
+
+def _refuse(error: ConfigError) -> None:
+    if _collector is None:
+        raise error
+    _collector.add(error)
 
 
 def nothing_unknown(message: Message) -> None:
@@ -105,7 +191,10 @@ def nothing_unknown(message: Message) -> None:
         Unsupported: names the first of them.
     """
     unknown = unknown_fields(message)
-    if unknown:
+    if unknown and _collector is not None:
+        for field in unknown:
+            _collector.add(Unsupported(field.reason, field.path))
+    elif unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise Unsupported(unknown[0].reason + more, unknown[0].path)
 

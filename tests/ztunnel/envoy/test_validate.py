@@ -1,0 +1,52 @@
+"""``--validate`` lists every fault of a resource, each with its path, and no fault that another one causes."""
+
+from pathlib import Path
+
+from ztunnel.envoy.validate import findings_of_file
+
+PROXY = '"@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy'
+REDIS = '"@type": type.googleapis.com/envoy.extensions.filters.network.redis_proxy.v3.RedisProxy'
+BOOTSTRAP = f"""
+static_resources:
+  listeners:
+  - name: in
+    address: {{socket_address: {{address: 127.0.0.1, port_value: 15001}}}}
+    filter_chains:
+    - filters:
+      - {{name: a, typed_config: {{{PROXY}, stat_prefix: a, cluster: c, on_demand: {{}}}}}}
+    - filters:
+      - {{name: x, typed_config: {{{REDIS}}}}}
+    - filters: []
+    - filters:
+      - {{name: b, typed_config: {{{PROXY}, stat_prefix: a}}}}
+    listener_filters:
+    - {{name: y, typed_config: {{{REDIS}}}}}
+  clusters:
+  - name: c
+    type: STATIC
+    load_assignment:
+      cluster_name: c
+      endpoints:
+      - lb_endpoints:
+        - {{endpoint: {{address: {{socket_address: {{address: not-an-ip, port_value: 80}}}}}}}}
+        - {{endpoint: {{address: {{socket_address: {{address: 10.0.0.1, port_value: 99999}}}}}}}}
+"""
+
+
+def test_every_fault_is_listed_with_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "bootstrap.yaml"
+    file.write_text(BOOTSTRAP)
+    places = [
+        fault.removeprefix(f"{file}: static_resources.").split(": ")[:2]
+        for fault in findings_of_file(str(file)).faults
+    ]
+    endpoint = "load_assignment.endpoints[0].lb_endpoints[{}].endpoint.address.socket_address.{}"
+    assert places == [
+        ["clusters[0] (c)", endpoint.format(0, "address")],
+        ["clusters[0] (c)", endpoint.format(1, "port_value")],
+        ["listeners[0] (in)", "filter_chains[0].filters[0].typed_config.on_demand"],
+        ["listeners[0] (in)", "filter_chains[1].filters[0].typed_config"],
+        ["listeners[0] (in)", "filter_chains[2].filters"],
+        ["listeners[0] (in)", "filter_chains[3].filters[0].typed_config.cluster_specifier"],
+        ["listeners[0] (in)", "listener_filters[0].typed_config"],
+    ]
