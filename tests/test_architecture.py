@@ -84,6 +84,7 @@ PURE_APPLICATION = (
     "ztunnel/envoy/upstream/priorities.py",
     "ztunnel/envoy/upstream/outlier.py",
     "ztunnel/envoy/telemetry/stats.py",
+    "ztunnel/envoy/telemetry/access_log_filter.py",
     "ztunnel/control_plane/mesh.py",
     "ztunnel/control_plane/generate.py",
     "ztunnel/control_plane/rbac.py",

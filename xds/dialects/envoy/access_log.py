@@ -1,12 +1,24 @@
 """Access loggers to :mod:`xds.model.access_log`."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from xds.dialects.envoy.reading import Surroundings, at, format_text, only, required, struct, unpack
-from xds.errors import Unsupported
-from xds.model.access_log import AccessLog, JsonFormat, JsonValue
+from xds.dialects.envoy.reading import Surroundings, at, constraint, format_text, only, required, struct, unpack
+from xds.errors import ConfigError, Unsupported
+from xds.model.access_log import (
+    AccessLog,
+    AllFilters,
+    AnyFilter,
+    Comparison,
+    DurationFilter,
+    FlagFilter,
+    JsonFormat,
+    JsonValue,
+    LogFilter,
+    StatusFilter,
+)
 from xds.model.format_string import FormatString, parse_format
 from xds.proto.envoy.config.accesslog.v3 import accesslog_pb2 as config
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
@@ -21,6 +33,31 @@ DEFAULT_FORMAT = (
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
+#: Envoy's; several of them never come from this proxy.
+_FLAGS = frozenset(
+    {
+        "LH",
+        "UH",
+        "UT",
+        "LR",
+        "UR",
+        "UF",
+        "UC",
+        "UO",
+        "NR",
+        "DI",
+        "FI",
+        "RL",
+        "UAEX",
+        "RLSE",
+        "DC",
+        "URX",
+        "SI",
+        "IH",
+    }
+    | {"DPE", "UMSDR", "RFCF", "NFCF", "DT", "UPE", "NC", "OM", "DF", "DO", "DR", "UDO"}
+)
+_OPS = frozenset(config.ComparisonFilter.Op.values())
 
 
 def compile_access_logs(messages: Iterable[config.AccessLog], surroundings: Surroundings) -> tuple[AccessLog, ...]:
@@ -33,7 +70,74 @@ def compile_access_logs(messages: Iterable[config.AccessLog], surroundings: Surr
 
 
 def _access_log(message: config.AccessLog, surroundings: Surroundings) -> AccessLog:
-    only(message, "name", "typed_config")
+    if not message.HasField("filter"):
+        return _logger(message, surroundings)
+    with at("filter"):
+        chosen = _filter(message.filter)
+    return replace(_logger(message, surroundings), filter=chosen)
+
+
+def _filter(message: config.AccessLogFilter) -> LogFilter:
+    """Return a filter.
+
+    Raises:
+        Unsupported: it asks for what this proxy has not: sampling, traces, extensions.
+    """
+    kind = message.WhichOneof("filter_specifier")
+    if kind is None:
+        raise constraint(message, "filter_specifier", "value is required")
+    with at(kind):
+        match kind:
+            case "status_code_filter":
+                return StatusFilter(*_comparison(message.status_code_filter))
+            case "duration_filter":
+                return DurationFilter(*_comparison(message.duration_filter))
+            case "not_health_check_filter":
+                return AllFilters()  # health checks of others are not recognized: no request is read
+            case "and_filter":
+                return AllFilters(_filters(message.and_filter))
+            case "or_filter":
+                return AnyFilter(_filters(message.or_filter))
+            case "response_flag_filter":
+                return FlagFilter(_flags(message.response_flag_filter))
+            case _:
+                raise Unsupported("this proxy does not support this field")
+
+
+def _comparison(message: config.StatusCodeFilter | config.DurationFilter) -> tuple[Comparison, int]:
+    if not message.HasField("comparison"):
+        raise constraint(message, "comparison", "value is required")
+    comparison = message.comparison
+    with at("comparison"):
+        # There is no runtime to ask, so that the key's value is always the default.
+        if comparison.HasField("value"):
+            with at("value"):
+                required(comparison.value, "runtime_key")
+        name = config.ComparisonFilter.Op.Name(comparison.op) if comparison.op in _OPS else ""
+        if not name:
+            raise constraint(comparison, "op", "value must be one of the defined enum values")
+        return Comparison(name), comparison.value.default_value
+
+
+def _filters(message: config.AndFilter | config.OrFilter) -> tuple[LogFilter, ...]:
+    if len(message.filters) < 2:
+        raise constraint(message, "filters", "value must contain at least 2 item(s)")
+    filters = []
+    for index, entry in enumerate(message.filters):
+        with at("filters", index):
+            filters.append(_filter(entry))
+    return tuple(filters)
+
+
+def _flags(message: config.ResponseFlagFilter) -> frozenset[str]:
+    for index, flag in enumerate(message.flags):
+        if flag not in _FLAGS:
+            raise ConfigError(f"no such response flag: {flag!r}", f"flags[{index}]")
+    return frozenset(message.flags)
+
+
+def _logger(message: config.AccessLog, surroundings: Surroundings) -> AccessLog:
+    only(message, "name", "typed_config", "filter")
     with at("typed_config"):
         logger = unpack(message.typed_config, message.name)
         if isinstance(logger, FileAccessLog):

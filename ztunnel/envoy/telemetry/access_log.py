@@ -6,8 +6,9 @@ Lines are written when 64 KiB are queued or after a flush interval (by default 1
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from xds.model.access_log import AccessLog
+from xds.model.access_log import AccessLog, LogFilter
 from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.telemetry.access_log_filter import Chooses, chooser
 from ztunnel.envoy.telemetry.format import Line, Renderer, log_renderer
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.runtime.log_writer import LogFile, LogWriter, WriteCounts
@@ -15,11 +16,16 @@ from ztunnel.runtime.log_writer import LogFile, LogWriter, WriteCounts
 
 @dataclass(frozen=True, slots=True)
 class LogSink:
-    """A configured logger: the renderer of its lines, and their file."""
+    """A configured logger: the renderer of its lines, and their file.
+
+    Attributes:
+        chooses: tells which lines are written; None: all.
+    """
 
     render: Renderer
     file: LogFile
     writer: LogWriter
+    chooses: Chooses | None = None
 
     def write(self, line: bytes) -> None:
         """Queue one line; called once per finished hop."""
@@ -35,6 +41,8 @@ def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
     values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
     values: tuple[str, ...] = ()
     for sink in sinks:
+        if sink.chooses is not None and not sink.chooses(info):
+            continue
         render = sink.render
         if isinstance(render, Line):
             if render.values is not values_of:
@@ -67,7 +75,7 @@ class AccessLogs:
             )
         )
         #: With the model itself, which keeps its ``id`` from being reused.
-        self._sinks: dict[tuple[str, int, bool], tuple[AccessLog, LogSink]] = {}
+        self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
     def sinks(self, logs: Iterable[AccessLog]) -> tuple[LogSink, ...]:
         """Return one sink per configured log, opening files on first use.
@@ -79,10 +87,11 @@ class AccessLogs:
         for entry in logs:
             file = self.writer.file(entry.path)
             # Compilers give equal formats as one object, so that thousands of chains share one sink.
-            key = (entry.path, id(entry.format), entry.omit_empty)
+            key = (entry.path, id(entry.format), entry.omit_empty, entry.filter)
             known = self._sinks.get(key)
             if known is None:
-                sink = LogSink(log_renderer(entry), file, self.writer)
+                chooses = chooser(entry.filter) if entry.filter is not None else None
+                sink = LogSink(log_renderer(entry), file, self.writer, chooses)
                 known = self._sinks[key] = (entry, sink)
             sinks.append(known[1])
         return tuple(sinks)
