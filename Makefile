@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube
+.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -33,6 +33,9 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
+
+netpol: $(STAMP) ## Kubernetes' scenarios of NetworkPolicy as real connections, one table
+	$(PY) -m tests.netns.netpol_rig
 
 interop: $(STAMP) ## the table of Envoy cases, in both roles
 	$(PY) -m tests.interop

@@ -51,6 +51,7 @@ PURE_APPLICATION = (
     "ztunnel/calico/compile.py",
     "ztunnel/calico/incremental.py",
     "ztunnel/kube/objects.py",
+    "ztunnel/netpol/explain.py",
     "ztunnel/netpol/intervals.py",
     "ztunnel/netpol/members.py",
     "ztunnel/netpol/objects.py",

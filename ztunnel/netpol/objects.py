@@ -52,6 +52,10 @@ class PolicyObjects:
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
 
+    def known(self) -> set[ObjectKey]:
+        """Return the objects that became something."""
+        return set(self._made)
+
     def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
         """Return what changed objects change."""
         return [change for key, value in objects.items() for change in self._change(key, value)]

@@ -1,0 +1,267 @@
+"""``ztunnel netpol`` as a process beside other programs' tables: it is killed, repairs, and leaves no trace."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.netns import netpol_scenarios as s
+from tests.netns.dumps import everything, without_generation
+from tests.netns.netpol_rig import Cluster, probes
+from tproxy import expressions as e
+from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
+from tproxy.aio.table import BlockingTable
+from tproxy.expressions import Family
+from tproxy.operations import AddChain, AddElements, AddSet, AddTable, AppendRule, DeleteElements, FlushChain
+from tproxy.render import nftables
+from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey
+from ztunnel.netpol import add_arguments
+from ztunnel.netpol.command import DENIED, DONE, FAILED
+from ztunnel.netpol.table import TABLE
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+WAIT_S = 30.0
+RUNNING: list["subprocess.Popen[bytes]"] = []
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[Cluster]:
+    yield cluster
+    for process in RUNNING:
+        process.kill()
+        process.communicate()
+    RUNNING.clear()
+    for node in cluster.nodes:
+        node.table.forget()
+        node.table.apply(None)
+
+
+def write(cluster: Cluster, folder: Path, step: s.Step, name: str = "all.yaml") -> None:
+    text = yaml.safe_dump_all(list(cluster.step(step).values()))
+    (folder / (name + ".new")).write_text(text)
+    (folder / (name + ".new")).rename(folder / name)
+
+
+def start(cluster: Cluster, folder: Path, *more: str, node: str = "w1") -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "ztunnel", "netpol", "run", "--objects", str(folder), "--node", node, *more]
+    place = cluster.lab.worker(node).place
+    process = place.popen(command, cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    RUNNING.append(process)
+    return process
+
+
+def until(check: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def table(cluster: Cluster, node: str = "w1") -> Any:
+    with contextlib.closing(BlockingTable(TABLE, cluster.lab.worker(node).place.netns)) as found:
+        return found.read()
+
+
+async def _ask(*words: str) -> tuple[int, str]:
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    args = parser.parse_args(["netpol", *words])
+    out = io.StringIO()
+    return await args.run(args, out, out), out.getvalue()
+
+
+def ask(*words: str) -> tuple[int, str]:
+    import asyncio
+
+    return asyncio.run(_ask(*words))
+
+
+ONLY_B = s.Step({"x/p": s.ingress(s.A, s.sources(s.of_pods("b")))}, "+x/b>x/a:80 -y/a>x/a:80 -x/c>x/a:80")
+
+
+def foreign_tables(cluster: Cluster) -> None:
+    """Tables as kube-proxy and Docker have them: chains at the same hook, maps, sets."""
+    hook = Hook(kind="filter", point=HookPoint.FORWARD, priority=0)
+    steps = []
+    for family, name in ((Family.INET, "kube-proxy"), (Family.IPV4, "filter"), (Family.IPV6, "filter")):
+        steps += [
+            AddTable(family, name),
+            AddSet(family, name, Set("services", SetKey.IPV4_ADDRESS)),
+            AddElements(family, name, "services", (Element(bytes((10, 96, 0, 1))),)),
+            AddChain(family, name, Chain("DOCKER-USER")),
+            AddChain(family, name, Chain("FORWARD", hook=hook)),
+            AppendRule(family, name, "FORWARD", Rule(e.jump("DOCKER-USER"), "theirs")),
+        ]
+    with NetlinkSocket(NETLINK_NETFILTER, cluster.lab.worker("w1").place.netns) as nft:
+        nft.batch(nftables.nft_batch(steps))
+
+
+def test_it_comes_and_goes_without_a_trace_beside_foreign_tables(clean: Cluster, tmp_path: Path) -> None:
+    foreign_tables(clean)
+    place = clean.lab.worker("w1").place
+    before = without_generation(everything(place.netns))
+    write(clean, tmp_path, ONLY_B)
+    process = start(clean, tmp_path, "--once")
+    assert process.wait(WAIT_S) == 0
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    assert ask("cleanup", "--netns", place.netns.name) == (DONE, "table removed\n")
+    assert ask("cleanup", "--netns", place.netns.name) == (DONE, "nothing to remove\n")
+    assert without_generation(everything(place.netns)) == before
+    assert clean.wrong(probes("+y/a>x/a:80 +x/c>x/a:80")) == []
+
+
+def test_edits_apply_and_a_restart_changes_nothing(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, s.Step({}, ""))
+    process = start(clean, tmp_path)
+    until(lambda: table(clean) is not None, "the first table")
+    write(clean, tmp_path, ONLY_B)
+    until(lambda: not clean.wrong(probes(ONLY_B.probes)[:1]) and "in-" in str(table(clean)), "the policy")
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    process.kill()
+    process.wait(WAIT_S)
+    # Killed, it leaves its last table in force.
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    before = everything(clean.lab.worker("w1").place.netns)
+    assert start(clean, tmp_path, "--once").wait(WAIT_S) == 0
+    after = everything(clean.lab.worker("w1").place.netns)
+    assert after == before  # the generation of the ruleset included: it sent nothing
+
+
+def test_what_others_break_is_repaired(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, ONLY_B)
+    start(clean, tmp_path)
+    until(lambda: table(clean) is not None, "the first table")
+    [element] = next(item for item in table(clean).sets if item.name == "ingress4").elements
+    with NetlinkSocket(NETLINK_NETFILTER, clean.lab.worker("w1").place.netns) as nft:
+        nft.batch(nftables.nft_batch([DeleteElements(Family.INET, TABLE, "ingress4", (element,))]))
+        nft.batch(nftables.nft_batch([FlushChain(Family.INET, TABLE, "egress")]))
+
+    def repaired() -> bool:
+        found = table(clean)
+        rules = {chain.name: chain.rules for chain in found.chains}
+        sets = {item.name: item.elements for item in found.sets}
+        return bool(rules["egress"]) and element in sets["ingress4"]
+
+    until(repaired, "the repair")
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+
+
+def test_two_controllers_on_a_node_agree(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, s.Step(s.ALL, ""))
+    both = [start(clean, tmp_path), start(clean, tmp_path)]
+    until(lambda: table(clean) is not None, "the first table")
+    write(clean, tmp_path, ONLY_B)
+    until(lambda: not clean.wrong(probes("+x/b>x/a:80")), "the second policy")
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    assert all(process.poll() is None for process in both)
+
+
+def test_killed_in_the_middle_of_applies_the_table_is_whole(clean: Cluster, tmp_path: Path) -> None:
+    """A transaction is all or nothing: whenever the process dies, one of both policies is in force."""
+    other = s.Step({"x/q": s.ingress(s.A, s.sources(s.of_pods("b", "c")))}, "")
+    write(clean, tmp_path, other)
+    assert start(clean, tmp_path, "--once").wait(WAIT_S) == 0
+    for number in range(4):
+        process = start(clean, tmp_path)
+        write(clean, tmp_path, ONLY_B if number % 2 else other)
+        time.sleep(0.1 * number)  # any moment is a good one to die
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_S)
+        assert clean.wrong(probes("+x/b>x/a:80 -y/a>x/a:80 -z/a>x/a:80")) == []
+
+
+def test_a_folder_that_goes_away_leaves_the_table(clean: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    write(clean, folder, ONLY_B)
+    process = start(clean, folder)
+    until(lambda: table(clean) is not None, "the first table")
+    folder.rename(tmp_path / "gone")
+    assert process.stderr is not None
+    until(lambda: b"objects not read" in process.stderr.readline(), "the error")
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+
+
+def test_a_faulty_policy_closes_its_pods_and_is_named(clean: Cluster, tmp_path: Path) -> None:
+    bad = s.ingress(s.A, s.sources(ports=[{"port": 70000}]))
+    write(clean, tmp_path, s.Step({"x/bad": bad}, ""))
+    process = start(clean, tmp_path, "--once")
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert b"PolicyNotApplied object=NetworkPolicy/x/bad" in errors
+    assert b"70000" in errors
+    assert clean.wrong(probes("-y/a>x/a:80 -x/a>y/a:80 +y/a>x/b:80")) == []
+
+
+def test_status_and_explain_say_what_the_kernel_does(clean: Cluster, tmp_path: Path) -> None:
+    netns = clean.lab.worker("w1").place.netns.name
+    assert ask("status", "--netns", netns) == (DENIED, "no table: nothing is policed\n")
+    write(clean, tmp_path, ONLY_B)
+    assert start(clean, tmp_path, "--once").wait(WAIT_S) == 0
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    status, text = ask("status", "--netns", netns)
+    assert status == DONE
+    assert "ingress: 2 addresses of pods are policed" in text
+    assert "allowed 2: KubernetesNetworkPolicy/x/p ingress 0" in text
+    assert "end of tier default" in text
+    for words, wanted, part in (
+        (("x/b", "x/a", "80"), DONE, "rule 0: allows"),
+        (("y/a", "x/a", "80"), DENIED, "end of tier: denies"),
+        (("x/a", "y/a", "80", "udp"), DONE, "no policy isolates it"),
+        (("192.0.2.1", "x/a", "80"), DENIED, "denied"),
+        (("x/a", "x/a", "80"), DONE, "itself"),
+        (("x/none", "x/a", "80"), FAILED, "there is no pod x/none"),
+    ):
+        status, text = ask("explain", "--objects", str(tmp_path), *words)
+        assert status == wanted, text
+        assert part in text
+
+
+def test_metrics_count_by_policy_and_direction(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, ONLY_B)
+    start(clean, tmp_path, "--metrics", "127.0.0.1:15999")
+    until(lambda: table(clean) is not None, "the first table")
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+
+    def scraped() -> str:
+        with clean.lab.worker("w1").place.socket() as sock:
+            sock.settimeout(WAIT_S)
+            sock.connect(("127.0.0.1", 15999))
+            sock.sendall(b"GET /metrics HTTP/1.0\r\nhost: x\r\n\r\n")
+            return b"".join(iter(lambda: sock.recv(65536), b"")).decode()
+
+    page = scraped()
+    policy = "KubernetesNetworkPolicy/x/p"
+    assert f'netpol_packets_total{{direction="ingress",policy="{policy}",verdict="allowed"}} 2.0' in page
+    assert 'policy="end of tier default",verdict="dropped"' in page
+    assert 'netpol_policed_pods{direction="ingress"} 1.0' in page
+    assert "netpol_in_force 1.0" in page
+
+
+def test_print_shows_the_table_and_changes_nothing(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, ONLY_B)
+    status, text = ask("run", "--objects", str(tmp_path), "--node", "w1", "--print")
+    assert status == DONE
+    assert text.startswith(f"table inet {TABLE} {{")
+    assert "type filter hook forward priority -1; policy accept;" in text
+    assert table(clean) is None
+
+
+def test_a_folder_that_is_none_is_one_line() -> None:
+    assert ask("run", "--objects", "/nowhere") == (FAILED, "ztunnel netpol: /nowhere is no folder\n")

@@ -1,0 +1,75 @@
+"""Encodes requests to connection tracking, decodes its dumps (``linux/netfilter/nfnetlink_conntrack.h``). Pure."""
+
+import struct
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from tproxy.expressions import IpAddress
+from tproxy.wire import MalformedDump, Message, attribute, attribute_map
+
+_SUBSYSTEM = 1
+_GET, _DELETE = 1, 2
+_REQUEST, _DUMP = 0x1, 0x300
+_ORIGINAL, _REPLY, _ID, _ZONE = 1, 2, 12, 18
+_NESTED = 0x8000
+_HEADER = struct.Struct("!BBH")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A tracked connection as its forwarded packets look: after translation of the destination.
+
+    Attributes:
+        family: of the addresses, ``AF_INET`` or ``AF_INET6``.
+        entry: the attributes by which the kernel finds the entry.
+    """
+
+    family: int
+    source: IpAddress
+    destination: IpAddress
+    protocol: int
+    source_port: int
+    destination_port: int
+    entry: bytes
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.source_port} > {self.destination}:{self.destination_port}/{self.protocol}"
+
+
+def dump_request() -> Message:
+    """Return the request for all tracked connections."""
+    return Message(_SUBSYSTEM << 8 | _GET, _REQUEST | _DUMP, _HEADER.pack(0, 0, 0), "read tracked connections")
+
+
+def delete_request(flow: Flow) -> Message:
+    """Return the request that deletes one entry; ENOENT if it has ended meanwhile."""
+    body = _HEADER.pack(flow.family, 0, 0) + flow.entry
+    return Message(_SUBSYSTEM << 8 | _DELETE, _REQUEST, body, f"delete the tracked connection {flow}")
+
+
+def read_flow(body: bytes) -> Flow:
+    """Decode one entry of a dump.
+
+    Raises:
+        MalformedDump: it lacks an address or breaks the layout.
+    """
+    parts = attribute_map(body[_HEADER.size :])
+    original, reply = _tuple(parts.get(_ORIGINAL, b"")), _tuple(parts.get(_REPLY, b""))
+    entry = b"".join(
+        attribute(kind | (_NESTED if kind == _ORIGINAL else 0), parts[kind])
+        for kind in (_ORIGINAL, _ZONE, _ID)
+        if kind in parts
+    )
+    # Replies come from where the packets went after translation, with the address of the source before its own.
+    return Flow(body[0], original[0], reply[0], original[2], original[3], reply[3], entry)
+
+
+def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int]:
+    """Return source, destination, protocol and ports of one direction."""
+    parts = attribute_map(payload)
+    addresses, ports = attribute_map(parts.get(1, b"")), attribute_map(parts.get(2, b""))
+    source, destination = (addresses.get(1) or addresses.get(3), addresses.get(2) or addresses.get(4))
+    if source is None or destination is None or 1 not in ports:
+        raise MalformedDump(payload)
+    numbers = (int.from_bytes(ports.get(kind, b""), "big") for kind in (2, 3))
+    return ip_address(source), ip_address(destination), ports[1][0], next(numbers), next(numbers)

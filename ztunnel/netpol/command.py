@@ -1,0 +1,261 @@
+"""The command ``ztunnel netpol run|explain|status|cleanup``: a node's network policy in the kernel.
+
+Exit status: 0 done, or ``explain`` found the connection allowed; 1 ``explain`` found it denied, or ``status``
+found no table; 2 failed, with one line on standard error that says what to do.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tproxy.aio.netns import Netns
+    from xds.model.address import SocketAddress
+    from ztunnel.http.page import Page, PageRequest
+    from ztunnel.netpol.controller import Controller
+
+DONE, DENIED, FAILED = 0, 1, 2
+_BRIDGE = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add ``netpol`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "netpol",
+        help="Kubernetes' and Calico's network policies in this node's kernel",
+        description="Puts the policies of a node's pods into one nftables table, explains them, removes it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|status|cleanup")
+    follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
+    _add_objects(follow)
+    follow.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
+    follow.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
+    follow.add_argument("--print", action="store_true", help="print the table as nft has it, and change nothing")
+    follow.add_argument("--once", action="store_true", help="end when the table is in force")
+    follow.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
+    follow.add_argument(
+        "--tunnels",
+        choices=("judge", "allow"),
+        default="judge",
+        help="tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
+        "because the node's proxy judges the connections inside by the same policies",
+    )
+    ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
+    _add_objects(ask)
+    ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
+    ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
+    ask.add_argument("port", type=int, metavar="PORT")
+    ask.add_argument("protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp or a number")
+    for name, text in (
+        ("status", "print what is in the kernel, and what its rules have counted"),
+        ("cleanup", "remove the table; nothing else of the node changes"),
+    ):
+        command = _action(actions, name, text)
+        command.add_argument("--netns", metavar="NS", help="name, path or pid of the node's namespace")
+    parser.set_defaults(run=run)
+
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    return parser
+
+
+def _add_objects(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--objects",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="YAML files: pods, namespaces, policies",
+    )
+
+
+async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Run a parsed command line, and return the exit status; errors are printed, not raised."""
+    from tproxy.errors import TproxyError
+    from ztunnel.netpol.explain import BadQuestion
+    from ztunnel.runtime.settings import plain_reason
+
+    out = out if out is not None else sys.stdout
+    err = err if err is not None else sys.stderr
+    try:
+        match args.action:
+            case "run":
+                return await _run(args, out)
+            case "explain":
+                return await _explain(args, out)
+            case "status":
+                return await _status(args, out)
+            case _:
+                return await _cleanup(args, out)
+    except (TproxyError, BadQuestion, ValueError, OSError) as error:
+        print(f"ztunnel netpol: {plain_reason(error) if isinstance(error, OSError) else error}", file=err)
+        return FAILED
+
+
+async def _run(args: argparse.Namespace, out: TextIO) -> int:
+    from tproxy.aio.table import KeptTable
+    from ztunnel.kube.files import FileObjects
+    from ztunnel.netpol.controller import Controller, LoggedEvents
+    from ztunnel.netpol.objects import KINDS
+    from ztunnel.netpol.table import TABLE
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if not args.objects.is_dir():
+        raise ValueError(f"{args.objects} is no folder")
+    source = FileObjects(args.objects, KINDS)
+    if args.print:
+        return await _print(source, args.node, out, tunnels=args.tunnels == "allow")
+    metrics = _address(args.metrics)
+    async with contextlib.AsyncExitStack() as stack:
+        netns = _opened(args.netns, stack)
+        _warn_of_bridges()
+        table = await stack.enter_async_context(KeptTable(TABLE, netns))
+        controller = Controller(
+            source, table, args.node, LoggedEvents(), tunnels=args.tunnels == "allow", netns=netns
+        )
+        if metrics is not None:
+            await stack.enter_async_context(_metrics(controller, table, metrics))
+        await _until_stopped(controller, once=args.once)
+    return DONE
+
+
+async def _until_stopped(controller: "Controller", *, once: bool) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(controller.run(once=once), name="netpol")
+            running.add_done_callback(lambda _: stop.set())
+            await stop.wait()
+            running.cancel()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> Any:
+    from ztunnel.http.exposition import page
+    from ztunnel.http.page import not_found
+    from ztunnel.http.server import PageServer
+    from ztunnel.netpol.metrics import families
+    from ztunnel.runtime.clock import SystemClock
+
+    async def measured(request: "PageRequest") -> "Page":
+        return page(families(controller, await table.read()), request)
+
+    def pages(request: "PageRequest") -> Any:
+        return measured(request) if request.path == "/metrics" else not_found(["/metrics"])
+
+    return PageServer("metrics", address, pages, SystemClock())
+
+
+async def _print(source: Any, node: str, out: TextIO, *, tunnels: bool) -> int:
+    from tproxy.render.text import table_text
+    from ztunnel.calico.incremental import Compiler
+    from ztunnel.netpol.objects import PolicyObjects
+    from ztunnel.netpol.table import TableBuilder
+
+    objects, compiler = PolicyObjects(), Compiler()
+    changes = await source.next()
+    compiler.apply(objects.changes(changes.objects))
+    built = TableBuilder(tunnels=tunnels).build(compiler.compiled, node)
+    for key, problem in objects.problems.items():
+        print(f"# {key}: {problem}", file=out)
+    for unseen in built.unseen:
+        print(f"# {unseen}", file=out)
+    print(table_text(built.table), file=out)
+    return DONE if changes.synced else FAILED
+
+
+async def _explain(args: argparse.Namespace, out: TextIO) -> int:
+    from ztunnel.calico.incremental import Compiler
+    from ztunnel.kube.files import FileObjects
+    from ztunnel.netpol.explain import explained
+    from ztunnel.netpol.objects import KINDS, PolicyObjects
+
+    if not args.objects.is_dir():
+        raise ValueError(f"{args.objects} is no folder")
+    objects, compiler = PolicyObjects(), Compiler()
+    compiler.apply(objects.changes((await FileObjects(args.objects, KINDS).next()).objects))
+    for key, problem in objects.problems.items():
+        print(f"{key}: {problem}", file=out)
+    allowed, lines = explained(
+        compiler.resources, compiler.compiled, args.source, args.destination, args.port, args.protocol
+    )
+    print("\n".join(lines), file=out)
+    return DONE if allowed else DENIED
+
+
+async def _status(args: argparse.Namespace, out: TextIO) -> int:
+    from tproxy.aio.table import KeptTable
+    from tproxy.packets import counters
+    from ztunnel.netpol.metrics import outcome
+    from ztunnel.netpol.table import TABLE
+
+    async with contextlib.AsyncExitStack() as stack:
+        table = await (await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))).read()
+    if table is None:
+        print("no table: nothing is policed", file=out)
+        return DENIED
+    sizes = {item.name: len(item.elements) for item in table.sets}
+    for direction in ("ingress", "egress"):
+        addresses = sum(sizes.get(f"{direction}{version}", 0) for version in (4, 6))
+        print(f"{direction}: {addresses} addresses of pods are policed", file=out)
+    print(f"{len(table.chains)} chains, {len(table.sets)} sets with {sum(sizes.values())} elements", file=out)
+    packets: Counter[str] = Counter()
+    for chain, rule, counter in counters(table):
+        packets[f"{outcome(rule)}: {rule.comment or chain}"] += counter.packets
+    for text, count in sorted(packets.items()):
+        if count:
+            print(text.replace(":", f" {count}:", 1), file=out)
+    return DONE
+
+
+async def _cleanup(args: argparse.Namespace, out: TextIO) -> int:
+    from tproxy.aio.table import KeptTable
+    from ztunnel.netpol.table import TABLE
+
+    async with contextlib.AsyncExitStack() as stack:
+        table = await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))
+        steps = await table.apply(None)
+    print("table removed" if steps else "nothing to remove", file=out)
+    return DONE
+
+
+def _opened(where: str | None, stack: contextlib.AsyncExitStack) -> "Netns | None":
+    from tproxy.aio.netns import Netns
+
+    return stack.enter_context(Netns.open(where)) if where is not None else None
+
+
+def _address(text: str | None) -> "SocketAddress | None":
+    from xds.model.address import SocketAddress
+
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a port nor ip:port") from None
+
+
+def _warn_of_bridges() -> None:
+    """Say that pods of one bridge can reach each other past the table, where the kernel is set so."""
+    with contextlib.suppress(OSError):
+        if _BRIDGE.read_text().strip() == "0":
+            log.warning(
+                "bridge-nf-call-iptables=0: packets between pods on the same bridge pass no policy; "
+                "set net.bridge.bridge-nf-call-iptables and -ip6tables to 1 if the CNI uses a bridge"
+            )
