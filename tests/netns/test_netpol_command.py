@@ -18,6 +18,7 @@ import yaml
 from tests.netns import netpol_scenarios as s
 from tests.netns.dumps import everything, without_generation
 from tests.netns.netpol_rig import Cluster, probes
+from tests.programs import needed
 from tproxy import expressions as e
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.table import BlockingTable
@@ -261,6 +262,31 @@ def test_print_shows_the_table_and_changes_nothing(clean: Cluster, tmp_path: Pat
     assert text.startswith(f"table inet {TABLE} {{")
     assert "type filter hook forward priority -1; policy accept;" in text
     assert table(clean) is None
+
+
+def test_without_the_capability_there_is_one_line(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, ONLY_B)
+    before = everything(clean.lab.worker("w1").place.netns)
+    setpriv = needed("setpriv")
+    drop = [setpriv, "--bounding-set=-net_admin,-sys_admin", "--inh-caps=-all"]
+    command = [
+        sys.executable,
+        "-m",
+        "ztunnel",
+        "netpol",
+        "run",
+        "--objects",
+        str(tmp_path),
+        "--node",
+        "w1",
+        "--once",
+    ]
+    process = clean.lab.worker("w1").place.popen([*drop, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == FAILED
+    assert "CAP_NET_ADMIN" in errors
+    assert "Traceback" not in errors
+    assert everything(clean.lab.worker("w1").place.netns) == before
 
 
 def test_a_folder_that_is_none_is_one_line() -> None:
