@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol
+.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -82,6 +82,9 @@ bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory,
 
 bench-authz: $(STAMP) ## what Calico's policies cost: an evaluation, a change, a check through the server
 	$(PY) -m bench.authz
+
+bench-netpol: $(STAMP) ## what network policy in the kernel costs: packets, the start, one change, memory
+	$(PY) -m bench.netpol
 
 bench-pushes: $(STAMP) ## a control plane that pushes 5,000 times a second, SotW and delta: no stream lost
 	$(PY) -m bench.pushes

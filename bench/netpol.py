@@ -1,0 +1,212 @@
+"""What network policy in the kernel costs: a packet, the start, one change, memory. ``make bench-netpol``.
+
+Packets: a pod sends UDP datagrams to another pod of its node, each one waited for, so that rate and p99 are of a
+round trip through the forward hook; and new TCP connections, which are what policies judge. One policy selects the
+destination, the others other pods of the node, of which all 10,000 are for this part. Variants take turns.
+"""
+
+import contextlib
+import gc
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.netpol_cluster import cluster
+from deploy.lab import Lab, Place, may_make_namespaces
+from tproxy.aio.table import BlockingTable
+from tproxy.resources import Table
+from ztunnel.calico.incremental import Compiler
+from ztunnel.kube.objects import ObjectKey
+from ztunnel.netpol.objects import PolicyObjects
+from ztunnel.netpol.table import TABLE, TableBuilder
+
+PODS, POLICIES, LOCAL = 10_000, 5_000, 250
+ROUNDS, DATAGRAMS, CONNECTIONS = 3, 5_000, 1_500
+
+
+def keyed(objects: Iterator[dict[str, Any]]) -> dict[ObjectKey, Any]:
+    """Return objects by key."""
+    return {
+        ObjectKey(body["kind"], body["metadata"].get("namespace", ""), body["metadata"]["name"]): body
+        for body in objects
+    }
+
+
+def peak_mib() -> float:
+    """Return the largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_start(place: Place) -> None:
+    """Print what a start and single changes cost, into the kernel."""
+    objects = keyed(cluster(PODS, POLICIES))
+    # Every 39th pod, so that all namespaces and applications are among them.
+    local = [key for key in objects if key.kind == "Pod"][::39][:LOCAL]
+    for key in local:
+        objects[key] = {**objects[key], "spec": {**objects[key]["spec"], "nodeName": "here"}}
+    before = peak_mib()
+    began = time.perf_counter()
+    reader, compiler, builder = PolicyObjects(), Compiler(), TableBuilder()
+    changes = reader.changes(objects)
+    read = time.perf_counter()
+    compiler.apply(changes)
+    compiled = time.perf_counter()
+    built = builder.build(compiler.compiled, "here")
+    made = time.perf_counter()
+    with contextlib.closing(BlockingTable(TABLE, place.netns)) as table:
+        table.apply(built.table)
+        done = time.perf_counter()
+        elements = sum(len(item.elements) for item in built.table.sets)
+        print(f"start, {PODS:,} pods, {POLICIES:,} policies, {len(local)} local pods: {done - began:.1f} s")
+        print(
+            f"  read {read - began:.1f} s, compile {compiled - read:.1f} s, build {made - compiled:.2f} s, "
+            f"kernel and read back {done - made:.2f} s"
+        )
+        print(
+            f"  table: {len(built.table.chains)} chains, {len(built.table.sets)} sets, {elements:,} elements; "
+            f"memory {peak_mib() - before:.0f} MiB above {before:.0f} MiB"
+        )
+        # As a process that lives with these objects: what is there is not looked through for garbage any more.
+        gc.collect()
+        gc.freeze()
+
+        def once(change: Callable[[int], dict[ObjectKey, Any]]) -> tuple[list[float], list[float]]:
+            walls, used = [], []
+            for number in range(21):
+                changed = change(number)
+                wall, cpu = time.perf_counter(), time.process_time()
+                compiler.apply(reader.changes(changed))
+                table.apply(builder.build(compiler.compiled, "here").table)
+                walls.append((time.perf_counter() - wall) * 1000)
+                used.append((time.process_time() - cpu) * 1000)
+            return walls, used
+
+        def relabelled(number: int) -> dict[ObjectKey, Any]:
+            key = local[0]
+            body = objects[key]
+            labels = body["metadata"]["labels"] | {"app": f"app-{number % 20}"}
+            return {key: {**body, "metadata": {**body["metadata"], "labels": labels}}}
+
+        def rewritten(number: int) -> dict[ObjectKey, Any]:
+            key = next(key for key in objects if key.kind == "NetworkPolicy")
+            spec = objects[key]["spec"]
+            rule = {"from": [{"podSelector": {}}], "ports": [{"port": 9000 + number}]}
+            return {key: {**objects[key], "spec": {**spec, "ingress": [*spec["ingress"], rule]}}}
+
+        for what, change in (("a pod's label", relabelled), ("a policy's rules", rewritten)):
+            walls, used = once(change)
+            print(
+                f"  one change, {what}: median {statistics.median(walls):.1f} ms, largest {max(walls):.1f} ms, "
+                f"CPU {statistics.median(used):.1f} ms"
+            )
+        table.apply(None)
+
+
+def table_of(source: Place, destination: Place, policies: int) -> Table:
+    """Return a table that has this many policies, one of them for the destination; 0 has an empty map."""
+    objects = keyed(cluster(max(policies * 2, 100), policies))
+    for key in [key for key in objects if key.kind == "Pod"]:
+        objects[key] = {**objects[key], "spec": {**objects[key]["spec"], "nodeName": "here"}}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "bench"}}
+    objects[ObjectKey("Namespace", "", "bench")] = namespace
+    for name, place in (("client", source), ("server", destination)):
+        objects[ObjectKey("Pod", "bench", name)] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "bench", "labels": {"app": name}},
+            "spec": {"nodeName": "here"},
+            "status": {"podIP": str(place.ipv4)},
+        }
+    if policies:
+        spec = {
+            "podSelector": {"matchLabels": {"app": "server"}},
+            "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "client"}}}]}],
+        }
+        objects[ObjectKey("NetworkPolicy", "bench", "server")] = {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": "server", "namespace": "bench"},
+            "spec": spec,
+        }
+    compiler = Compiler()
+    compiler.apply(PolicyObjects().changes(objects))
+    return TableBuilder().build(compiler.compiled, "here").table
+
+
+def datagrams(source: Place, destination: Place) -> list[float]:
+    """Return the time of each datagram there and back, in microseconds."""
+    with source.socket(kind=socket.SOCK_DGRAM) as client, destination.socket(kind=socket.SOCK_DGRAM) as server:
+        server.bind((str(destination.ipv4), 5000))
+        client.connect((str(destination.ipv4), 5000))
+        found = []
+        for _ in range(DATAGRAMS):
+            began = time.perf_counter()
+            client.send(b"x")
+            server.sendto(b"y", server.recvfrom(16)[1])
+            client.recv(16)
+            found.append((time.perf_counter() - began) * 1e6)
+        return found
+
+
+def connections(source: Place, destination: Place) -> list[float]:
+    """Return the time of each TCP handshake, in microseconds."""
+    with destination.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((str(destination.ipv4), 5001))
+        server.listen(64)
+        found = []
+        with source.netns.entered():
+            for _ in range(CONNECTIONS):
+                with socket.socket() as client:
+                    began = time.perf_counter()
+                    client.connect((str(destination.ipv4), 5001))
+                    found.append((time.perf_counter() - began) * 1e6)
+                    accepted, _ = server.accept()
+                    # A reset leaves no port in TIME-WAIT.
+                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    accepted.close()
+        return found
+
+
+def measure_packets(place: Place, source: Place, destination: Place) -> None:
+    """Print rate and p99 with different numbers of policies."""
+    variants: dict[str, Table | None] = {"no table": None}
+    for policies in (0, 100, POLICIES):
+        variants[f"{policies:,} policies"] = table_of(source, destination, policies)
+    packets: dict[str, list[float]] = {name: [] for name in variants}
+    opened: dict[str, list[float]] = {name: [] for name in variants}
+    with contextlib.closing(BlockingTable(TABLE, place.netns)) as kept:
+        for _ in range(ROUNDS):
+            for name, table in variants.items():
+                kept.apply(table)
+                packets[name] += datagrams(source, destination)
+                opened[name] += connections(source, destination)
+        kept.apply(None)
+    print(f"\n{'':16}{'datagrams there and back':>32}{'new TCP connections':>30}")
+    for name in variants:
+        row = [name.ljust(16)]
+        for values, width in ((packets[name], 32), (opened[name], 30)):
+            ordered = sorted(values)
+            rate, p99 = len(values) / sum(values) * 1e6, ordered[len(ordered) * 99 // 100]
+            row.append(f"{rate:,.0f}/s, p99 {p99:.0f} us".rjust(width))
+        print("".join(row))
+
+
+def main() -> int:
+    """Print everything."""
+    if not may_make_namespaces():
+        print("network namespaces need root (CAP_SYS_ADMIN, CAP_NET_ADMIN)", file=sys.stderr)
+        return 1
+    with Lab({"w1": ["client", "server"]}) as lab:
+        place = lab.worker("w1").place
+        measure_start(place)
+        measure_packets(place, lab.pod("client"), lab.pod("server"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
