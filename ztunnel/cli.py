@@ -48,7 +48,19 @@ _HELP = {
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }
 
-_COMMANDS = ("proxy", "version", "agent", "authz", "control-plane", "intercept", "limits", "netpol", "policy")
+_COMMANDS = (
+    "proxy",
+    "version",
+    "agent",
+    "authz",
+    "control-plane",
+    "gate",
+    "inject",
+    "intercept",
+    "limits",
+    "netpol",
+    "policy",
+)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -76,11 +88,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
     if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
-        from ztunnel import agent, authz, control_plane, intercept, limits, netpol, policysync
+        from ztunnel import agent, authz, control_plane, inject, intercept, limits, netpol, policysync
 
         agent.add_arguments(commands)
         authz.add_arguments(commands)
         control_plane.add_arguments(commands)
+        inject.add_arguments(commands)
         intercept.add_arguments(commands)
         limits.add_arguments(commands)
         netpol.add_arguments(commands)

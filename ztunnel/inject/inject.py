@@ -1,0 +1,137 @@
+"""Makes of a pod the pod that belongs into the mesh. Pure: one function for the webhook and for files.
+
+The template ``ambient`` adds the label by which node agents enrol a pod, and an init container, first of all, that
+waits until the proxy's listeners are in the pod: without it the first connections of an application may leave
+before its rules are there. Nothing else changes. The pod does not get the annotation ``sidecar.istio.io/status``:
+agents, Istio's and ours, leave out pods that have it.
+
+To inject a pod again changes nothing: what was added is found by name and made anew.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ztunnel.inject.config import TEMPLATES, InjectConfig
+from ztunnel.inject.decision import Decision, decide, mapping
+from ztunnel.kube.objects import Object
+
+TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
+STATUS_ANNOTATION: Final = "sidecar.istio.io/status"
+DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
+GATE: Final = "mesh-gate"
+#: Annotations that node agents read. They ignore a value that is no boolean, so that its author is told here.
+_BOOLEANS: Final = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
+#: strconv.ParseBool's words: the agents of Istio read them so.
+_BOOLEAN_WORDS: Final = frozenset(
+    ["1", "t", "T", "TRUE", "true", "True", "0", "f", "F", "FALSE", "false", "False"]
+)
+
+
+class Denied(Exception):
+    """The pod must not be created as it is; the text goes to its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a pod.
+
+    Attributes:
+        pod: a new object if anything was added, else the one that was given.
+        decision: whether and why.
+        warnings: for the author of the pod.
+    """
+
+    pod: Object
+    decision: Decision
+    warnings: tuple[str, ...] = ()
+
+
+def inject(pod: Object, namespace: str, config: InjectConfig) -> Outcome:
+    """Return the pod with what its templates add, or as it is.
+
+    Args:
+        pod: kept unchanged.
+        namespace: the request's; a pod's own may be empty.
+        config: the injector's.
+
+    Raises:
+        Denied: an annotation that names no template, or a pod that is none.
+    """
+    decision = decide(pod, namespace, config.rules)
+    warnings = [decision.warning] if decision.warning else []
+    if not decision.inject:
+        return Outcome(pod, decision, tuple(warnings))
+    metadata = mapping(pod, "metadata")
+    annotations = mapping(metadata, "annotations")
+    names = _templates(annotations, config)
+    if STATUS_ANNOTATION in annotations:
+        # Istio's injector was here first: agents would leave this pod out, and the gate would wait in vain.
+        warnings.append(f"the pod has a sidecar already ({STATUS_ANNOTATION}); nothing is injected")
+        return Outcome(pod, Decision(False, decision.reason), tuple(warnings))
+    for name in _BOOLEANS:
+        value = annotations.get(name)
+        if value is not None and value not in _BOOLEAN_WORDS:
+            warnings.append(f"{name}={value!r} is ignored: it must be true or false")
+    made = copy.deepcopy(dict(pod))
+    if "ambient" in names:
+        _ambient(made, config)
+    return Outcome(made, decision, tuple(warnings))
+
+
+def _templates(annotations: Mapping[str, Any], config: InjectConfig) -> tuple[str, ...]:
+    named = annotations.get(TEMPLATES_ANNOTATION)
+    asked = config.templates
+    if named is not None:
+        asked = tuple(name for part in str(named).split(",") if (name := part.strip()))
+    expanded = tuple(each for name in asked for each in config.aliases.get(name, (name,)))
+    unknown = [name for name in expanded if name not in TEMPLATES]
+    if unknown or not expanded:
+        known = ", ".join((*TEMPLATES, *config.aliases))
+        what = ", ".join(repr(name) for name in unknown) or "an empty list"
+        raise Denied(f"annotation {TEMPLATES_ANNOTATION} names {what}; known templates are {known}")
+    return expanded
+
+
+def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:
+    spec = pod.get("spec")
+    if not isinstance(spec, dict) or not isinstance(spec.get("initContainers") or [], list):
+        raise Denied("spec: the pod has no spec that can be read")
+    metadata = pod.setdefault("metadata", {})
+    labels = metadata.setdefault("labels", {}) if isinstance(metadata, dict) else None
+    if not isinstance(labels, dict):
+        raise Denied("metadata.labels: must be a mapping")
+    # A pod that says none, or another mode, has an author who meant it: it stays out, and a gate would never open.
+    if labels.setdefault(DATAPLANE_MODE, "ambient") != "ambient":
+        return
+    others = [
+        container
+        for container in spec.get("initContainers") or []
+        if not isinstance(container, dict) or container.get("name") != GATE
+    ]
+    # Before the user's own init containers and native sidecars, which may use the network too.
+    spec["initContainers"] = [_gate(config), *others]
+
+
+def _gate(config: InjectConfig) -> dict[str, Any]:
+    arguments = ["gate", f"--timeout={config.gate_timeout_s}"]
+    if config.gate_fail_open:
+        arguments.append("--fail-open")
+    return {
+        "name": GATE,
+        "image": config.image,
+        "imagePullPolicy": config.pull_policy,
+        "args": arguments,
+        "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": False,
+            "readOnlyRootFilesystem": True,
+            "runAsGroup": 1337,
+            "runAsNonRoot": True,
+            "runAsUser": 1337,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }

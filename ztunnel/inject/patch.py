@@ -1,0 +1,67 @@
+"""The difference of two JSON documents as a JSON patch (RFC 6902). Pure.
+
+Applied to the first document, the patch makes the second. It says what changed and leaves the rest alone: the API
+server applies it to a pod that other webhooks may change too, before or after.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+Operation: TypeAlias = dict[str, Any]
+
+
+def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
+    """Return the operations that make ``after`` of ``before``, both of JSON's types; none if they are the same."""
+    return list(_diff(before, after, path))
+
+
+def pointer(*parts: str | int) -> str:
+    """Return a JSON pointer (RFC 6901, 3: ``~`` and ``/`` inside a part are written ``~0`` and ``~1``)."""
+    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in parts)
+
+
+def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in before:
+            if key not in after:
+                yield {"op": "remove", "path": path + pointer(key)}
+        for key, value in after.items():
+            if key not in before:
+                yield {"op": "add", "path": path + pointer(key), "value": value}
+            else:
+                yield from _diff(before[key], value, path + pointer(key))
+    elif isinstance(before, list) and isinstance(after, list):
+        yield from _diff_lists(before, after, path)
+    elif not same(before, after):
+        yield {"op": "replace", "path": path, "value": after}
+
+
+def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
+    """Change the part between the elements that both lists begin with and those that both end with.
+
+    A container that was put in front of others is one ``add`` so, not a replacement of every container.
+    """
+    shorter = min(len(before), len(after))
+    head = next((at for at in range(shorter) if not same(before[at], after[at])), shorter)
+    tail = next((at for at in range(shorter - head) if not same(before[-1 - at], after[-1 - at])), shorter - head)
+    old, new = before[head : len(before) - tail], after[head : len(after) - tail]
+    if len(old) == len(new):
+        for at, (was, becomes) in enumerate(zip(old, new, strict=True), head):
+            yield from _diff(was, becomes, path + pointer(at))
+        return
+    # From the end: indexes of what is still to be removed do not move.
+    for at in reversed(range(head, head + len(old))):
+        yield {"op": "remove", "path": path + pointer(at)}
+    for at, value in enumerate(new, head):
+        yield {"op": "add", "path": path + pointer(at), "value": value}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal. Python takes True and 1 for equal, JSON does not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
