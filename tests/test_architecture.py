@@ -98,6 +98,7 @@ PURE_APPLICATION = (
     "ztunnel/inject/inject.py",
     "ztunnel/inject/review.py",
     "ztunnel/inject/manual.py",
+    "ztunnel/inject/bundle.py",
     "ztunnel/intercept/description.py",
     "ztunnel/istio/dns/answer.py",
     "ztunnel/istio/dns/message.py",
