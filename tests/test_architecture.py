@@ -382,8 +382,8 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     ("module", "heavy"),
     [
         ("ztunnel.istio.workers.worker", {"h2", "grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2"}),
-        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2"}),
+        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn"}),
+        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn"}),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:

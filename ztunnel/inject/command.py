@@ -1,9 +1,16 @@
-"""``ztunnel inject -f FILE``, and ``ztunnel gate``."""
+"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and ``ztunnel gate``."""
 
 import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -23,6 +30,22 @@ def add_arguments(subparsers: Any) -> None:
         "-n", "--namespace", default="default", metavar="NAME", help="of objects that name none (default default)"
     )
     parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", metavar="serve")
+    text = "answer the API server, which asks about each pod that is created"
+    serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
+    serve.add_argument("--address", default="", metavar="IP", help="default: every address of both families")
+    serve.add_argument("--port", type=int, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)")
+    serve.add_argument("--certificate", type=Path, required=True, metavar="FILE", help="PEM; changes are taken up")
+    serve.add_argument("--key", type=Path, required=True, metavar="FILE", help="PEM")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="YAML; changes are taken up; default: ambient")
+    serve.add_argument(
+        "--webhook-config",
+        metavar="NAME",
+        help="the MutatingWebhookConfiguration whose caBundle is kept equal to --ca",
+    )
+    serve.add_argument("--ca", type=Path, metavar="FILE", help="PEM, one or more, with --webhook-config")
+    serve.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
+    serve.set_defaults(run=run_serve)
     text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
     gate.add_argument(
@@ -34,6 +57,66 @@ def add_arguments(subparsers: Any) -> None:
     )
     gate.add_argument("--fail-open", action="store_true", help="after that time let the application start anyway")
     gate.set_defaults(run=run_gate)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    from ztunnel.inject.config import ConfigFaults
+    from ztunnel.inject.server import BadCertificate
+    from ztunnel.kube.errors import KubeError
+    from ztunnel.runtime.settings import plain_reason
+
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    if (args.webhook_config is None) != (args.ca is None):
+        print("ztunnel inject serve: --webhook-config and --ca need each other", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_serve(args))
+    except ConfigFaults as error:
+        for fault in error.faults:
+            print(f"ztunnel inject serve: {args.config}: {fault}", file=sys.stderr)
+        return 1
+    except (BadCertificate, KubeError) as error:
+        print(f"ztunnel inject serve: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"ztunnel inject serve: {plain_reason(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from ztunnel.inject.keeper import keep_bundle
+    from ztunnel.inject.server import InjectServer
+    from ztunnel.kube.client import connect
+    from ztunnel.runtime.tasks import Tasks
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = Tasks("inject")
+    async with contextlib.AsyncExitStack() as stack:
+        listener = _listener(args.address, args.port)
+        server = InjectServer(listener, args.certificate, args.key, args.config)
+        stack.callback(listener.close)
+        await stack.enter_async_context(server)
+        if args.webhook_config is not None:
+            client = await stack.enter_async_context(connect(args.kubeconfig))
+            stack.push_async_callback(tasks.close)
+            tasks.keep(lambda: keep_bundle(client, args.webhook_config, args.ca), "caBundle")
+        log.info("inject: answers on port %s", server.port)
+        await stop.wait()
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=128)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=128)
 
 
 def run_gate(args: argparse.Namespace) -> int:
