@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,12 @@ def add_arguments(subparsers: Any) -> None:
     serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
     serve.add_argument("--address", default="", metavar="IP", help="default: every address of both families")
     serve.add_argument("--port", type=int, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)")
-    serve.add_argument("--certificate", type=Path, required=True, metavar="FILE", help="PEM; changes are taken up")
-    serve.add_argument("--key", type=Path, required=True, metavar="FILE", help="PEM")
+    serve.add_argument("--certificate", type=Path, metavar="FILE", help="PEM; changes are taken up")
+    serve.add_argument("--key", type=Path, metavar="FILE", help="PEM")
+    serve.add_argument(
+        "--own-ca", metavar="SECRET", help="instead of files: a CA in this Secret, made if there is none"
+    )
+    serve.add_argument("--service", metavar="NAME.NAMESPACE", help="whose certificate --own-ca makes, and where")
     serve.add_argument("--config", type=Path, metavar="FILE", help="YAML; changes are taken up; default: ambient")
     serve.add_argument(
         "--webhook-config",
@@ -61,6 +66,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
+    from ztunnel.inject.authority import BadAuthority
     from ztunnel.inject.config import ConfigFaults
     from ztunnel.inject.server import BadCertificate
     from ztunnel.kube.errors import KubeError
@@ -69,8 +75,8 @@ def run_serve(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
-    if (args.webhook_config is None) != (args.ca is None):
-        print("ztunnel inject serve: --webhook-config and --ca need each other", file=sys.stderr)
+    if (fault := _faulty(args)) is not None:
+        print(f"ztunnel inject serve: {fault}", file=sys.stderr)
         return 2
     try:
         asyncio.run(_serve(args))
@@ -78,7 +84,7 @@ def run_serve(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"ztunnel inject serve: {args.config}: {fault}", file=sys.stderr)
         return 1
-    except (BadCertificate, KubeError) as error:
+    except (BadAuthority, BadCertificate, KubeError) as error:
         print(f"ztunnel inject serve: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -87,7 +93,23 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _faulty(args: argparse.Namespace) -> str | None:
+    """Return what is wrong with the options together."""
+    if args.own_ca is not None:
+        if any(each is not None for each in (args.certificate, args.key, args.ca)):
+            return "--own-ca stands instead of --certificate, --key and --ca"
+        if args.service is None or not all(args.service.partition(".")):
+            return "--own-ca needs --service NAME.NAMESPACE"
+        return None
+    if args.certificate is None or args.key is None:
+        return "needs --certificate and --key, or --own-ca"
+    if (args.webhook_config is None) != (args.ca is None):
+        return "--webhook-config and --ca need each other"
+    return None
+
+
 async def _serve(args: argparse.Namespace) -> None:
+    from ztunnel.inject.authority import OwnCertificates, service_names
     from ztunnel.inject.keeper import keep_bundle
     from ztunnel.inject.server import InjectServer
     from ztunnel.kube.client import connect
@@ -98,14 +120,23 @@ async def _serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = Tasks("inject")
     async with contextlib.AsyncExitStack() as stack:
-        listener = _listener(args.address, args.port)
-        server = InjectServer(listener, args.certificate, args.key, args.config)
-        stack.callback(listener.close)
-        await stack.enter_async_context(server)
-        if args.webhook_config is not None:
+        certificate, key, ca = args.certificate, args.key, args.ca
+        stack.push_async_callback(tasks.close)
+        if args.own_ca is not None or args.webhook_config is not None:
             client = await stack.enter_async_context(connect(args.kubeconfig))
-            stack.push_async_callback(tasks.close)
-            tasks.keep(lambda: keep_bundle(client, args.webhook_config, args.ca), "caBundle")
+        if args.own_ca is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ztunnel-inject-")))
+            service, _, namespace = args.service.partition(".")
+            names = service_names(service, namespace)
+            own = OwnCertificates(client, namespace, args.own_ca, names, folder)
+            await own.refresh()
+            certificate, key, ca = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"
+            tasks.keep(own.keep, "own CA")
+        listener = _listener(args.address, args.port)
+        stack.callback(listener.close)
+        server = await stack.enter_async_context(InjectServer(listener, certificate, key, args.config))
+        if args.webhook_config is not None:
+            tasks.keep(lambda: keep_bundle(client, args.webhook_config, ca), "caBundle")
         log.info("inject: answers on port %s", server.port)
         await stop.wait()
 
