@@ -110,7 +110,7 @@ class ApiServer:
 
     def kubeconfig(self, token: str = ADMIN, ca: Path | None = None) -> Path:
         """Write a kubeconfig for a token, and return its path."""
-        path = self.folder / f"kubeconfig-{token}-{(ca or self.ca).stem}"
+        path = self.folder / f"kubeconfig-{token[-40:]}-{(ca or self.ca).stem}"
         described = {
             "current-context": "test",
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
