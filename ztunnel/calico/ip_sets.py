@@ -56,6 +56,7 @@ class IpSets:
         self._ports: dict[int, _Table] = {4: {}, 6: {}}
         self._retired = 0
         self._members = 0
+        self._unreadable = 0
 
     def __contains__(self, set_id: str) -> bool:
         """Return whether a set is there and whole."""
@@ -69,6 +70,11 @@ class IpSets:
     def members(self) -> int:
         """The number of members of all sets."""
         return self._members
+
+    @property
+    def weight(self) -> int:
+        """What the sets take in memory, in members; one that cannot be read is kept as its text."""
+        return self._members + self._unreadable
 
     @property
     def unusable(self) -> int:
@@ -102,6 +108,14 @@ class IpSets:
         for member in removed:
             self._remove(found, member)
         return True
+
+    def rename(self, set_id: str, name: str) -> None:
+        """Give a set another id, in place of the set that had it."""
+        found = self._sets.pop(set_id)
+        self._retire(name)
+        found.id = name
+        self._sets[name] = found
+        self.generation += 1
 
     def remove(self, set_id: str) -> None:
         """Remove a set; idempotent."""
@@ -142,7 +156,9 @@ class IpSets:
         except MalformedMember:
             if not target.broken:
                 self.generation += 1
-            target.broken.add(member)
+            if member not in target.broken:
+                target.broken.add(member)
+                self._unreadable += _weight(member)
             return
         owners = table.get(key)
         if owners is None:
@@ -165,7 +181,9 @@ class IpSets:
         except MalformedMember:
             if target.broken == {member}:
                 self.generation += 1
-            target.broken.discard(member)
+            if member in target.broken:
+                target.broken.discard(member)
+                self._unreadable -= _weight(member)
             return
         owners = table.get(key)
         if owners is None:
@@ -199,6 +217,7 @@ class IpSets:
         if old is None:
             return
         del self._by_number[old.number]
+        self._unreadable -= sum(map(_weight, old.broken))
         self._retired += old.size
         self._members -= old.size
         if self._retired > self._members + 1000:
@@ -215,6 +234,11 @@ class IpSets:
         for version, table in self._ports.items():
             self._ports[version] = _swept(table, alive)
         self._retired = 0
+
+
+def _weight(text: str) -> int:
+    """Return how many members take as much memory as a text that is none."""
+    return 1 + len(text) // 64
 
 
 def _swept(table: _Table, alive: dict[int, _Set]) -> _Table:

@@ -132,6 +132,8 @@ _READERS: Final[Mapping[str, Callable[[Any], c.Update | None]]] = {
 def _id(text: str) -> str:
     if not text:
         raise ConfigError("is empty", "id")
+    if "\0" in text:
+        raise ConfigError("has a NUL, which no id of Kubernetes or Calico has", "id")
     return text
 
 
