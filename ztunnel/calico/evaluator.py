@@ -29,8 +29,11 @@ from ztunnel.calico.verdict import (
     with_unseen,
 )
 
-#: Answers kept for one endpoint and direction; when there are more, all are dropped.
-CACHED_VERDICTS: Final = 16_384
+#: Answers kept for all endpoints; when there are more, all are dropped. One takes half a kilobyte.
+CACHED_VERDICTS: Final = 65_536
+#: Characters of both principals of an answer that is kept. Real ones have less than a hundred each; a client of a
+#: policy server may send what it likes.
+_CACHED_CHARACTERS: Final = 512
 
 #: What a rule needs of a flow: a kind of look-up and the value it must find.
 _Need: TypeAlias = tuple[str, Hashable]
@@ -302,6 +305,7 @@ class Evaluator:
         # Weak: endpoints with the same policies share a tier, and the last one's plan takes it along.
         self._tiers: WeakValueDictionary[Hashable, _Tier] = WeakValueDictionary()
         self._plans: dict[tuple[c.EndpointId, c.Direction], _Plan] = {}
+        self._kept = 0
 
     def apply(self, update: c.Update) -> None:
         """Change the store by one update, and compile what that changes."""
@@ -313,7 +317,9 @@ class Evaluator:
                 self._put(profile_id(name), profile)
             case c.EndpointUpdate(id=endpoint_id):
                 for direction in c.Direction:
-                    self._plans.pop((endpoint_id, direction), None)
+                    plan = self._plans.pop((endpoint_id, direction), None)
+                    if plan is not None:
+                        self._kept -= len(plan.answers)
             case _:
                 pass
 
@@ -354,9 +360,12 @@ class Evaluator:
         except Undecidable as error:
             verdict = Verdict(error.code, str(error))
         if key is not None and not facts.read_http:
-            if len(plan.answers) >= CACHED_VERDICTS:
-                plan.answers.clear()
+            if self._kept >= CACHED_VERDICTS:
+                for each in self._plans.values():
+                    each.answers.clear()
+                self._kept = 0
             plan.answers[key] = verdict
+            self._kept += 1
         return verdict
 
     def has_staged(self, endpoint: c.EndpointId, direction: c.Direction) -> bool:
@@ -383,6 +392,7 @@ class Evaluator:
             plan = self._plans[key] = _Plan(tiers, last)
         if plan.generation != self.store.generation:
             plan.generation = self.store.generation
+            self._kept -= len(plan.answers)
             plan.answers.clear()
             plan.reads_source_port = any(tier.reads_source_port for tier in (*plan.tiers, plan.profiles) if tier)
         return plan
@@ -449,6 +459,8 @@ def denied(place: RuleRef) -> Verdict:
 def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
     """Return what an answer depends on if it reads no HTTP; None if that is too much to be worth keeping."""
     if flow.source_labels or flow.destination_labels:
+        return None
+    if len(flow.source_principal) + len(flow.destination_principal) > _CACHED_CHARACTERS:
         return None
     return (
         enforced,

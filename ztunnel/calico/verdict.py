@@ -11,6 +11,9 @@ from ztunnel.calico.http_path import normal_path
 from ztunnel.calico.ip_sets import IpSets
 from ztunnel.calico.store import Store
 
+#: Longest SPIFFE id (SPIFFE-ID, 2.3).
+_LONGEST: Final = 2048
+
 #: The tier under which decisions of profiles are reported.
 PROFILE_TIER: Final = "__PROFILE__"
 
@@ -91,6 +94,8 @@ def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | Non
     """
     if not principal:
         return Identity()
+    if len(principal) > _LONGEST:
+        return None
     try:
         found = SpiffeId.parse(principal)
     except ValueError:

@@ -15,10 +15,12 @@ import pytest
 from tests.ztunnel.calico.test_follower import run, until
 from xds.aio.channel import Channel
 from xds.dialects.calico.authorization import decode_request, decode_response, encode_request
+from xds.grpc.status import RpcFailed
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
 from xds.proto.envoy.service.auth.v3.external_auth_pb2 import CheckRequest, CheckResponse
 from ztunnel.authz.server import CHECK_METHODS, HEALTH, LIVENESS, READINESS, AuthzSettings, PolicyServer
+from ztunnel.calico import evaluator as evaluator_module
 from ztunnel.calico.follower import Follower
 from ztunnel.calico.verdict import Code
 from ztunnel.runtime.clock import SystemClock
@@ -218,6 +220,41 @@ def test_a_flood_of_checks_is_answered(tmp_path: Path) -> None:
 
             await asyncio.gather(*(client() for _ in range(64)))
             await until(lambda: server.answers[Code.OK] == 1280)
+
+    run(main)
+
+
+def test_a_client_that_floods_with_checks_of_every_kind_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client is answered meanwhile; what is too large or no check is refused by name."""
+    monkeypatch.setattr(evaluator_module, "CACHED_VERDICTS", 100)
+
+    async def main() -> None:
+        follower = Snapshot(2)
+        async with serving(tmp_path, follower) as (server, channel):
+
+            async def flood(client: int) -> None:
+                for number in range(40):
+                    principal = f"spiffe://cluster.local/ns/shop/sa/{'y' * (number * 100)}{client}"
+                    await check(
+                        channel, c.Flow(destination_ip="10.0.0.2", source_port=number, source_principal=principal)
+                    )
+
+            async with Channel(f"unix:{tmp_path}/authz.sock") as other, asyncio.TaskGroup() as tasks:
+                floods = [tasks.create_task(flood(client)) for client in range(64)]
+                answered = 0
+                while not all(task.done() for task in floods):
+                    assert (await check(other, GET))[0] == 0
+                    answered += 1
+                assert answered > 5
+                assert decode_response(await other.unary(CHECK_METHODS[0], b"\xff", timeout_s=5))[0] == 3
+                with pytest.raises(RpcFailed, match="RESOURCE_EXHAUSTED"):
+                    await other.unary(CHECK_METHODS[0], b"x" * 5_000_000, timeout_s=5)
+                assert (await check(other, GET))[0] == 0
+            plans = follower.evaluator._plans.values()
+            assert 0 < sum(len(plan.answers) for plan in plans) <= 100
+            assert len(server.hits.used_s) <= 3
 
     run(main)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ztunnel.calico.literal import Literal
 from xds.model import calico as c
+from ztunnel.calico import evaluator as module
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.store import Store
 from ztunnel.calico.verdict import PROFILE_TIER, Code, Identity, RuleRef, Verdict, identity_of
@@ -559,6 +560,34 @@ def test_answers_that_read_no_http_are_kept_and_others_are_not() -> None:
     other = flow(destination_port=81)
     assert not found.check(POD, replace(other, path="/a")).allowed
     assert found.check(POD, replace(other, path="/public")).allowed
+
+
+def test_answers_are_kept_up_to_a_number_and_not_of_principals_that_are_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CACHED_VERDICTS", 10)
+    found = with_rule(ALLOW)
+    other = c.EndpointId("k8s", "shop/other", "eth0")
+    found.apply(c.EndpointUpdate(other, c.Endpoint("", (), (tier(ONE),))))
+
+    def kept() -> int:
+        return sum(len(plan.answers) for plan in found._plans.values())
+
+    for number in range(95):
+        endpoint, direction = (POD, other)[number % 2], list(c.Direction)[number // 2 % 2]
+        found.check(endpoint, flow(destination_port=number), direction)
+        assert 0 < kept() <= 10
+        assert found._kept == kept()
+    found.apply(c.EndpointUpdate(other, None))
+    found.apply(policy(ONE, DENY))
+    found.check(POD, FLOW)
+    before = kept()
+    assert found._kept == before
+    long = "spiffe://cluster.local/ns/shop/sa/" + "x" * 1_000
+    assert found.check(POD, flow(source_principal=long)).code is Code.PERMISSION_DENIED
+    assert kept() == before
+    too_long = with_rule(ALLOW).check(POD, flow(source_principal=long + "x" * 2_000))
+    assert too_long.message.startswith("not a principal of a trusted mesh")
 
 
 def connection(rule: dict[str, Any], action: c.Action = c.Action.ALLOW, **changes: Any) -> Verdict:
