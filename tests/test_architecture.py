@@ -196,7 +196,7 @@ LAYERS = {
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "calico"},
-    "limits": {"runtime", "http", "istio"},
+    "limits": {"runtime", "http", "istio", "calico"},
     "netpol": {"runtime", "http", "calico", "kube", "policysync"},
     "cli": {
         "runtime",

@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 METHOD: Final = "/felix.PolicySync/Sync"
 
 #: Felix's own limit is 4 MiB, 82,200 members of an IP set. Other servers need not know it.
-_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+MESSAGE_BYTES: Final = 64 * 1024 * 1024
 #: Messages that may be wrong in a row of one stream before it is begun anew.
-_FAULTS: Final = 100
+FAULTS: Final = 100
 #: What one store may hold, in members of IP sets, which take 95 bytes each. The largest store that Calico has
 #: measured has 280,000 objects and members; a server that never ends its snapshot must not take all memory.
-_OBJECTS: Final = 5_000_000
+OBJECTS: Final = 5_000_000
 #: Bytes of another object's message that take as much memory as a member: a rule of 100 bytes takes a kilobyte
 #: when it is compiled.
 _BYTES_PER_MEMBER: Final = 8
@@ -113,7 +113,7 @@ class Follower:
         """Follow the server until cancelled."""
         while True:
             try:
-                async with Channel(self.target, message_limit_bytes=_MESSAGE_BYTES) as channel:
+                async with Channel(self.target, message_limit_bytes=MESSAGE_BYTES) as channel:
                     await self._stream(channel)
                 self.error = "the server has ended the stream"
             except RpcFailed as error:
@@ -146,7 +146,7 @@ class Follower:
                     self.counts.faults += 1
                     faults += 1
                     log.warning("PolicySync message not readable server=%s error=%s", self.target, error)
-                    if faults >= _FAULTS:
+                    if faults >= FAULTS:
                         raise ConfigError(f"{faults} messages cannot be read, the last one: {error}") from error
                     continue
                 if update is None:
@@ -178,8 +178,8 @@ class Follower:
         """
         for part in _slices(update):
             pending.apply(part)
-            if pending.store.size + weights.total > _OBJECTS:
-                raise ConfigError(f"the server has sent more than {_OBJECTS:,} objects")
+            if pending.store.size + weights.total > OBJECTS:
+                raise ConfigError(f"the server has sent more than {OBJECTS:,} objects")
             if part is not update:
                 await asyncio.sleep(0)
         if isinstance(update, c.IpSetUpdate) and len(update.members) > _SLICE:

@@ -15,6 +15,7 @@ from hbone.hpack_cache import TOLERATED_LIST_BYTES
 from hbone.hpack_pieces import HUFFMAN_OCTETS
 from hbone.limits import Limits
 from hbone.settings import Http2Settings
+from ztunnel.calico import evaluator, follower, guard, live
 from ztunnel.http import server as pages
 from ztunnel.istio import baggage_labels, socks5
 from ztunnel.istio.config import IstioConfig
@@ -248,4 +249,35 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
     yield Limit(
         name="log lines that cannot be written", value=(log_writer.MAX_PENDING,), unit="bytes",
         metric="ztunnel_log_lines_dropped", beyond="dropped and counted",
+    )  # fmt: skip
+    yield from _policies()
+
+
+def _policies() -> Iterator[Limit]:
+    """Yield the limits of Calico's policies, in the proxy and in policy servers."""
+    yield Limit(
+        name="policies of a PolicySync server", value=(follower.OBJECTS,),
+        unit="members of IP sets, or what takes as much memory",
+        beyond="the stream ends; the last complete policies hold; the server has sent more than N objects",
+    )  # fmt: skip
+    yield Limit(
+        name="message of a PolicySync server", value=(follower.MESSAGE_BYTES,), unit="bytes",
+        beyond="the stream ends; the last complete policies hold", told="RESOURCE_EXHAUSTED",
+    )  # fmt: skip
+    yield Limit(
+        name="unreadable messages of a PolicySync server", value=(follower.FAULTS,), unit="of a stream",
+        beyond="the stream ends; the last complete policies hold; N messages cannot be read",
+    )  # fmt: skip
+    yield Limit(
+        name="wait for a pod's policies", value=(live.GRACE_S,), unit="seconds of a connection",
+        variable="CALICO_UNKNOWN_PODS", metric="ztunnel_policy_decisions",
+        beyond="denied; the policies know no pod with the address", told="401",
+    )  # fmt: skip
+    yield Limit(
+        name="answers of policies that are kept", value=(evaluator.CACHED_VERDICTS,), unit="answers",
+        beyond="all are dropped and made again",
+    )  # fmt: skip
+    yield Limit(
+        name="policies that are counted one by one", value=(guard.COUNTED_POLICIES,), unit="policies of tiers",
+        beyond="counted as others",
     )  # fmt: skip

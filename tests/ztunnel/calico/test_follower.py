@@ -117,7 +117,7 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
 def test_messages_that_cannot_be_read_are_left_out_and_too_many_end_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FAULTS", 3)
+    monkeypatch.setattr(module, "FAULTS", 3)
 
     async def main() -> None:
         async with Felix(tmp_path) as felix, following(felix.target) as follower:
@@ -134,7 +134,7 @@ def test_messages_that_cannot_be_read_are_left_out_and_too_many_end_the_stream(
 
 
 def test_a_snapshot_that_never_ends_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_OBJECTS", 1_000)
+    monkeypatch.setattr(module, "OBJECTS", 1_000)
 
     async def main() -> None:
         async with Felix(tmp_path) as felix, following(felix.target) as follower:

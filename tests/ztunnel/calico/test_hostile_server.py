@@ -109,7 +109,7 @@ def test_a_set_of_a_million_members_leaves_other_tasks_their_turn_and_counts_whe
 @pytest.mark.parametrize("kind", ["members", "unreadable members", "policies", "labels"])
 def test_what_has_no_end_ends_the_stream(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within what is in sync, and in objects that are few and large."""
-    monkeypatch.setattr(module, "_OBJECTS", 20_000)
+    monkeypatch.setattr(module, "OBJECTS", 20_000)
     many = tuple(f"10.0.{index >> 8}.{index & 255}" for index in range(21_000))
     rule = c.Rule(c.Action.ALLOW, source=c.PeerMatch(account_names=("x" * 100,)))
     endless: dict[str, list[c.Update]] = {
@@ -141,7 +141,7 @@ def test_what_has_no_end_ends_the_stream(kind: str, tmp_path: Path, monkeypatch:
 def test_objects_that_are_replaced_again_and_again_are_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_OBJECTS", 20_000)
+    monkeypatch.setattr(module, "OBJECTS", 20_000)
     members = tuple(f"10.0.{index >> 8}.{index & 255}" for index in range(6_000))
     big = c.PolicyUpdate(ONE, c.Policy("", (c.Rule(c.Action.ALLOW),) * 500))
 
