@@ -6,6 +6,7 @@ Felix's; the one before ends well. A node's socket serves all processes of a pro
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -19,6 +20,7 @@ from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.calico.compile import Compiled
 from ztunnel.policysync.view import View, by_names, changes, view_of
+from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
@@ -145,13 +147,34 @@ def pod_socket(prefix: Path, uid: str) -> str:
     return str(prefix / "mount" / uid / "socket")
 
 
+def endpoint_of_credentials(text: bytes) -> c.EndpointId:
+    """Return the endpoint of the pod that a driver's credentials name; keys are read in any case, as Felix does.
+
+    Raises:
+        ValueError: they are no JSON object, or name no pod.
+    """
+    loaded = json.loads(text)
+    if not isinstance(loaded, dict):
+        raise ValueError("must be a JSON object")
+    fields = {key.lower(): value for key, value in loaded.items()}
+    found = [fields.get(name) for name in ("namespace", "workload")]
+    for name, value in zip(("Namespace", "Workload"), found, strict=True):
+        if not isinstance(value, str) or not value or "/" in value:
+            raise ValueError(f"{name}: must be a name, not {value!r}")
+    return c.EndpointId("k8s", "/".join(map(str, found)), "eth0")
+
+
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
+
+    Pods are those that the policies know, by their uids, and those for which a volume driver has left credentials
+    in ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
+    ``<prefix>/mount/ID/socket``, also before the policies know the pod. Of a CSI driver the ID is the volume's.
 
     Args:
         server: whose sockets these are.
         prefix: such as ``/var/run/nodeagent``.
-        node: whose pods; None is every node's.
+        node: whose pods; None is every node's. Credentials are of this node.
     """
 
     def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:
@@ -159,6 +182,7 @@ class Binder:
         self._prefix = prefix
         self._node = node
         self._failed: set[str] = set()
+        self._credentials: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
 
     async def bind(self, compiled: Compiled) -> None:
         """Open sockets of pods that have come, close those of pods that have gone. What failed is tried again."""
@@ -167,6 +191,7 @@ class Binder:
             for uid, endpoint in compiled.uids.items()
             if self._node in (None, compiled.nodes.get(endpoint))
         }
+        wanted |= self._with_credentials()
         ours = f"{self._prefix}/mount/"
         for path in self._server.paths:
             if path.startswith(ours) and path not in wanted:
@@ -174,6 +199,27 @@ class Binder:
         for path, endpoint in wanted.items():
             if path not in self._server.paths:
                 await self._open(path, endpoint)
+
+    def _with_credentials(self) -> dict[str, c.EndpointId]:
+        """Return the sockets of pods with credentials; files are read again when they change."""
+        read: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
+        for file in sorted((self._prefix / "creds").glob("*.json")):
+            state = file_state(file)
+            known = self._credentials.get(file)
+            if known is not None and known[0] == state:
+                read[file] = known
+                continue
+            try:
+                read[file] = state, endpoint_of_credentials(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                log.error("credentials of pod not usable file=%s error=%s", file, error)
+                read[file] = state, None
+        self._credentials = read
+        return {
+            pod_socket(self._prefix, file.stem): endpoint
+            for file, (_, endpoint) in read.items()
+            if endpoint is not None
+        }
 
     async def _open(self, path: str, endpoint: c.EndpointId) -> None:
         try:

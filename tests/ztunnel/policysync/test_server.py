@@ -145,6 +145,44 @@ def test_each_pod_of_the_node_has_a_socket(tmp_path: Path) -> None:
     run(main)
 
 
+def test_pods_with_credentials_of_a_volume_driver_have_sockets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "creds").mkdir()
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / f"{name}.json").write_text(text)
+        (tmp_path / f"{name}.json").rename(tmp_path / "creds" / f"{name}.json")
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(PolicySyncServer())
+            binder = Binder(server, tmp_path, "elsewhere")  # the policies' own pods are of other nodes
+            both = compiled(SEED)
+            server.publish(both)
+            put("csi-1", '{"uid": "u-2", "workload": "back", "NAMESPACE": "shop", "ServiceAccount": "back"}')
+            put("csi-2", '{"Workload": "later", "Namespace": "shop"}')
+            for name, text in (("a", "{"), ("b", "[]"), ("c", '{"Workload": "x"}'), ("d", '{"Workload": ["x"]}')):
+                put(name, text)
+            for _ in range(2):
+                await binder.bind(both)
+            assert set(server.paths) == {pod_socket(tmp_path, name) for name in ("csi-1", "csi-2")}
+            back = await stack.enter_async_context(following(f"unix:{pod_socket(tmp_path, 'csi-1')}"))
+            later = await stack.enter_async_context(following(f"unix:{pod_socket(tmp_path, 'csi-2')}"))
+            await until(lambda: back.in_sync and later.in_sync)
+            assert set(back.evaluator.store.endpoints) == {BACK}
+            assert later.evaluator.store.endpoints == {}
+            put("a", '{"Workload": "front", "Namespace": "shop"}')
+            (tmp_path / "creds" / "csi-1.json").unlink()
+            await binder.bind(both)
+            assert set(server.paths) == {pod_socket(tmp_path, name) for name in ("a", "csi-2")}
+
+    run(main)
+    lines = [line for line in caplog.messages if "credentials of pod not usable" in line]
+    assert len(lines) == 4, "once each"
+    assert lines[2].endswith("error=Namespace: must be a name, not None")
+
+
 def test_a_socket_that_cannot_be_served_is_named_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
