@@ -5,9 +5,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled, endpoint_id
 from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.explain import Party, explain
 from ztunnel.calico.resources import Pod, Resources
 from ztunnel.netpol.table import TableBuilder
-from ztunnel.policysync.explain import Party, evaluator_of, explain, party
+from ztunnel.policysync.explain import evaluator_of, party
 
 
 class BadQuestion(ValueError):
