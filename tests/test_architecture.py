@@ -59,6 +59,7 @@ PURE_APPLICATION = (
     "ztunnel/kube/kinds.py",
     "ztunnel/kube/errors.py",
     "ztunnel/policysync/view.py",
+    "ztunnel/policysync/flows.py",
     "ztunnel/policysync/explain.py",
     "ztunnel/istio/route.py",
     "ztunnel/istio/balance.py",
@@ -195,7 +196,7 @@ LAYERS = {
     "inject": {"runtime", "kube"},
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
-    "policysync": {"runtime", "calico"},
+    "policysync": {"runtime", "http", "calico"},
     "limits": {"runtime", "http", "istio", "calico"},
     "netpol": {"runtime", "http", "calico", "kube", "policysync"},
     "cli": {

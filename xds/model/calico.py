@@ -302,3 +302,33 @@ class Flow:
     destination_labels: tuple[tuple[str, str], ...] = ()
     method: str | None = None
     path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowReport:
+    """What a policy server reports of one flow in one interval.
+
+    Attributes:
+        protocol: number or name.
+        policy: that decided; a profile's id has the kind ``Profile``; None if no rule did.
+        index: of the rule, -1 for the end of a tier.
+        packets, octets: since the last report; 0 where they are not known.
+    """
+
+    source_ip: str
+    destination_ip: str
+    source_port: int
+    destination_port: int
+    protocol: int | str
+    allowed: bool
+    policy: PolicyId | None = None
+    index: int = -1
+    packets: int = 0
+    octets: int = 0
+
+    @property
+    def rule(self) -> str:
+        """The rule as text; empty if no rule decided."""
+        if self.policy is None:
+            return ""
+        return f"{self.policy}|{'end of tier' if self.index < 0 else f'rule {self.index}'}"

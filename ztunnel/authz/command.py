@@ -88,6 +88,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
     parser.add_argument(
+        "--report", action="store_true", help="report judged flows to the PolicySync server every 5 s"
+    )
+    parser.add_argument(
         "--admin", metavar="[IP:]PORT", help="serve /policies there, of loopback unless an address is given"
     )
     parser.add_argument("--debug", action="store_true", help="log more")
@@ -126,6 +129,7 @@ async def _serve(
     metrics: "SocketAddress | None",
     admin: "SocketAddress | None",
 ) -> None:
+    from ztunnel.authz.reporter import Reporter
     from ztunnel.authz.server import AuthzSettings, PolicyServer
     from ztunnel.calico.follower import Follower
     from ztunnel.http.page import PLAIN, Page, PageRequest, not_found, text
@@ -141,6 +145,7 @@ async def _serve(
     settings = AuthzSettings(per_host=args.per_host, explain=args.explain, max_stale_s=args.max_stale)
     follower = Follower(dial, clock, trust_domains=frozenset(args.trust_domain))
     tasks = Tasks("authz")
+    reporter = Reporter(dial) if args.report else None
 
     def terminated(request: PageRequest) -> Page:
         if request.path != "/terminate":
@@ -163,10 +168,12 @@ async def _serve(
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
-            PolicyServer(listen, follower, clock, settings, socket_mode=args.socket_mode)
+            PolicyServer(listen, follower, clock, settings, socket_mode=args.socket_mode, reporter=reporter)
         )
         stack.push_async_callback(tasks.close)
         tasks.keep(follower.run, "policysync")
+        if reporter is not None:
+            tasks.keep(reporter.run, "reports")
         for name, address, pages in (
             ("terminate", terminate, terminated),
             ("metrics", metrics, measured),

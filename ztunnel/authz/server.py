@@ -15,6 +15,7 @@ from xds.dialects.calico.authorization import decode_request, encode_response
 from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
+from ztunnel.authz.reporter import Reporter
 from ztunnel.calico.follower import Follower
 from ztunnel.calico.guard import Hits
 from ztunnel.calico.store import Store
@@ -62,6 +63,7 @@ class PolicyServer:
         follower: whose store answers; the caller runs it.
         clock: for rates of log lines, and the times of answers.
         socket_mode: of Unix sockets.
+        reporter: is told every flow; the caller runs it.
 
     Attributes:
         answers: number of checks by answer.
@@ -79,9 +81,11 @@ class PolicyServer:
         settings: AuthzSettings = AuthzSettings(),
         *,
         socket_mode: int = SOCKET_MODE,
+        reporter: Reporter | None = None,
     ) -> None:
         self.answers: Counter[Code] = Counter()
         self.hits = Hits()
+        self._reporter = reporter
         self._clock = clock
         self._follower = follower
         self._settings = settings
@@ -127,6 +131,8 @@ class PolicyServer:
         verdict = self.answer(flow)
         self.answers[verdict.code] += 1
         self.hits.count(verdict, self._clock.wall())
+        if self._reporter is not None:
+            self._reporter.note(flow, verdict)
         if not verdict.allowed and self._lines.admits():
             _log_denial(flow, verdict)
         return encode_response(

@@ -5,11 +5,14 @@ import asyncio
 import logging
 import signal
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ztunnel.calico.resources import Resources
+    from ztunnel.http.server import PageServer
+    from ztunnel.policysync.server import PolicySyncServer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ def add_arguments(subparsers: Any) -> None:
     serve.add_argument(
         "--form", choices=("messages", "names"), default="messages", help="names: for clients before Calico 3.32"
     )
+    serve.add_argument("--metrics", metavar="[IP:]PORT", help="serve Prometheus pages there, on /metrics")
     serve.set_defaults(run=serve_command)
 
 
@@ -153,7 +157,7 @@ def serve_command(args: argparse.Namespace) -> int:
         return 1
     try:
         asyncio.run(_serve(args, resources))
-    except (ServeError, OSError) as error:
+    except (ServeError, OSError, ValueError) as error:
         print(f"ztunnel policy serve: {error}", file=sys.stderr)
         return 1
     return 0
@@ -172,7 +176,9 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
     def of_node(compiled: Compiled) -> list[Any]:
         return [key for key in compiled.endpoints if args.node in (None, compiled.nodes.get(key))]
 
-    async with PolicySyncServer(PolicyForm(args.form)) as server:
+    async with PolicySyncServer(PolicyForm(args.form)) as server, AsyncExitStack() as stack:
+        if args.metrics is not None:
+            await stack.enter_async_context(_metrics(args.metrics, server))
         binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
         seen = files.states_of(args.files)
         compiled = compile_resources(resources)
@@ -199,6 +205,32 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
                 await asyncio.wait_for(stop.wait(), files.POLL_S)
             except TimeoutError:
                 continue
+
+
+def _metrics(text: str, server: "PolicySyncServer") -> "PageServer":
+    """Return the server of Prometheus pages.
+
+    Raises:
+        ValueError: the address is none.
+    """
+    from xds.model.address import SocketAddress
+    from ztunnel.http.page import Page, PageRequest, not_found
+    from ztunnel.http.server import PageServer
+    from ztunnel.policysync.metrics import families
+    from ztunnel.runtime.clock import SystemClock
+
+    def measured(request: PageRequest) -> Page:
+        if request.path != "/metrics":
+            return not_found(["/metrics"])
+        from ztunnel.http.exposition import page
+
+        return page(families(server), request)
+
+    try:
+        address = SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"--metrics: {text!r} is neither a port nor ip:port") from None
+    return PageServer("metrics", address, measured, SystemClock())
 
 
 def _read(paths: list[Path]) -> "Resources | None":

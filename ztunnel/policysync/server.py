@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Final, Self
 
 from xds.aio.grpc_server import Context, GrpcServer, ServeError, read
-from xds.dialects.calico.policysync import PolicyForm, encode
+from xds.dialects.calico.policysync import PolicyForm, decode_report, encode
+from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.calico.compile import Compiled
+from ztunnel.policysync.flows import Flows
 from ztunnel.policysync.view import View, by_names, changes, view_of
 from ztunnel.runtime.watched_file import FileState, file_state
 
@@ -49,9 +51,13 @@ class PolicySyncServer:
 
     Args:
         form: how policies are listed, for clients before Calico 3.32.
+
+    Attributes:
+        flows: what clients have reported.
     """
 
     def __init__(self, form: PolicyForm = PolicyForm.MESSAGES) -> None:
+        self.flows = Flows()
         self._form = form
         self._compiled: Compiled | None = None
         #: By path, oldest first.
@@ -92,8 +98,7 @@ class PolicySyncServer:
                 route=lambda method: (
                     (lambda context: self._serve(context, path, endpoints, streams)) if method == SYNC else None
                 ),
-                # Without a collector of flows, as Felix.
-                unary={REPORT: lambda message: ReportResult(successful=False).SerializeToString()},
+                unary={REPORT: self._report},
                 socket_mode=SOCKET_MODE,
             )
             await stack.enter_async_context(server)
@@ -104,6 +109,14 @@ class PolicySyncServer:
         sockets = self._sockets.pop(path, None)
         if sockets is not None:
             await sockets.aclose()
+
+    def _report(self, message: bytes) -> bytes:
+        try:
+            self.flows.add(decode_report(message))
+        except ConfigError:
+            self.flows.faults += 1
+            return ReportResult(successful=False).SerializeToString()
+        return ReportResult(successful=True).SerializeToString()
 
     async def _serve(self, context: Context, path: str, endpoints: Endpoints, most: int) -> None:
         await read(context)

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ from tests.ztunnel.calico.cluster import BACK, FRONT, SEED, compiled, flow
 from tests.ztunnel.calico.test_follower import LOOPS, following, run, until
 from xds.aio.channel import Channel
 from xds.aio.grpc_server import ServeError
-from xds.dialects.calico.policysync import PolicyForm, decode
+from xds.dialects.calico.policysync import PolicyForm, decode, decode_report, encode_report
 from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
+from ztunnel.authz import reporter as reporter_module
+from ztunnel.authz.reporter import Reporter
 from ztunnel.calico.follower import METHOD
-from ztunnel.calico.verdict import Code
+from ztunnel.calico.verdict import Code, RuleRef, Verdict
+from ztunnel.policysync.flows import COUNTED_RULES, FlowCounts, Flows
+from ztunnel.policysync.metrics import families
 from ztunnel.policysync.server import REPORT, Binder, PolicySyncServer, pod_socket
 
 
@@ -111,13 +116,103 @@ def test_a_pod_that_goes_ends_its_stream(tmp_path: Path) -> None:
     run(main)
 
 
-def test_flows_are_reported_to_nobody(tmp_path: Path) -> None:
+def test_reports_of_flows_are_added_up(tmp_path: Path) -> None:
+    flows = [
+        c.FlowReport(
+            source_ip="10.0.0.1",
+            destination_ip="10.0.0.2",
+            source_port=port,
+            destination_port=80,
+            protocol=6,
+            allowed=port < 3,
+            policy=c.PolicyId("GlobalNetworkPolicy", "", "one"),
+            index=0,
+            packets=2,
+            octets=100,
+        )
+        for port in range(1, 5)
+    ]
+
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            await opened(stack, tmp_path)
+            server = await opened(stack, tmp_path)
             channel = await stack.enter_async_context(Channel(f"unix:{tmp_path}/back"))
-            answer = ReportResult.FromString(await channel.unary(REPORT, b"", timeout_s=5))
-            assert not answer.successful
+
+            async def taken(message: bytes) -> bool:
+                return ReportResult.FromString(await channel.unary(REPORT, message, timeout_s=5)).successful
+
+            for flow in flows:
+                assert await taken(encode_report(flow))
+            assert not await taken(b"\xff")
+            rule = "GlobalNetworkPolicy/one|rule 0"
+            assert server.flows.by_rule == {
+                (rule, "allowed"): FlowCounts(flows=2, packets=4, octets=200),
+                (rule, "denied"): FlowCounts(flows=2, packets=4, octets=200),
+            }
+            shown = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in families(server)
+                for sample in family.samples
+            }
+            assert shown["policysync_flow_bytes_total", rule, "denied"] == 200
+            assert shown[("policysync_report_faults_total",)] == 1
+
+    run(main)
+
+
+def test_rules_beyond_a_number_are_counted_together() -> None:
+    flows = Flows()
+    for number in range(COUNTED_RULES + 5):
+        policy = c.PolicyId("GlobalNetworkPolicy", "", f"p{number}")
+        flows.add(replace(FLOW, policy=policy))
+    assert flows.by_rule["others", "allowed"].flows == 5
+    assert len(flows.by_rule) == COUNTED_RULES + 1
+
+
+FLOW = c.FlowReport(
+    source_ip="", destination_ip="fd00::1", source_port=0, destination_port=0, protocol="sctp", allowed=True
+)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        FLOW,
+        replace(FLOW, policy=c.PolicyId("Profile", "", "kns.shop"), index=3, allowed=False, protocol=17),
+        replace(FLOW, policy=c.PolicyId("NetworkPolicy", "shop", "x"), packets=1, octets=2),
+    ],
+)
+def test_reports_survive_the_wire(report: c.FlowReport) -> None:
+    assert decode_report(encode_report(report)) == report
+
+
+def test_a_policy_server_reports_each_flow_once_an_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "MOST_FLOWS", 2)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            reporter = Reporter(f"unix:{tmp_path}/back", interval_s=0.02)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            running = tasks.create_task(reporter.run())
+            allowed = Verdict(Code.OK, rule=RuleRef("default", c.PolicyId("GlobalNetworkPolicy", "", "one"), 2))
+            reporter.note(c.Flow(source_ip="10.0.0.1"), allowed)
+            await until(lambda: reporter.left_out == 1)  # there is no server yet
+            server = await opened(stack, tmp_path)
+            for flow in (
+                c.Flow(source_ip="10.0.0.1"),
+                c.Flow(source_ip="10.0.0.1"),
+                c.Flow(),
+                c.Flow(source_port=1),
+            ):
+                reporter.note(flow, allowed)
+            assert reporter.left_out == 2
+            await until(lambda: reporter.sent + reporter.left_out == 4)
+            reporter.note(c.Flow(), allowed)
+            await until(lambda: reporter.sent > 0)
+            assert set(server.flows.by_rule) == {("GlobalNetworkPolicy/one|rule 2", "allowed")}
+            running.cancel()
 
     run(main)
 

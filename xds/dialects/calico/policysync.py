@@ -422,3 +422,74 @@ def _net_text(network: IpNetwork | None) -> str:
 
 def _port_range(ports: tuple[int, int]) -> pb.PortRange:
     return pb.PortRange(first=ports[0], last=ports[1])
+
+
+_PROFILE: Final = "Profile"
+
+
+def encode_report(report: c.FlowReport) -> bytes:
+    """Return a report as one ``DataplaneStats`` message; the inverse of :func:`decode_report`."""
+    message = pb.DataplaneStats(
+        src_ip=report.source_ip,
+        dst_ip=report.destination_ip,
+        src_port=report.source_port,
+        dst_port=report.destination_port,
+        action=pb.ALLOWED if report.allowed else pb.DENIED,
+    )
+    if isinstance(report.protocol, int):
+        message.protocol.number = report.protocol
+    else:
+        message.protocol.name = report.protocol
+    trace = message.rules.add(rule_num=report.index)
+    if report.policy is None:
+        trace.none = True
+    elif report.policy.kind == _PROFILE:
+        trace.profile.name = report.policy.name
+    else:
+        _write_policy_id(trace.policy, report.policy, PolicyForm.MESSAGES)
+    for kind, value in ((pb.Statistic.PACKETS, report.packets), (pb.Statistic.BYTES, report.octets)):
+        if value:
+            message.stats.add(relativity=pb.Statistic.DELTA, kind=kind, action=message.action, value=value)
+    return message.SerializeToString()
+
+
+def decode_report(data: bytes) -> c.FlowReport:
+    """Read one ``DataplaneStats`` message. The last rule of its trace decided; absolute counts are left out.
+
+    Raises:
+        ConfigError: the bytes are no such message.
+    """
+    message = pb.DataplaneStats()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise ConfigError(f"not a DataplaneStats message: {error}") from error
+    policy, index = None, -1
+    if message.rules:
+        trace = message.rules[-1]
+        index = trace.rule_num
+        if trace.WhichOneof("id") == "policy":
+            policy = _policy_id(trace.policy)
+        elif trace.WhichOneof("id") == "profile":
+            policy = c.PolicyId(_PROFILE, "", _id(trace.profile.name))
+    counted = {
+        kind: sum(
+            max(0, each.value)
+            for each in message.stats
+            if each.kind == kind and each.relativity == pb.Statistic.DELTA
+        )
+        for kind in (pb.Statistic.PACKETS, pb.Statistic.BYTES)
+    }
+    named = message.protocol.WhichOneof("number_or_name") == "name"
+    return c.FlowReport(
+        source_ip=message.src_ip,
+        destination_ip=message.dst_ip,
+        source_port=message.src_port,
+        destination_port=message.dst_port,
+        protocol=message.protocol.name if named else message.protocol.number,
+        allowed=message.action == pb.ALLOWED,
+        policy=policy,
+        index=index,
+        packets=counted[pb.Statistic.PACKETS],
+        octets=counted[pb.Statistic.BYTES],
+    )

@@ -1,0 +1,47 @@
+"""What policy servers report of the flows that they judged, added up. Pure.
+
+A report is about one flow and one interval, with the rule that decided; it may have counts of packets and bytes
+(see ``DataplaneStats``). Felix without a collector answers that nobody wants them, and its clients then stop.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from xds.model import calico as c
+
+#: Rules that are counted one by one; others are counted together.
+COUNTED_RULES: Final = 1000
+OTHERS: Final = "others"
+
+
+@dataclass(slots=True)
+class FlowCounts:
+    """Sums of reports."""
+
+    flows: int = 0
+    packets: int = 0
+    octets: int = 0
+
+
+class Flows:
+    """Counts reports by the rule that decided and what it did.
+
+    Attributes:
+        by_rule: (rule, ``allowed`` or ``denied``) -> counts.
+        faults: reports that could not be read.
+    """
+
+    def __init__(self) -> None:
+        self.by_rule: dict[tuple[str, str], FlowCounts] = {}
+        self.faults = 0
+
+    def add(self, report: c.FlowReport) -> None:
+        """Count a report."""
+        result = "allowed" if report.allowed else "denied"
+        key = (report.rule, result)
+        if key not in self.by_rule and len(self.by_rule) >= COUNTED_RULES:
+            key = (OTHERS, result)
+        counts = self.by_rule.setdefault(key, FlowCounts())
+        counts.flows += 1
+        counts.packets += report.packets
+        counts.octets += report.octets
