@@ -26,6 +26,7 @@ def described(config: IstioConfig) -> str:
         "control plane": config.xds_address,
         "certificates from": config.ca_address,
         "local file": config.local_xds_path,
+        "Calico's policies from": (config.policies.directory or config.policies.sync) if config.policies else "",
         "warnings": str(len(config.warnings)) if config.warnings else "",
     }
     return ", ".join(f"{name} {value}" for name, value in parts.items() if value)

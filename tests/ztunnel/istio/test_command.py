@@ -28,3 +28,10 @@ def test_cpus_are_what_affinity_and_control_group_leave(
     if text is not None:
         limit.write_text(text)
     assert command.cpus_available(limit) == cpus
+
+
+def test_the_source_of_calicos_policies_is_described() -> None:
+    env = {"XDS_ADDRESS": "", "FAKE_CA": "true"}
+    assert "policies" not in command.described(command.check(env, ""))
+    described = command.described(command.check({**env, "POLICY_SYNC": "/run/node.sock"}, ""))
+    assert described == "Calico's policies from unix:/run/node.sock"
