@@ -35,7 +35,8 @@ _NOISE = {
     "page_kib": 12.0,
     "lag_ms": 5.0,
 }
-_WARM_UP_S = 180.0
+#: Caches with thousands of places (addresses with ports, label sets) are full only then.
+_WARM_UP_S = 600.0
 _SAMPLE_S = 2.0
 
 
@@ -56,7 +57,7 @@ class Run:
             beats = max(1.0, (now_s - self._last[0]) * 2)
             sample["lag_ms"] = 1000 * (late_s - self._last[1]) / beats
         self._last = now_s, late_s
-        if now_s >= min(_WARM_UP_S, self.seconds / 4):
+        if now_s >= min(_WARM_UP_S, self.seconds / 3):
             for name, value in sample.items():
                 self.series[name].append((now_s, value))
 
@@ -97,7 +98,8 @@ async def soak(minutes: float, folder: Path, *, every_s: float) -> tuple[Run, Si
             run.add(now_s, sample)
             if now_s - shown_s >= 60:
                 shown_s = now_s
-                print(f"{now_s / 60:4.0f} min  rss {sample['rss_kib'] / 1024:.1f} MiB  {of.done}", flush=True)
+                memory = f"rss {sample['rss_kib'] / 1024:.1f} MiB, {sample['blocks']:,.0f} blocks"
+                print(f"{now_s / 60:4.0f} min  {memory}  {of.done}", flush=True)
             await asyncio.sleep(_SAMPLE_S)
         of.stop()
     return run, of
