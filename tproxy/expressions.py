@@ -41,9 +41,9 @@ class MetaKey(IntEnum):
     IIFNAME = 6
     OIFNAME = 7
     SKUID = 10
+    NFTRACE = 12
     NFPROTO = 15
     L4PROTO = 16
-    NFTRACE = 19
 
 
 class CtKey(IntEnum):

@@ -32,7 +32,7 @@ from ztunnel.netpol.table import TABLE
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 WAIT_S = 30.0
-RUNNING: list["subprocess.Popen[bytes]"] = []
+RUNNING: list["subprocess.Popen[Any]"] = []
 ROOT = Path(__file__).parents[2]
 
 
@@ -262,6 +262,38 @@ def test_print_shows_the_table_and_changes_nothing(clean: Cluster, tmp_path: Pat
     assert text.startswith(f"table inet {TABLE} {{")
     assert "type filter hook forward priority -1; policy accept;" in text
     assert table(clean) is None
+
+
+def test_trace_names_the_policies_that_packets_meet(clean: Cluster, tmp_path: Path) -> None:
+    write(clean, tmp_path, ONLY_B)
+    assert start(clean, tmp_path, "--once").wait(WAIT_S) == 0
+    node = clean.lab.worker("w1").place
+    before = without_generation(everything(node.netns))
+    command = [sys.executable, "-m", "ztunnel", "netpol", "trace"]
+    for source, wanted in (
+        ("x/b", "KubernetesNetworkPolicy/x/p ingress 0: accept"),
+        ("x/c", "end of tier default: drop"),
+    ):
+        ends = [clean.address(source, 4), clean.address("x/a", 4)]
+        process = node.popen([*command, *ends], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        RUNNING.append(process)
+        assert process.stdout is not None
+        assert "tracing" in process.stdout.readline()
+        clean.wrong(probes(f"{'+' if source == 'x/b' else '-'}{source}>x/a:80"))
+        lines = [process.stdout.readline()]
+        while wanted not in lines[-1]:
+            assert lines[-1], lines
+            lines.append(process.stdout.readline())
+        # Packets of connections that are ending may come first.
+        assert any(line.startswith(f"{ends[0]}:") and f"> {ends[1]}:80 tcp" in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+    assert _counts(without_generation(everything(node.netns))) == _counts(before)
+
+
+def _counts(state: dict[str, Any]) -> dict[str, int]:
+    """Rules have counters, so what is compared is how many of everything there are."""
+    return {part: len(value) for part, value in state.items()}
 
 
 def test_without_the_capability_there_is_one_line(clean: Cluster, tmp_path: Path) -> None:

@@ -234,8 +234,17 @@ def read_verdict(payload: bytes) -> Verdict | None:
     inner = attribute_map(payload)
     if nf.NFTA_DATA_VERDICT not in inner:
         return None
-    verdict = attribute_map(inner[nf.NFTA_DATA_VERDICT])
+    return verdict_of(inner[nf.NFTA_DATA_VERDICT])
+
+
+def verdict_of(payload: bytes) -> Verdict:
+    """Return the verdict whose attributes these are, as trace events have it.
+
+    Raises:
+        MalformedDump: its code is missing.
+    """
+    verdict = attribute_map(payload)
     if nf.NFTA_VERDICT_CODE not in verdict:
-        raise MalformedDump(inner[nf.NFTA_DATA_VERDICT])
+        raise MalformedDump(payload)
     code = read_be32(verdict[nf.NFTA_VERDICT_CODE])
     return Verdict(code - (1 << 32) if code >> 31 else code, read_text(verdict.get(nf.NFTA_VERDICT_CHAIN, b"")))

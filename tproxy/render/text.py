@@ -237,6 +237,8 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
 
 
 def _number(data: bytes) -> int:
+    if len(data) == 1:
+        return data[0]
     # Reading host order by means of its writer keeps the byte order in one place.
     write = host_u16 if len(data) == 2 else host_u32
     return next(

@@ -1,4 +1,4 @@
-"""The command ``ztunnel netpol run|explain|status|cleanup``: a node's network policy in the kernel.
+"""The command ``ztunnel netpol run|explain|trace|status|cleanup``: a node's network policy in the kernel.
 
 Exit status: 0 done, or ``explain`` found the connection allowed; 1 ``explain`` found it denied, or ``status``
 found no table; 2 failed, with one line on standard error that says what to do.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
+    from tproxy.operations import NftStep
     from xds.model.address import SocketAddress
     from ztunnel.http.page import Page, PageRequest
     from ztunnel.netpol.controller import Controller
@@ -34,7 +35,7 @@ def add_arguments(subparsers: Any) -> None:
         help="Kubernetes' and Calico's network policies in this node's kernel",
         description="Puts the policies of a node's pods into one nftables table, explains them, removes it.",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|status|cleanup")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|trace|status|cleanup")
     follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
     _add_objects(follow)
     follow.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
@@ -55,6 +56,10 @@ def add_arguments(subparsers: Any) -> None:
     ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
     ask.add_argument("port", type=int, metavar="PORT")
     ask.add_argument("protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp or a number")
+    follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
+    follow_packets.add_argument("source", metavar="IP")
+    follow_packets.add_argument("destination", metavar="IP")
+    follow_packets.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
     for name, text in (
         ("status", "print what is in the kernel, and what its rules have counted"),
         ("cleanup", "remove the table; nothing else of the node changes"),
@@ -93,6 +98,8 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
                 return await _run(args, out)
             case "explain":
                 return await _explain(args, out)
+            case "trace":
+                return await _trace(args, out)
             case "status":
                 return await _status(args, out)
             case _:
@@ -198,6 +205,42 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     return DONE if allowed else DENIED
 
 
+async def _trace(args: argparse.Namespace, out: TextIO) -> int:
+    """Print until SIGINT or SIGTERM; the marks go with the command."""
+    from ztunnel.netpol.trace import trace
+
+    async def printed(stack: contextlib.AsyncExitStack) -> None:
+        lines = trace(args.source, args.destination, _opened(args.netns, stack))
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                print(line, file=out, flush=True)
+
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as stack:
+        # Errors end the command, signals cancel what prints.
+        printing = asyncio.current_task()
+        assert printing is not None
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            printing.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await printed(stack)
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+            printing.uncancel()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+    return DONE
+
+
 async def _status(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from tproxy.packets import counters
@@ -226,10 +269,14 @@ async def _status(args: argparse.Namespace, out: TextIO) -> int:
 async def _cleanup(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from ztunnel.netpol.table import TABLE
+    from ztunnel.netpol.trace import TRACE_TABLE
 
     async with contextlib.AsyncExitStack() as stack:
-        table = await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))
-        steps = await table.apply(None)
+        netns = _opened(args.netns, stack)
+        steps: list[NftStep] = []
+        for name in (TABLE, TRACE_TABLE):  # a trace that was killed leaves its marks
+            table = await stack.enter_async_context(KeptTable(name, netns))
+            steps += await table.apply(None)
     print("table removed" if steps else "nothing to remove", file=out)
     return DONE
 

@@ -45,6 +45,7 @@ def test_node_reads_as_reviewed() -> None:
         (e.address_in(Family.IPV6, "s", source=True, negate=True), "ip6 saddr != @s"),
         (e.addresses_in(Family.IPV4, "self4"), "ip saddr . ip daddr @self4"),
         (e.address_and_port_in(Family.IPV6, "n", source=False), "ip6 daddr . meta l4proto . th dport @n"),
+        ((e.Immediate(b"\1"), e.Meta(e.MetaKey.NFTRACE, sreg=1)), "meta nftrace set 0x1"),
         ((e.Counter(), *e.goto("c")), "counter goto c"),
         ((e.Counter(3, 180), *e.accept()), "counter packets 3 bytes 180 accept"),
         ((e.Lookup("x", flags=1),), "[ Lookup(set_name='x', sreg=1, flags=1, dreg=None) ]"),
