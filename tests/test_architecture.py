@@ -53,6 +53,7 @@ PURE_APPLICATION = (
     "ztunnel/kube/objects.py",
     "ztunnel/netpol/explain.py",
     "ztunnel/netpol/intervals.py",
+    "ztunnel/netpol/kinds.py",
     "ztunnel/netpol/members.py",
     "ztunnel/netpol/objects.py",
     "ztunnel/netpol/table.py",

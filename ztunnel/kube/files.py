@@ -97,7 +97,10 @@ class FileObjects:
         namespace = (
             "" if kind in _CLUSTER_WIDE or kind.startswith("Global") else metadata.get("namespace", "default")
         )
-        yield ObjectKey(kind, str(namespace), name), document
+        group = str(document.get("apiVersion", "")).partition("/")[0]
+        # Kubernetes' and Calico's NetworkPolicy may have one name in one namespace.
+        called = f"{kind}.{group}" if kind == "NetworkPolicy" and group != "networking.k8s.io" else kind
+        yield ObjectKey(called, str(namespace), name), document
 
     def _changes(self) -> Changes:
         now: dict[ObjectKey, Object] = {}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tproxy.operations import NftStep
     from xds.model.address import SocketAddress
     from ztunnel.http.page import Page, PageRequest
+    from ztunnel.kube.objects import EventSink, ObjectSource
     from ztunnel.netpol.controller import Controller
 
 DONE, DENIED, FAILED = 0, 1, 2
@@ -37,7 +38,13 @@ def add_arguments(subparsers: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|trace|status|cleanup")
     follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
-    _add_objects(follow)
+    follow.add_argument(
+        "--objects",
+        type=Path,
+        metavar="DIR",
+        help="YAML files instead of the API server",
+    )
+    follow.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
     follow.add_argument("--node", default=socket.gethostname(), metavar="NAME", help="default: the host name")
     follow.add_argument("--netns", metavar="NS", help="the node's namespace: name, path or pid")
     follow.add_argument("--print", action="store_true", help="print the table as nft has it, and change nothing")
@@ -87,6 +94,7 @@ def _add_objects(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO | None = None) -> int:
     """Run a parsed command line, and return the exit status; errors are printed, not raised."""
     from tproxy.errors import TproxyError
+    from ztunnel.kube.errors import KubeError
     from ztunnel.netpol.explain import BadQuestion
     from ztunnel.runtime.settings import plain_reason
 
@@ -104,36 +112,52 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
                 return await _status(args, out)
             case _:
                 return await _cleanup(args, out)
-    except (TproxyError, BadQuestion, ValueError, OSError) as error:
+    except (TproxyError, KubeError, BadQuestion, ValueError, OSError) as error:
         print(f"ztunnel netpol: {plain_reason(error) if isinstance(error, OSError) else error}", file=err)
         return FAILED
 
 
 async def _run(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
-    from ztunnel.kube.files import FileObjects
-    from ztunnel.netpol.controller import Controller, LoggedEvents
-    from ztunnel.netpol.objects import KINDS
+    from ztunnel.netpol.controller import Controller
     from ztunnel.netpol.table import TABLE
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if not args.objects.is_dir():
-        raise ValueError(f"{args.objects} is no folder")
-    source = FileObjects(args.objects, KINDS)
-    if args.print:
-        return await _print(source, args.node, out, tunnels=args.tunnels == "allow")
     metrics = _address(args.metrics)
     async with contextlib.AsyncExitStack() as stack:
+        source, events = await _source(args, stack)
+        if args.print:
+            return await _print(source, args.node, out, tunnels=args.tunnels == "allow")
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
-        controller = Controller(
-            source, table, args.node, LoggedEvents(), tunnels=args.tunnels == "allow", netns=netns
-        )
+        controller = Controller(source, table, args.node, events, tunnels=args.tunnels == "allow", netns=netns)
         if metrics is not None:
             await stack.enter_async_context(_metrics(controller, table, metrics))
         await _until_stopped(controller, once=args.once)
     return DONE
+
+
+async def _source(args: argparse.Namespace, stack: contextlib.AsyncExitStack) -> "tuple[ObjectSource, EventSink]":
+    """Return where objects come from, and where faults of them go: files and lines, or the API server."""
+    from ztunnel.netpol.controller import LoggedEvents
+
+    if args.objects is not None:
+        from ztunnel.kube.files import FileObjects
+        from ztunnel.netpol.objects import KINDS
+
+        if not args.objects.is_dir():
+            raise ValueError(f"{args.objects} is no folder")
+        return FileObjects(args.objects, KINDS), LoggedEvents()
+    from ztunnel.kube.client import connect
+    from ztunnel.kube.events import EventWriter
+    from ztunnel.kube.informer import Informer
+    from ztunnel.netpol.kinds import SELECTIONS
+
+    client = await stack.enter_async_context(connect(args.kubeconfig))
+    informer = await stack.enter_async_context(Informer(client, SELECTIONS))
+    writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
+    return informer, LoggedEvents(await stack.enter_async_context(writer))
 
 
 async def _until_stopped(controller: "Controller", *, once: bool) -> None:
@@ -171,19 +195,25 @@ def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> 
 async def _print(source: Any, node: str, out: TextIO, *, tunnels: bool) -> int:
     from tproxy.render.text import table_text
     from ztunnel.calico.incremental import Compiler
+    from ztunnel.kube.files import FileObjects
     from ztunnel.netpol.objects import PolicyObjects
     from ztunnel.netpol.table import TableBuilder
 
     objects, compiler = PolicyObjects(), Compiler()
-    changes = await source.next()
-    compiler.apply(objects.changes(changes.objects))
+    synced = False
+    while not synced:
+        changes = await source.next()
+        compiler.apply(objects.changes(changes.objects))
+        synced = changes.synced
+        if not synced and isinstance(source, FileObjects):
+            break  # a file cannot be read, and has been reported
     built = TableBuilder(tunnels=tunnels).build(compiler.compiled, node)
     for key, problem in objects.problems.items():
         print(f"# {key}: {problem}", file=out)
     for unseen in built.unseen:
         print(f"# {unseen}", file=out)
     print(table_text(built.table), file=out)
-    return DONE if changes.synced else FAILED
+    return DONE if synced else FAILED
 
 
 async def _explain(args: argparse.Namespace, out: TextIO) -> int:

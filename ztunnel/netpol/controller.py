@@ -211,11 +211,16 @@ class Controller:
 
 
 class LoggedEvents:
-    """An :class:`~ztunnel.kube.objects.EventSink` that writes lines."""
+    """An :class:`~ztunnel.kube.objects.EventSink` that writes lines, and tells another one, too."""
+
+    def __init__(self, other: EventSink | None = None) -> None:
+        self._other = other
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
         """Write one warning."""
         log.warning("%s object=%s: %s", reason, key, message)
+        if self._other is not None:
+            self._other.event(key, reason, message)
 
 
 def _key_of(policy: c.PolicyId) -> ObjectKey:

@@ -81,7 +81,7 @@ class PolicyObjects:
         if before is not None:
             self.problems[key] = Problem(key, tuple(faults), "its last good form stays in force")
             return
-        if key.kind not in _POLICY_KINDS:
+        if key.kind.partition(".")[0] not in _POLICY_KINDS:
             self.problems[key] = Problem(key, tuple(faults), "not in force")
             return
         policy = _closing(key, value, found, faults)
@@ -102,7 +102,7 @@ def _closing(key: ObjectKey, value: Object, found: Resources, faults: list[str])
     of_kubernetes = str(value.get("apiVersion", "")).startswith("networking.k8s.io/")
     made = next(iter(found.policies.values()), None)
     if made is None:
-        kind = "KubernetesNetworkPolicy" if of_kubernetes else key.kind
+        kind = "KubernetesNetworkPolicy" if of_kubernetes else key.kind.partition(".")[0]
         made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name))
     elif any("elector" in fault for fault in faults):
         # What came of a selector with a fault may select less. One of a peer is enough to doubt: the place in

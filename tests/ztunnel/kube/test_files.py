@@ -56,6 +56,16 @@ def test_kinds_that_nobody_wants_are_not_told(tmp_path: Path) -> None:
     assert list(changes.objects) == [ObjectKey("Pod", "default", "one")]
 
 
+def test_policies_of_two_groups_with_one_name_are_two(tmp_path: Path) -> None:
+    policies = [
+        f"{{apiVersion: {group}, kind: NetworkPolicy, metadata: {{name: one, namespace: x}}}}"
+        for group in ("networking.k8s.io/v1", "projectcalico.org/v3")
+    ]
+    (tmp_path / "a.yaml").write_text("\n---\n".join(policies))
+    found = asyncio.run(soon(FileObjects(tmp_path, kinds=("NetworkPolicy",)))).objects
+    assert {key.kind for key in found} == {"NetworkPolicy", "NetworkPolicy.projectcalico.org"}
+
+
 def test_kinds_of_the_cluster_have_no_namespace(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("{apiVersion: v1, kind: Namespace, metadata: {name: shop}}")
     assert list(asyncio.run(soon(FileObjects(tmp_path))).objects) == [ObjectKey("Namespace", "", "shop")]

@@ -1,0 +1,104 @@
+"""Network policy from a real API server into a kernel table: what is created is in force, after an outage too."""
+
+import asyncio
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from deploy.lab import may_make_namespaces
+from tests.apiserver.server import ApiServer
+from tproxy.aio.netns import Netns
+from tproxy.aio.table import KeptTable
+from xds.model import calico as c
+from ztunnel.kube.client import Client, connect
+from ztunnel.kube.events import EventWriter
+from ztunnel.kube.informer import Informer
+from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
+from ztunnel.netpol.controller import Controller
+from ztunnel.netpol.kinds import SELECTIONS
+from ztunnel.netpol.table import TABLE
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(not may_make_namespaces(), reason="NOT TESTED: network namespaces need root"),
+]
+WAIT_S = 60
+SPACE = "netpol"
+
+
+def policy(name: str, *rules: dict[str, Any]) -> dict[str, Any]:
+    spec = {"podSelector": {"matchLabels": {"app": "web"}}, "policyTypes": ["Ingress"], "ingress": list(rules)}
+    return {
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec
+    }  # fmt: skip
+
+
+async def web(client: Client) -> None:
+    await client.create(NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
+    metadata = {"name": "web", "labels": {"app": "web"}}
+    spec = {"nodeName": "n1", "containers": [{"name": "app", "image": "app"}]}
+    await client.create(POD, SPACE, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    status = {"status": {"phase": "Running", "podIP": "10.0.0.9", "podIPs": [{"ip": "10.0.0.9"}]}}
+    await client.merge_patch(POD, SPACE, "web", status, subresource="status")
+
+
+@contextlib.asynccontextmanager
+async def controlled(client: Client, netns: Netns) -> AsyncIterator[tuple[Controller, KeptTable]]:
+    async with (
+        Informer(client, SELECTIONS) as informer,
+        EventWriter(client, "ztunnel-netpol", "n1", informer.known) as events,
+        KeptTable(TABLE, netns) as table,
+        asyncio.TaskGroup() as group,
+    ):
+        controller = Controller(informer, table, "n1", events, netns=netns)
+        running = group.create_task(controller.run(), name="netpol")
+        yield controller, table
+        running.cancel()
+
+
+def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
+    async def until(check: Any) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not check():
+                await asyncio.sleep(0.002)
+
+    async def main(netns: Netns) -> None:
+        async with connect(cluster.kubeconfig()) as client:
+            await web(client)
+            async with controlled(client, netns) as (controller, table):
+                await until(lambda: controller.in_force)
+                delays = []
+                for number in range(8):
+                    before = controller.counts.applied
+                    began = time.monotonic()
+                    body = policy(f"p{number}", {"ports": [{"port": 8000 + number}]})
+                    await client.create(NETWORK_POLICY, SPACE, body)
+                    await until(lambda before=before: controller.counts.applied > before and controller.in_force)
+                    delays.append((time.monotonic() - began) * 1000)
+                print(f"from the API's create to the kernel, read back: median {statistics.median(delays):.0f} ms")
+                assert controller.built is not None
+                assert len(controller.built.policed[c.Direction.INGRESS]) == 1
+                found = await table.read()
+                assert found is not None
+                comments = {rule.comment for chain in found.chains for rule in chain.rules}
+                wanted = {f"KubernetesNetworkPolicy/{SPACE}/p{number} ingress 0" for number in range(8)}
+                assert wanted <= comments
+                # While the API server is away, what is known stays in force; what happened meanwhile follows.
+                cluster.stop_api()
+                try:
+                    assert await table.read() == found
+                finally:
+                    cluster.start_api()
+                await client.delete(NETWORK_POLICY, SPACE, "p0")
+                await until(lambda: controller.built is not None and "p0 " not in str(controller.built.table))
+
+    with Netns.create(f"pt-{os.getpid()}-netpol") as netns:
+        try:
+            asyncio.run(main(netns))
+        finally:
+            netns.remove_name()

@@ -1,0 +1,92 @@
+"""``ztunnel netpol run`` against an API server: what it asks for, what it prints, what it says when it may not."""
+
+import asyncio
+import io
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ztunnel.kube.fake_api import FakeApi
+from ztunnel.netpol import add_arguments
+from ztunnel.netpol.command import DONE, FAILED
+from ztunnel.netpol.kinds import kept_pod
+
+WAIT_S = 20
+POD: dict[str, Any] = {
+    "metadata": {
+        "name": "a",
+        "namespace": "x",
+        "uid": "u",
+        "labels": {"app": "web"},
+        "annotations": {"ambient.istio.io/redirection": "enabled", "long": "text"},
+        "managedFields": [{}],
+    },
+    "spec": {
+        "nodeName": "n1",
+        "serviceAccountName": "web",
+        "containers": [
+            {"name": "main", "env": [], "ports": [{"name": "http", "containerPort": 80}]},
+            {"name": "no"},
+        ],
+    },
+    "status": {"phase": "Running", "podIPs": [{"ip": "10.0.0.1"}], "conditions": []},
+}
+
+
+async def _run(*words: str) -> tuple[int, str]:
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    out = io.StringIO()
+    async with asyncio.timeout(WAIT_S):
+        return await (args := parser.parse_args(["netpol", *words])).run(args, out, out), out.getvalue()
+
+
+def test_the_table_of_an_api_servers_objects(tmp_path: Path) -> None:
+    async def main() -> tuple[int, str]:
+        api = FakeApi()
+        async with api.serve():
+            await api.put("namespaces", "", "x")
+            await api.put("pods", "x", "a", spec=POD["spec"], status=POD["status"])
+            await api.put("networkpolicies", "x", "deny", spec={"podSelector": {}, "ingress": []})
+            config = str(api.kubeconfig(tmp_path))
+            return await _run("run", "--kubeconfig", config, "--node", "n1", "--print")
+
+    status, text = asyncio.run(main())
+    assert status == DONE, text
+    assert '10.0.0.1 comment "x/a" : goto pod-in-' in text
+    assert "KubernetesNetworkPolicy/x/deny" in text
+
+
+def test_a_kubeconfig_that_is_none_is_one_line(tmp_path: Path) -> None:
+    status, text = asyncio.run(_run("run", "--kubeconfig", str(tmp_path / "none"), "--print"))
+    assert status == FAILED
+    assert text.count("\n") == 1
+    assert "none" in text
+
+
+def test_of_a_pod_the_part_that_policies_are_about_is_kept() -> None:
+    assert kept_pod({"apiVersion": "v1", "kind": "Pod", **POD}) == {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "a",
+            "namespace": "x",
+            "uid": "u",
+            "labels": {"app": "web"},
+            "annotations": {"ambient.istio.io/redirection": "enabled"},
+        },
+        "spec": {
+            "nodeName": "n1",
+            "serviceAccountName": "web",
+            "containers": [{"ports": [{"name": "http", "containerPort": 80}]}],
+        },
+        "status": {"phase": "Running", "podIPs": [{"ip": "10.0.0.1"}]},
+    }
+
+
+@pytest.mark.parametrize("part", ["metadata", "spec", "status"])
+def test_a_pod_without_a_part_is_kept_without_it(part: str) -> None:
+    pod = {key: value for key, value in POD.items() if key != part}
+    assert kept_pod(pod)[part] == {}
