@@ -69,7 +69,11 @@ def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int]:
     parts = attribute_map(payload)
     addresses, ports = attribute_map(parts.get(1, b"")), attribute_map(parts.get(2, b""))
     source, destination = (addresses.get(1) or addresses.get(3), addresses.get(2) or addresses.get(4))
-    if source is None or destination is None or 1 not in ports:
+    if source is None or destination is None or len(ports.get(1, b"")) != 1:
         raise MalformedDump(payload)
     numbers = (int.from_bytes(ports.get(kind, b""), "big") for kind in (2, 3))
-    return ip_address(source), ip_address(destination), ports[1][0], next(numbers), next(numbers)
+    try:
+        ends = ip_address(source), ip_address(destination)
+    except ValueError as error:
+        raise MalformedDump(payload) from error
+    return *ends, ports[1][0], next(numbers), next(numbers)
