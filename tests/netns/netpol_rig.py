@@ -33,6 +33,7 @@ PROTOCOLS = {
 #: What an allowed connection may take before the test fails, and how long one that must not succeed is watched
 #: after all others have.
 WAIT_S, WATCH_S = 10.0, 0.03
+RESEND_S = 0.25
 
 
 def has_sctp() -> bool:
@@ -268,20 +269,29 @@ class Cluster:
         if probe.protocol == "sctp" and not self._sctp:
             raw = self.place(probe.source).socket(family, socket.SOCK_RAW, SCTP)
             self._raw[raw] = next(self._source_ports)
-            raw.sendto(sctp_init(self._raw[raw], probe.port), (self.address(probe.destination, version), 0))
+            self._send(probe, version, raw)
             return raw
         sock = self.place(probe.source).socket(family, *PROTOCOLS[probe.protocol])
         sock.setblocking(False)
         sock.connect_ex((self.address(probe.destination, version), probe.port))
         if probe.protocol == "udp":
-            sock.send(str(sock.getsockname()[1]).encode())
+            self._send(probe, version, sock)
         return sock
+
+    def _send(self, probe: Probe, version: int, sock: socket.socket) -> None:
+        """Send the datagram of a probe, or its raw packet."""
+        if sock in self._raw:
+            packet = sctp_init(self._raw[sock], probe.port)
+            sock.sendto(packet, (self.address(probe.destination, version), 0))
+        else:
+            sock.send(str(sock.getsockname()[1]).encode())
 
     def _succeeded(
         self, running: list[tuple[Probe, int, socket.socket]], limit_s: float
     ) -> list[tuple[Probe, int, socket.socket]]:
         """Return those that succeed in time."""
         deadline = time.monotonic() + limit_s
+        again = time.monotonic() + RESEND_S
         waiting, found = list(running), []
         while waiting:
             left: list[tuple[Probe, int, socket.socket]] = []
@@ -290,6 +300,12 @@ class Cluster:
             waiting = left
             if not waiting or time.monotonic() >= deadline:
                 break
+            if time.monotonic() >= again:
+                # A busy machine may drop a datagram on its way, as any network may.
+                again = time.monotonic() + RESEND_S
+                for probe, version, sock in waiting:
+                    if probe.protocol == "udp" or sock in self._raw:
+                        self._send(probe, version, sock)
             select.select([], [], [], 0.003)
         return found
 
