@@ -217,6 +217,7 @@ _OF_MAIN = (
     "dns_forwarded",
     "dns_failures",
     "dns_durations",
+    "dns_dropped",
     "gauges",
     "processes",
 )
@@ -251,6 +252,8 @@ class Metrics:
         self.dns_forwarded: dict[tuple[str, ...], int] = {}
         self.dns_failures: dict[tuple[str, ...], int] = {}
         self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
+        #: By :class:`ztunnel.istio.dns.server.Drop`.
+        self.dns_dropped: dict[str, int] = {}
         self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
         #: Decisions by Calico's policies, and when they were made last; see :class:`ztunnel.calico.guard.Hits`.
         self.policy_decisions: dict[tuple[str, str, str], int] = {}

@@ -216,11 +216,14 @@ def _times(config: IstioConfig) -> Iterator[Limit]:
 
 
 def _names() -> Iterator[Limit]:
+    dropped = "ztunnel_dns_dropped"
     yield Limit(
         name="queries of a pod", value=(server.QUERY_BURST, server.QUERY_RATE), unit="at once; per second",
-        beyond="not read; the kernel drops",
+        metric=dropped, beyond="not read; the kernel drops",
     )  # fmt: skip
-    yield Limit(name="queries of a pod by UDP", value=(server.QUERIES,), unit="under way", beyond="dropped")
+    yield Limit(
+        name="queries of a pod by UDP", value=(server.QUERIES,), unit="under way", metric=dropped, beyond="dropped"
+    )
     yield Limit(name="queries of a pod by TCP", value=(server.CONNECTIONS,), unit="connections", beyond="closed")
     for name, value in (("forwarded queries of a pod", forwarder.POD_QUERIES), ("forwarded queries", DNS_QUERIES)):
         yield Limit(name=name, value=(value,), unit="under way", beyond="wait; server failure in the end")

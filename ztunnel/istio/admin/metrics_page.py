@@ -207,6 +207,13 @@ def _dns_families(metrics: Metrics) -> Iterator[Family]:
         list(metrics.dns_failures.items()),
         labels,
     )
+    yield family(
+        "ztunnel_dns_dropped",
+        "counter",
+        "DNS datagrams of pods that were not answered, and pauses for a pod's rate (unstable)",
+        [((reason,), count) for reason, count in metrics.dns_dropped.items()],
+        ("reason",),
+    )
     name = "istio_dns_upstream_request_duration_seconds"
     text = "The time Istio takes to get DNS response from upstream (unstable)."
     yield Family(Metric(name, text, "histogram", "seconds"), _durations(name, labels, metrics.dns_durations))

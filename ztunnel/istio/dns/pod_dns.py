@@ -68,6 +68,7 @@ class PodDns:
             ),
             Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6, places=node.dns_places),
             self._report,
+            dropped=node.metrics.dns_dropped,
             rng=node.rng,
         )
         udp: list[socket.socket] = []

@@ -12,8 +12,9 @@ import errno
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Any, Final
 
@@ -82,6 +83,15 @@ class QueryReport:
     duration_s: float
 
 
+class Drop(StrEnum):
+    """Why datagrams are not answered; a label of the metric."""
+
+    RATE = "rate"
+    """Counted once for each pause, in which the kernel keeps what fits into the socket's buffer."""
+    OWN_ADDRESS = "own-address"
+    UNDER_WAY = "under-way"
+
+
 class DnsServer:
     """Serves one pod between :meth:`start` and :meth:`close`; see the module.
 
@@ -95,10 +105,8 @@ class DnsServer:
         connections: the largest number of open TCP connections.
         queries: the largest number of UDP queries under way.
         query_burst, query_rate: queries at once, and per second, of both protocols.
+        dropped: gets the number of what was not answered by its :class:`Drop`; perhaps shared with other servers.
         rng: shuffles addresses, and samples those beyond the size of an answer.
-
-    Attributes:
-        dropped: datagrams from this server's own addresses, and pauses for the rate.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class DnsServer:
         queries: int = QUERIES,
         query_burst: int = QUERY_BURST,
         query_rate: float = QUERY_RATE,
+        dropped: MutableMapping[str, int] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._mesh = mesh
@@ -132,7 +141,7 @@ class DnsServer:
         self._rate = Budget(burst=query_burst, rate=query_rate)
         self._own: set[Any] = set()
         self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
-        self.dropped = 0
+        self._dropped: MutableMapping[str, int] = dropped if dropped is not None else {}
 
     def start(self, udp: Sequence[socket.socket], tcp: Sequence[socket.socket]) -> None:
         """Serve bound datagram sockets and listening stream sockets; :meth:`close` closes them."""
@@ -175,7 +184,7 @@ class DnsServer:
         loop = asyncio.get_running_loop()
         for _ in range(_DATAGRAMS):
             if not self._rate.affords(loop.time()):
-                self.dropped += 1
+                self._drop(Drop.RATE)
                 loop.remove_reader(sock)
                 self._paused[sock] = loop.call_later(_PAUSE_S, self._resume, sock)
                 return
@@ -188,13 +197,16 @@ class DnsServer:
                 log.debug("dns datagram error=%s", error)
                 continue
             if address[:2] in self._own:
-                self.dropped += 1
+                self._drop(Drop.OWN_ADDRESS)
                 continue
             if self._queries >= self._most_queries:
-                log.debug("dns query dropped: %d are under way", self._queries)
+                self._drop(Drop.UNDER_WAY)
                 continue
             self._queries += 1
             self._tasks.start(self._datagram(sock, wire, address), "query")
+
+    def _drop(self, reason: Drop) -> None:
+        self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
     def _resume(self, sock: socket.socket) -> None:
         del self._paused[sock]
