@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ztunnel.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.inject.review import MAX_BODY, answer
@@ -30,7 +31,10 @@ _POLL_S: Final = 1.0
 #: are closed for this long, so that an old certificate is out of use before its CA is.
 _CLOSE_AFTER_ROTATION_S: Final = 60.0
 _SHUTDOWN_S: Final = 5
-_CONNECTIONS: Final = 512
+#: An API server has a few connections. Beyond this number the oldest that is not in a request is closed.
+_CONNECTIONS: Final = 256
+#: A connection must have brought a whole request within this time, twice that of the API server's own limit.
+_PATIENCE_S: Final = 10.0
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -48,6 +52,8 @@ class InjectServer:
         certificate: PEM, the leaf first.
         key: PEM.
         config: the configuration's file; None is the defaults.
+        connections: the largest number of connections.
+        patience_s: a connection without a whole request for this long is closed.
 
     Raises:
         BadCertificate, ConfigFaults, OSError: on entering.
@@ -60,7 +66,12 @@ class InjectServer:
         key: Path,
         config: Path | None,
         clock: Clock | None = None,
+        *,
+        connections: int = _CONNECTIONS,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
+        self._connections = connections
+        self._patience_s = patience_s
         self._listener = listener
         self._certificate = certificate
         self._key = key
@@ -100,7 +111,7 @@ class InjectServer:
         settings = uvicorn.Config(
             self._handle,
             interface="asgi3",
-            http="h11",
+            http=_protocol(self._connections, self._patience_s),
             ws="none",
             lifespan="off",
             ssl_certfile=self._certificate,
@@ -109,7 +120,6 @@ class InjectServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_CONNECTIONS,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         settings.load()
@@ -211,6 +221,44 @@ class InjectServer:
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol with bounds that it does not have: anything in the cluster reaches this port.
+
+    Its own limit answers 503 to everybody once strangers hold that many connections, which would keep pods of the
+    mesh from being created. This one closes the strangers'.
+    """
+    opened: dict[H11Protocol, None] = {}
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._seen: object = None
+            opened[self] = None
+            if len(opened) > most:
+                # Oldest first; a request that is being answered, which takes a moment, is left alone.
+                idle = (each for each in opened if not each.busy())  # type: ignore[attr-defined]
+                next(idle, self).transport.abort()
+            self._look = self.loop.call_later(patience_s, self._check)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._look.cancel()
+            opened.pop(self, None)
+            super().connection_lost(exc)
+
+        def busy(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+        def _check(self) -> None:
+            # The same request as at the last look, or none still: nothing whole has come in between.
+            if self.cycle is self._seen and not self.busy():
+                self.transport.abort()
+                return
+            self._seen = self.cycle
+            self._look = self.loop.call_later(patience_s, self._check)
+
+    return Bounded
 
 
 class _Server(uvicorn.Server):

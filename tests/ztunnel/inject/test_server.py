@@ -45,11 +45,11 @@ class Files:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[Files, Pair, int]]:
+async def serving(folder: Path, **limits: Any) -> AsyncIterator[tuple[Files, Pair, int]]:
     files, pair = Files(folder), self_signed(folder / "one")
     files.use(pair)
     listener = socket.create_server(("127.0.0.1", 0))
-    async with InjectServer(listener, files.certificate, files.key, files.config) as server:
+    async with InjectServer(listener, files.certificate, files.key, files.config, **limits) as server:
         yield files, pair, server.port
     listener.close()
 
@@ -88,6 +88,52 @@ def test_requests_and_pages(tmp_path: Path) -> None:
             assert 'ztunnel_inject_requests_total{result="injected"} 2.0' in page
             assert 'ztunnel_inject_requests_total{result="bad-request"} 3.0' in page
             assert 'ztunnel_inject_file_current{file="certificate"} 1.0' in page
+
+    asyncio.run(check())
+
+
+def test_strangers_who_hold_connections_do_not_keep_the_api_server_out(tmp_path: Path) -> None:
+    async def check() -> None:
+        limits = {"connections": 8, "patience_s": 3600.0}
+        async with serving(tmp_path, **limits) as (_, pair, port), client(port, pair) as http:
+            trust = ssl.create_default_context(cafile=pair.certificate)
+            head = b"POST /inject HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n"
+            held = []
+            for number in range(30):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+                # Nothing, half a head, or half a body.
+                writer.write((b"", head, head + b"\r\n{")[number % 3])
+                await writer.drain()
+                held.append((reader, writer))
+            answered = await http.post("/inject", content=review(), headers=JSON)
+            assert answered.json()["response"]["allowed"] is True
+            async with asyncio.timeout(20):
+                for reader, _ in held[:20]:
+                    with contextlib.suppress(ConnectionError):
+                        assert await reader.read() == b""
+            for _, writer in held:
+                writer.close()
+                with contextlib.suppress(ConnectionError, ssl.SSLError):
+                    await writer.wait_closed()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /inject HTTP/1.1\r\n", b"POST /inject HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"]
+)
+def test_a_connection_without_a_whole_request_is_closed(tmp_path: Path, sent: bytes) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, patience_s=0.2) as (_, pair, port):
+            trust = ssl.create_default_context(cafile=pair.certificate)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+            writer.write(sent)
+            async with asyncio.timeout(20):
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
 
     asyncio.run(check())
 
