@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import jsonpatch
+
 _PATH = re.compile(
     r"^/apis?/(?:[^/]+/)?v1(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
@@ -22,6 +24,7 @@ class FakeApi:
         requests: method and target of every request.
         refuse: status, reason and message for every further request.
         garbage: lines that the next watch sends first.
+        keeps: what is created is an object from then on; 409 for a second one of that name.
         lists: how many lists were begun.
         watches: open streams.
     """
@@ -33,6 +36,7 @@ class FakeApi:
         self.refuse: tuple[int, str, str] | None = None
         self.accept_token: str | None = None
         self.garbage: list[bytes] = []
+        self.keeps = False
         self.lists = 0
         self.watches: list[asyncio.StreamWriter] = []
         self.version = 100
@@ -150,11 +154,30 @@ class FakeApi:
         plural = found["plural"]
         if method in ("POST", "PATCH"):
             self.bodies.append(body)
+        key = (plural, found["namespace"] or "", found["name"] or "")
+        if method == "POST" and self.keeps:
+            return await self._create((*key[:2], body["metadata"]["name"]), body, writer)
+        if method == "PATCH" and isinstance(body, list):
+            made = jsonpatch.apply_patch(self.objects[key], body)
+            fields = {name: value for name, value in made.items() if name != "metadata"}
+            await self.put(*key, **fields)
+            return await self._send(writer, 200, json.dumps(self.objects[key]).encode())
+        if method in ("POST", "PATCH"):
             return await self._send(writer, 201, json.dumps(body).encode())
+        if found["name"]:
+            if key not in self.objects:
+                return await self._status(writer, 404, "NotFound", f"{found['name']} not found")
+            return await self._send(writer, 200, json.dumps(self.objects[key]).encode())
         if query.get("watch"):
             await self._watch(plural, int(query["resourceVersion"]), writer)
             return False
         return await self._list(plural, query, writer)
+
+    async def _create(self, key: tuple[str, str, str], body: Any, writer: asyncio.StreamWriter) -> bool:
+        if key in self.objects:
+            return await self._status(writer, 409, "AlreadyExists", f"{key[2]} already exists")
+        await self.put(*key, **{name: value for name, value in body.items() if name != "metadata"})
+        return await self._send(writer, 201, json.dumps(self.objects[key]).encode())
 
     async def _list(self, plural: str, query: dict[str, str], writer: asyncio.StreamWriter) -> bool:
         items = [value for key, value in sorted(self.objects.items()) if key[0] == plural]
