@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -18,6 +19,14 @@ def _root_logger_stays_as_it_was() -> Iterator[None]:
     for handler in list(root.handlers):
         if handler not in handlers:
             root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _collector_stays_as_it_was() -> Iterator[None]:
+    """A process that expects many objects sets the collector's thresholds; the next test has the default ones."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
