@@ -19,7 +19,7 @@ from hpack import Decoder, Encoder, HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
 from hbone.events import Header, Headers
-from hbone.hpack_pieces import Unreadable, name_index, next_piece
+from hbone.hpack_pieces import HuffmanString, Unreadable, next_piece, plain_length
 
 _MAX_ENTRIES = 256  # of each cache; a guess: enough for the handful of blocks and fields that recur
 _MAX_CACHED_BYTES = 512
@@ -133,14 +133,14 @@ class BlockDecoder(Generic[T]):
     ``parse`` sees the decoded fields; what it returns is remembered with the block.
 
     Args:
-        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
-        parse: see above.
-        oversized: stands for a list beyond that, or with a field that is not decoded (:mod:`hbone.hpack_pieces`).
-            Lists up to :data:`TOLERATED_LIST_BYTES` are read all the same: the dynamic tables stay alike, so that
-            one bad request ends its stream and not its neighbours.
+        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its
+        own). parse: see above. oversized: stands for a list beyond that. Lists up to :data:`TOLERATED_LIST_BYTES`
+        are read all the same: the
+            dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
     """
 
     __slots__ = (
+        "_before_string",
         "_blocks",
         "_changes",
         "_decoder",
@@ -152,6 +152,7 @@ class BlockDecoder(Generic[T]):
         "_oversized",
         "_parse",
         "_position",
+        "_string",
         "_table",
         "_tolerated",
         "decoded_fields",
@@ -174,6 +175,8 @@ class BlockDecoder(Generic[T]):
         self._position = 0
         self._long_fields: list[Header] = []
         self._list_bytes = 0
+        self._string: HuffmanString | None = None
+        self._before_string = b""
         self.decoded_octets = 0
         """Octets that the last call had to decode; 0 when it remembered the block."""
         self.decoded_fields = 0
@@ -224,6 +227,7 @@ class BlockDecoder(Generic[T]):
         """Begin a block to be decoded by :meth:`advance`; until :meth:`finish` no other may be given."""
         self._long = block
         self._position = 0
+        self._string = None
         self._long_fields = []
         self._list_bytes = 0
 
@@ -233,32 +237,41 @@ class BlockDecoder(Generic[T]):
         Raises:
             HeaderBlockError: as of :meth:`decode`.
         """
-        block, start = self._long, self._position
+        block = self._long
         try:
-            piece = next_piece(block, start)
+            if self._string is None:
+                start = self._position
+                piece = next_piece(block, start)
+                self._position = piece.end
+                self.decoded_octets = piece.end - start
+                begins, octets = piece.value
+                if not octets:
+                    self._take(block[start : piece.end])
+                else:
+                    self._string = HuffmanString(block, octets, piece.end)
+                    self._before_string = block[start:begins]
+                    self.decoded_fields = 0
+                return piece.end == len(block) and not octets
+            self.decoded_fields = 0
+            self.decoded_octets = self._string.advance()
+            if self.decoded_octets:
+                return False
         except Unreadable:
             raise HeaderBlockError("header block not readable", oversized=False) from None
-        self._position = piece.end
-        self.decoded_octets = piece.end - start
-        if piece.skipped:
-            index = name_index(block, start)
-            if index:
-                self._named(index)
-            # It empties the table if it was to be added, as the add of any entry that is too large does.
-            if block[start] & 0x40:
-                self._table.add(b"", bytes(self._table.maxsize))
-            self.decoded_fields = 1
-            self.decoded_octets = 0
-            self._list_bytes = max(self._list_bytes, self._max_list_bytes + 1)
-        else:
-            fields = self._decoded(block[start : piece.end])
-            self.decoded_fields = len(fields)
-            self._list_bytes += list_bytes(fields)
-            if self._list_bytes > self._tolerated:
-                raise HeaderBlockError(f"header list of more than {self._tolerated} octets", oversized=True)
-            if self._list_bytes <= self._max_list_bytes:
-                self._long_fields += fields
-        return piece.end == len(block)
+        # The same field without the codes: whether it enters the table is the library's.
+        value = bytes(self._string.decoded)
+        self._string = None
+        self._take(self._before_string + plain_length(len(value)) + value)
+        return self._position == len(block)
+
+    def _take(self, piece: bytes) -> None:
+        fields = self._decoded(piece)
+        self.decoded_fields = len(fields)
+        self._list_bytes += list_bytes(fields)
+        if self._list_bytes > self._tolerated:
+            raise HeaderBlockError(f"header list of more than {self._tolerated} octets", oversized=True)
+        if self._list_bytes <= self._max_list_bytes:
+            self._long_fields += fields
 
     def finish(self) -> T:
         """Return the parsed block of which :meth:`advance` has decoded the last piece."""
@@ -273,13 +286,6 @@ class BlockDecoder(Generic[T]):
             raise HeaderBlockError(str(error), oversized=True) from error
         except HPACKError as error:
             # The kind only: some texts of the library print a view's address, which differs each time.
-            raise HeaderBlockError(type(error).__name__, oversized=False) from error
-
-    def _named(self, index: int) -> None:
-        """Check that a field has an entry of the table as its name."""
-        try:
-            self._table.get_by_index(index)
-        except HPACKError as error:
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:

@@ -2,20 +2,22 @@
 
 The ``hpack`` library decodes a block in one call, and copies what is left of it for each field: 32,000 short
 fields took a quarter of a second. A piece is decoded as fast as it is read; between two of them other connections
-get their turn. Only the lengths of fields are read here (RFC 7541, 5.1, 5.2 and 6), their meaning is the
-library's.
+get their turn. Only the lengths of fields are read here (RFC 7541, 5.1, 5.2 and 6), and long strings in Huffman
+codes; what fields mean is the library's.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_FAIL, HUFFMAN_TABLE
+
 PIECE_FIELDS: Final = 64
 PIECE_OCTETS: Final = 1024
 """A piece ends with the field that reaches one of the two."""
-HUFFMAN_OCTETS: Final = 15_360
-"""Huffman codes have at most 30 bits, so a longer string has over 4,096 octets when decoded: more than the dynamic
-table may hold. Such a field empties the table, whatever it says (RFC 7541, 4.4), and need not be decoded."""
+HUFFMAN_OCTETS: Final = 2048
+"""Longer strings in Huffman codes are decoded here, in steps of so many octets, half a millisecond each. A name
+of that length is no field's, and is not readable."""
 
 _LONGEST_INTEGER: Final = 10  # octets after the prefix, as in the library
 
@@ -29,11 +31,12 @@ class Piece(NamedTuple):
 
     Attributes:
         end: position behind it.
-        skipped: it is one field with a Huffman string of over :data:`HUFFMAN_OCTETS`.
+        value: if it is one field whose value is a long string in Huffman codes, the position of that string's
+            length, and of its octets; else two zeros.
     """
 
     end: int
-    skipped: bool
+    value: tuple[int, int] = (0, 0)
 
 
 def next_piece(block: bytes, start: int) -> Piece:
@@ -48,13 +51,13 @@ def next_piece(block: bytes, start: int) -> Piece:
     position, end, fields = start, len(block), 0
     while position < end:
         try:
-            after, longest = _field(block, position)
+            after, value = _field(block, position)
         except Unreadable:
             if position == start:
                 raise
-            return Piece(position, skipped=False)
-        if longest > HUFFMAN_OCTETS:
-            return Piece(after, skipped=True) if position == start else Piece(position, skipped=False)
+            return Piece(position)
+        if value[0]:
+            return Piece(after, value) if position == start else Piece(position)
         position = after
         fields += 1
         if fields >= PIECE_FIELDS or position - start >= PIECE_OCTETS:
@@ -62,34 +65,90 @@ def next_piece(block: bytes, start: int) -> Piece:
                 break
             if fields > 2 * PIECE_FIELDS:
                 raise Unreadable
-    return Piece(position, skipped=False)
+    return Piece(position)
 
 
-def name_index(block: bytes, position: int) -> int:
-    """Return the index that a literal field has as its name; 0: it is written out."""
-    return _integer(block, position, 0x3F if block[position] & 0x40 else 0x0F)[0]
+class HuffmanString:
+    """A long string in Huffman codes (RFC 7541, 5.2), decoded in steps by the library's table of states.
+
+    Args:
+        block: the header block.
+        start, end: where the string's octets are.
+    """
+
+    __slots__ = ("_block", "_end", "_position", "_state", "decoded")
+
+    def __init__(self, block: bytes, start: int, end: int) -> None:
+        self._block = block
+        self._position = start
+        self._end = end
+        self._state = 0
+        self.decoded = bytearray()
+        """What is decoded so far."""
+
+    def advance(self) -> int:
+        """Decode the next step; return how many octets it had, 0 at the end.
+
+        Raises:
+            Unreadable: the string is not valid.
+        """
+        start = self._position
+        stop = min(start + HUFFMAN_OCTETS, self._end)
+        state, flags, table, append = self._state, HUFFMAN_COMPLETE, HUFFMAN_TABLE, self.decoded.append
+        for octet in self._block[start:stop]:
+            for nibble in (octet >> 4, octet & 0x0F):
+                state, flags, symbol = table[state * 16 + nibble]
+                if flags & HUFFMAN_FAIL:
+                    raise Unreadable
+                if flags & HUFFMAN_EMIT_SYMBOL:
+                    append(symbol)
+        self._state = state
+        self._position = stop
+        if start < stop == self._end and not flags & HUFFMAN_COMPLETE:
+            raise Unreadable
+        return stop - start
 
 
-def _field(block: bytes, position: int) -> tuple[int, int]:
-    """Return the position behind a field, and the length of its longest Huffman string."""
+def plain_length(length: int) -> bytes:
+    """Return the length of a string that is written without Huffman codes."""
+    if length < 0x7F:
+        return bytes((length,))
+    octets = bytearray((0x7F,))
+    length -= 0x7F
+    while length >= 0x80:
+        octets.append(length & 0x7F | 0x80)
+        length >>= 7
+    octets.append(length)
+    return bytes(octets)
+
+
+def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
+    """Return the position behind a field, and where its value is if that is a long string in Huffman codes.
+
+    Raises:
+        Unreadable: also for a name that is one, which no field has.
+    """
     first = block[position]
     if first & 0x80:
-        return _integer(block, position, 0x7F)[1], 0
+        return _integer(block, position, 0x7F)[1], (0, 0)
     if first & 0xE0 == 0x20:
-        return _integer(block, position, 0x1F)[1], 0
+        return _integer(block, position, 0x1F)[1], (0, 0)
     index, position = _integer(block, position, 0x3F if first & 0x40 else 0x0F)
-    longest = 0
-    for _ in range(1 if index else 2):
+    value = (0, 0)
+    for is_name in (False,) if index else (True, False):
         if position >= len(block):
             raise Unreadable
         is_huffman = block[position] & 0x80
+        begins = position
         length, position = _integer(block, position, 0x7F)
-        if is_huffman and length > longest:
-            longest = length
+        if is_huffman and length > HUFFMAN_OCTETS:
+            if is_name:
+                raise Unreadable
+            value = (begins, position)
         position += length
         if position > len(block):
             raise Unreadable
-    return position, longest
+    return position, value
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:

@@ -2,12 +2,21 @@
 
 import pytest
 from hpack import Decoder, Encoder, HPACKError
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hbone.events import Header
 from hbone.hpack_cache import LONG_BLOCK_BYTES, TOLERATED_LIST_BYTES, BlockDecoder, HeaderBlockError
-from hbone.hpack_pieces import HUFFMAN_OCTETS, PIECE_FIELDS, PIECE_OCTETS, Unreadable, next_piece
+from hbone.hpack_pieces import (
+    HUFFMAN_OCTETS,
+    PIECE_FIELDS,
+    PIECE_OCTETS,
+    Unreadable,
+    next_piece,
+    plain_length,
+)
 
 LIMIT = 65_536
 #: Names and values that come again, so that blocks refer to the dynamic table, and new ones.
@@ -86,19 +95,52 @@ def test_table_size_updates_without_end_are_refused() -> None:
 
 
 @pytest.mark.parametrize("indexing", [b"\x40", b"\x00", b"\x10"])
-def test_a_huffman_string_that_no_table_holds_is_not_decoded(indexing: bytes) -> None:
-    """It stands for a list over the limit; the table is as if it had been decoded."""
+@pytest.mark.parametrize("length", [3000, 5000, 38_000])
+def test_a_long_huffman_string_is_decoded_in_steps(indexing: bytes, length: int) -> None:
+    """The table is as if the library had read it."""
     ours, theirs = decoder(), library()
     before = Encoder().encode([(b"a", b"b")])
-    length = HUFFMAN_OCTETS + 5  # zeros in codes of five bits, without padding
-    string = b"\xff" + bytes([(length - 127) & 0x7F | 0x80, (length - 127) >> 7]) + b"\x00" * length
-    block = indexing + b"\x01n" + string
+    value = bytes(32 + number % 90 for number in range(length))
+    string = encoded(value)
+    assert len(string) > HUFFMAN_OCTETS
+    block = b"\x82" + indexing + b"\x01n" + string + before
     for each in (before, block, before):
-        wanted = by_library(theirs, each)
-        assert ours.decode(each) == (None if each == block else wanted)
+        assert ours.decode(each) == by_library(theirs, each)
         assert list(ours._table.dynamic_entries) == list(theirs.header_table.dynamic_entries)
-    with pytest.raises(HeaderBlockError):  # its name is checked
-        ours.decode(b"\x7f\x80\x01" + string)
+
+
+def encoded(value: bytes) -> bytes:
+    """A string in Huffman codes with its length."""
+    codes = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(value)
+    length = bytearray(plain_length(len(codes)))
+    length[0] |= 0x80
+    return bytes(length) + codes
+
+
+@pytest.mark.parametrize("damage", ["cut", "padding", "name"])
+def test_a_long_huffman_string_that_is_wrong_ends_the_connection(damage: str) -> None:
+    good = encoded(b"x" * 4000)
+    wrong = {
+        "cut": b"\x00\x01n" + good[:-5],
+        "padding": b"\x00\x01n" + good[:-1] + b"\x00",
+        "name": b"\x00" + good + b"\x00",
+    }[damage]
+    with pytest.raises(HeaderBlockError, match="not readable"):
+        decoder().decode(wrong)
+
+
+@given(st.binary(min_size=2100, max_size=4000))
+def test_any_octets_as_a_huffman_string_are_read_or_refused_as_by_the_library(octets: bytes) -> None:
+    length = bytearray(plain_length(len(octets)))
+    length[0] |= 0x80
+    block = b"\x00\x01n" + bytes(length) + octets
+    try:
+        wanted = by_library(library(), block)
+    except HPACKError:
+        with pytest.raises(HeaderBlockError):
+            decoder().decode(block)
+    else:
+        assert decoder().decode(block) == wanted
 
 
 def test_the_limits_of_lists_hold_for_pieces() -> None:

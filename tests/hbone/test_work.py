@@ -193,7 +193,7 @@ def inserts() -> Iterator[bytes]:
 def huffman() -> Iterator[bytes]:
     fields = [(b":method", b"CONNECT"), (b":authority", b"a:1")]
     for stream_id in count(3, 2):
-        block = Encoder().encode([*fields, (b"x%d" % stream_id, b"0" * 24_000)])
+        block = Encoder().encode([*fields, (b"x%d" % stream_id, b"0" * 60_000)])
         yield frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream_id, block)
 
 

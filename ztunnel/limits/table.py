@@ -12,7 +12,6 @@ from typing import Final
 from hbone.aio.connection import ConnectionSettings
 from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES
 from hbone.hpack_cache import TOLERATED_LIST_BYTES
-from hbone.hpack_pieces import HUFFMAN_OCTETS
 from hbone.limits import Limits
 from hbone.settings import Http2Settings
 from ztunnel.calico import evaluator, follower, guard, live
@@ -158,10 +157,6 @@ def _protocol(wire: Limits) -> Iterator[Limit]:
         beyond="stream is reset", told="PROTOCOL_ERROR",
     )  # fmt: skip
     yield ends("decoded header list, to be read to its end", TOLERATED_LIST_BYTES, unit=octets)
-    yield Limit(
-        name="string in Huffman codes", value=(HUFFMAN_OCTETS,), unit="octets of one field of a header block",
-        beyond="stream is reset", told="PROTOCOL_ERROR",
-    )  # fmt: skip
     assert http2.max_concurrent_streams is not None
     yield Limit(
         name="streams", value=(http2.max_concurrent_streams,), unit="of a connection at once",
