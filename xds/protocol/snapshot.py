@@ -100,6 +100,16 @@ class Snapshot:
         """Return the resources of one type by name."""
         return self.resources.get(type_url, {})
 
+    def carried(self, type_url: str, names: AbstractSet[str] | None = None) -> list[Resource]:
+        """Return what a state-of-the-world response carries: those named that exist, None for all of the type."""
+        of_type = self.of_type(type_url)
+        return [of_type[name] for name in sorted(of_type if names is None else names & of_type.keys())]
+
+    def version(self, type_url: str, names: AbstractSet[str] | None = None) -> str:
+        """Return the version of such a response."""
+        carried = self.carried(type_url, names)
+        return _digest(part.encode() for resource in carried for part in (resource.name, resource.version))
+
     def asked(self, type_url: str, names: AbstractSet[str]) -> set[str]:
         """Return the names of the resources that somebody gets who asks for ``names``, aliases among them."""
         of_type = self.of_type(type_url)
@@ -216,10 +226,7 @@ class SotwServer:
             state = self._types[type_url]
             if state.waiting:
                 continue
-            of_type = self._snapshot.of_type(type_url)
-            names = of_type.keys() if state.names is None else state.names & of_type.keys()
-            resources = [of_type[name] for name in sorted(names)]
-            version = _digest(part.encode() for r in resources for part in (r.name, r.version))
+            version = self._snapshot.version(type_url, state.names)
             new_names = state.names is not None and not state.names <= (state.sent_names or frozenset())
             if version == state.version and not new_names and not state.again:
                 continue
@@ -228,6 +235,7 @@ class SotwServer:
             self._sent += 1
             state.nonce, state.version, state.waiting = str(self._sent), version, True
             state.sent_names, state.again = state.names, False
+            resources = self._snapshot.carried(type_url, state.names)
             responses.append(
                 DiscoveryResponse(
                     version_info=version,

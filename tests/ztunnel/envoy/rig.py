@@ -39,6 +39,7 @@ KINDS: dict[str, type[Message]] = {
     "secret": Secret,
     "extension": TypedExtensionConfig,
 }
+LISTENERS, CLUSTERS = registry.type_url(Listener), registry.type_url(Cluster)
 Json = dict[str, Any]
 CLIENT, SERVER = "spiffe://td/ns/a/sa/client", "spiffe://td/ns/a/sa/server"
 
@@ -47,7 +48,7 @@ class Rig:
     """One proxy and its control plane.
 
     Attributes:
-        answers: (type, error or None) of every response the proxy answered.
+        answered: the proxy's verdicts on all responses so far.
         resources: (kind, document), published by :meth:`publish`.
     """
 
@@ -59,10 +60,13 @@ class Rig:
         policies: PolicySettings | None = None,
     ) -> None:
         self.folder = folder
-        self.answers: list[tuple[str, str | None]] = []
+        self.answered: list[Answered] = []
+        self.snapshot = Snapshot()
         self.resources: list[tuple[str, Json]] = []
         self.server = SnapshotServer(
-            [f"unix:{folder}/xds"], key_of=lambda node: "it", on_answer=lambda _, answered: self._note(answered)
+            [f"unix:{folder}/xds"],
+            key_of=lambda node: "it",
+            on_answer=lambda _, answered: self.answered.append(answered),
         )
         bootstrap = bootstrap_for(f"unix:{folder}/xds", "n", delta=False, admin=None)
         if extend is not None:
@@ -81,27 +85,36 @@ class Rig:
         )
         self.proxy = Proxy(settings, read_bootstrap(bootstrap))
 
-    def _note(self, answered: Answered) -> None:
-        self.answers.append((answered.type_url.rpartition(".")[2], answered.error))
+    @property
+    def answers(self) -> list[tuple[str, str | None]]:
+        """The kind and the error of every answer so far."""
+        return [(answered.type_url.rpartition(".")[2], answered.error) for answered in self.answered]
 
     def publish(self, *resources: tuple[str, Json]) -> None:
         """Replace what the proxy should have."""
         self.resources = list(resources)
         messages = [parse_value(document, KINDS[kind]).message for kind, document in resources]
-        self.server.publish("it", Snapshot.of(messages))
+        self.snapshot = Snapshot.of(messages)
+        self.server.publish("it", self.snapshot)
 
     async def published(self, *resources: tuple[str, Json]) -> str | None:
         """Publish and wait for the listeners' answer; its error.
 
         Clusters that changed are answered once they are warm: whoever connects then is not ahead of them.
+        An answer to an earlier version may still be on its way, and does not count.
         """
-        before = len(self.answers)
-        awaited = {"Listener"}
+        before = len(self.answered)
+        awaited = [LISTENERS]
         if self._clusters(resources) != self._clusters(self.resources):
-            awaited.add("Cluster")
+            awaited.append(CLUSTERS)
         self.publish(*resources)
-        await self.until(lambda: awaited <= {kind for kind, _ in self.answers[before:]})
-        return next(error for kind, error in self.answers[before:] if kind == "Listener")
+        versions = [(type_url, self.snapshot.version(type_url)) for type_url in awaited]
+
+        def answers() -> dict[tuple[str, str], str | None]:
+            return {(each.type_url, each.version): each.error for each in self.answered[before:]}
+
+        await self.until(lambda: answers().keys() >= set(versions))
+        return answers()[versions[0]]
 
     @staticmethod
     def _clusters(resources: Iterable[tuple[str, Json]]) -> list[Json]:
