@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tests.interop.loopback import application, echoes, free_port, listening, serving, until
+from tests.interop.loopback import application, echoes, listening, serving, until
+from tests.ports import free_port
 from xds.dialects.istio.local_file import parse_local_file
 from ztunnel.agent import description as pods
 from ztunnel.control_plane import mesh

@@ -68,7 +68,7 @@ class PolicyDemo:
             (self.folder / name).write_text((EXAMPLES / name).read_text())
         self._certificates()
         wanted = ("application", "database", "http", "network", "admin", "to backend", "to database")
-        self.ports = {name: _free_port() for name in (*wanted, *(f"{a}-{b}" for a, b in CALLS))}
+        self.ports = _free_ports([*wanted, *(f"{a}-{b}" for a, b in CALLS)])
         # The database listens where nothing else does on this machine.
         pods = self.folder / "pods.yaml"
         pods.write_text(pods.read_text().replace("5432", str(self.ports["database"])))
@@ -458,9 +458,10 @@ def _ended(sock: socket.socket) -> bool:
     return True
 
 
-def _free_port() -> int:
-    with socket.create_server((BACKEND, 0)) as probe:
-        return int(probe.getsockname()[1])
+def _free_ports(names: list[str]) -> dict[str, int]:
+    with contextlib.ExitStack() as stack:  # none is free again before all are known: no two are the same
+        probes = [stack.enter_context(socket.create_server((BACKEND, 0))) for _ in names]
+        return {name: probe.getsockname()[1] for name, probe in zip(names, probes, strict=True)}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ A test plays those: it creates namespaces and service accounts, and patches a po
 
 import contextlib
 import json
-import socket
 import ssl
 import subprocess
 import time
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.apiserver.programs import needed
+from tests.ports import free_port
 
 _START_S = 90.0
 
@@ -36,7 +36,7 @@ class ApiServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._programs = {name: needed(name) for name in ("etcd", "kube-apiserver")}
-        self._ports = _free_ports(3)
+        self._ports = [free_port() for _ in range(3)]
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"https://127.0.0.1:{self._ports[2]}"
         self.ca = folder / "certificates" / "apiserver.crt"
@@ -161,9 +161,3 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         yield server
     finally:
         server.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]

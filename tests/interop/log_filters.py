@@ -17,11 +17,11 @@ from tests.interop.loopback import (
     Tunnels,
     application,
     echoes,
-    free_port,
     text_log,
     until,
 )
 from tests.interop.proxies import WAIT_S
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import Json, connect_route, connection_manager, tcp
 
 

@@ -27,6 +27,7 @@ import h2.exceptions
 from tests.interop.case import Case, Opened
 from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
 from tests.interop.refusals import ROWS, Row, accepted, word
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import Json, connect_route, connection_manager, http2, tcp
 from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
 
@@ -86,14 +87,6 @@ def listening(port: int) -> bool:
     """Whether anything listens on a port of loopback; connects to nothing (a log would have a line of it)."""
     wanted = f"0100007F:{port:04X} 00000000:0000 0A"
     return any(wanted in line for line in Path("/proc/net/tcp").read_text().splitlines())
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def cut(sock: socket.socket) -> None:

@@ -30,12 +30,12 @@ from tests.interop.loopback import (
     Tunnels,
     application,
     echoes,
-    free_port,
     tunnelled,
     until,
     waits_for_its_end,
 )
 from tests.interop.proxies import WAIT_S
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import Json, T, connect_route, connection_manager, tcp
 from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
 

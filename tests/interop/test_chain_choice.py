@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.interop.proxies import ENVOY, WAIT_S, ZTUNNEL
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import Json, T, tcp
 from tests.ztunnel.envoy.test_bootstrap_fields import FILE_LOG
 
@@ -126,9 +127,7 @@ def connects(port: int) -> bool:
 @pytest.mark.parametrize("kind", ["envoy", "native"])
 @pytest.mark.parametrize("case", CASES)
 def test_chain(case: str, kind: str, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = tmp_path / "bootstrap.json"
     path.write_text(json.dumps(bootstrap(case, port, tmp_path)))
     envoy: list[str | Path] = [ENVOY, "-c", str(path), "-l", "off", "--disable-hot-restart"]

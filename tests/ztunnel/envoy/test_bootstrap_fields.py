@@ -3,12 +3,12 @@
 import asyncio
 import http.client
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import Rig, cluster, listener, run
 from xds.errors import ConfigError
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
@@ -107,9 +107,7 @@ def test_what_changes_nothing_here_may_be_set(document: dict[str, Any]) -> None:
 def test_admin_paths_that_are_not_allowed_do_nothing(tmp_path: Path) -> None:
     """As Envoy: the target counts as sent, with its query."""
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def extend(message: Bootstrap) -> None:
         message.admin.address.socket_address.address = "127.0.0.1"

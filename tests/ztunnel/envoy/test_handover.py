@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hbone.aio.connection import connect, default_client
+from tests.ports import free_port
 from tests.ztunnel.envoy.rig import (
     CLIENT,
     WAIT_S,
@@ -34,11 +35,6 @@ from tests.ztunnel.envoy.test_attacks import context
 GENERATIONS = 3
 #: What starting a process may take where others keep the machine busy.
 _START_S = 40.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def bootstrap(folder: Path, admin: int, port: int, application_port: int) -> Path:

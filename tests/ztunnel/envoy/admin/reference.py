@@ -1,12 +1,11 @@
 """The reference configuration of one node, made to run anywhere: loopback, free ports, fresh certificates."""
 
 import json
-import socket
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hbone.certificates import Authority
+from tests.ports import free_port
 
 SOURCE = Path(__file__).parents[3] / "data" / "reference"
 IDENTITY = "spiffe://cluster.local/ns/default/sa/bookinfo-"
@@ -27,19 +26,9 @@ class Reference:
     ports: dict[int, int]
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            found.append(sock.getsockname()[1])
-        return found
-
-
 def write_reference(folder: Path, node: str = "w2") -> Reference:
     """Write the node's files into ``folder``; paths in them are absolute."""
-    admin, readiness, metrics, *others = free_ports(6)
+    admin, readiness, metrics, *others = (free_port() for _ in range(6))
     ports = dict(zip((15001, 15006, 15008), others, strict=True))
     _write_secrets(folder / "certs")
     (folder / node).mkdir()
