@@ -616,6 +616,11 @@ class Mesh:
         entry = self._entries.get(ServiceKey(key))
         return _NOTHING if entry is None or entry.service is None else entry.serving
 
+    def all_endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
+        """The endpoints of a service, unhealthy ones among them."""
+        entry = self._entries.get(ServiceKey(key))
+        return _NOTHING if entry is None else entry.all()
+
     def policies_for(self, workload: Workload) -> WorkloadPolicies:
         """What judges connections to a workload; remembered until a policy of it changes."""
         return self._authorization.policies_for(workload)

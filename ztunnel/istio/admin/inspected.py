@@ -10,6 +10,7 @@ from ztunnel.istio.certificates.manager import CertificateManager
 from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
+from ztunnel.istio.node import Node
 from ztunnel.istio.xds.control import ControlPlane
 from ztunnel.istio.zds.manager import PodManager
 from ztunnel.istio.zds.pods import RunningPod
@@ -47,6 +48,7 @@ class InspectedProxy(Protocol):
     clock: Clock
     poller: Poller
     mesh: Mesh
+    node: Node
     metrics: Metrics
     logs: LogStream
     certificates: CertificateManager

@@ -38,6 +38,7 @@ _METRICS_PATHS = ("/metrics", "/stats/prometheus")
 _PAGES = {
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
+    "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
     "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
     "/logging": "levels of the log (POST)",
     "/quitquitquit": "end in order (POST)",
@@ -149,6 +150,10 @@ class Servers:
                 return text("jemalloc not enabled\n", 500, PLAIN)
             case "/connections":
                 return self._connections()
+            case "/explain":
+                from ztunnel.istio.admin.explain_page import explain_page
+
+                return explain_page(self._proxy, request.query)
             case "/policies":
                 return self._policies()
             case "/policies/explain":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.ztunnel.istio.nodes import LOCAL
+from tests.ztunnel.istio.test_route import BACK, CLIENT
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.istio.admin.config_dump import build_info, config_entry, logged_config
@@ -98,6 +99,37 @@ def test_policies_are_shown_where_there_are_some(tmp_path: Path) -> None:
 
     served(without)
     served(check, {"CALICO_POLICY_DIR": str(tmp_path)})
+
+
+# Explaining
+
+
+def test_a_connection_is_explained(tmp_path: Path) -> None:
+    async def check(rig: Rig) -> None:
+        rig.proxy.mesh.apply([CLIENT, BACK])
+        answer = await rig.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")
+        told = json.loads(answer.text)
+        assert (answer.status, told["verdict"], told["ways"][0]["target"]) == (200, "allowed", "10.0.0.2:15008")
+        assert told["certificate"] == {"state": "none here: no pod of this node has the identity"}
+        await rig.proxy.certificates.fetch(CLIENT.identity)
+        told = json.loads((await rig.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:8080")).text)
+        assert told["certificate"]["state"] == "available"
+        assert 0 < told["certificate"]["days_left"] <= 1
+        for wrong in ("source=shop/none&destination=10.0.0.2:80", "source=10.0.0.1&destination=10.0.0.2&x=1"):
+            answer = await rig.ask("admin", f"/explain?{wrong}")
+            assert answer.status == 400
+            assert answer.text.endswith("\n")
+            assert "usage: /explain?source=" in answer.text
+        bad = await rig.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:80&identity=bob")
+        assert bad.status == 400
+
+    async def check_calico(rig: Rig) -> None:
+        rig.proxy.mesh.apply([CLIENT, BACK])
+        told = json.loads((await rig.ask("admin", "/explain?source=shop/client&destination=10.0.0.2:8080")).text)
+        assert told["ways"][0]["calico"]["lines"][0] == "egress of 10.0.0.1"
+
+    served(check)
+    served(check_calico, {"CALICO_POLICY_DIR": str(tmp_path)})
 
 
 # Readiness

@@ -1,0 +1,306 @@
+"""What would become of a connection: the answers against the data path's own decisions."""
+
+import ipaddress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ztunnel.istio.test_route import BACK, BARE, BY_NAME, CLIENT, VIP, WAYPOINT, behind, cart, pod, wp
+from xds.model.address import SocketAddress
+from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.mesh import Mesh
+from xds.model.policy import DestinationPort, PeerServiceAccount, SourceIp
+from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
+from xds.model.workload import Health, Locality, PolicyKey, Workload, WorkloadUid
+from ztunnel.istio.explain import Answer, BadQuestion, Surroundings, explain, question
+from ztunnel.istio.route import Client, Route, RouteRefused, route_for
+from ztunnel.policy.engine import judge
+
+ONLY_CLIENT = PeerServiceAccount("shop", "client")
+
+
+def policy(name: str, action: Action, condition: Any, **more: Any) -> AuthorizationPolicy:
+    return AuthorizationPolicy(
+        name=name, namespace="shop", scope=PolicyScope.NAMESPACE, action=action, condition=condition, **more
+    )
+
+
+def around(*values: Workload | Service | AuthorizationPolicy, **more: Any) -> Surroundings:
+    mesh = Mesh()
+    mesh.apply([CLIENT, *values])
+    return Surroundings(mesh=mesh, illegal_ports=(15001,), **more)
+
+
+def ask(source: str, destination: str, *values: Any, identity: str = "", **more: Any) -> Answer:
+    there = around(*values, **more)
+    return explain(question(source, destination, identity, there), there)
+
+
+# Parties
+
+
+@pytest.mark.parametrize("source", ["10.0.0.1", "shop/client", "client"])
+@pytest.mark.parametrize("destination", ["10.1.0.1:80", "cart.example:80"])
+def test_parties_have_several_names(source: str, destination: str) -> None:
+    answer = ask(source, destination, cart(), BACK)
+    assert answer["source"] == {
+        "address": "10.0.0.1",
+        "workload": "client",
+        "node": "",
+        "identity": "spiffe://cluster.local/ns/shop/sa/client",
+    }
+    assert (answer["destination"], answer["dialled"]) == (VIP, "service shop/cart.example")
+
+
+@pytest.mark.parametrize("name", ["cart.shop.svc.cluster.local", "cart.shop", "cart"])
+def test_a_service_is_found_by_what_applications_call_it(name: str) -> None:
+    service = Service(
+        name="cart", namespace="shop", hostname="cart.shop.svc.cluster.local", vips=cart().vips, ports={80: 8080}
+    )
+    assert ask("shop/client", f"{name}:80", service)["dialled"] == "service shop/cart.shop.svc.cluster.local"
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "error"),
+    [
+        ("", VIP, "source '': no workload of this name, and no address"),
+        ("shop/nobody", VIP, "source 'shop/nobody': no workload"),
+        ("shop/nowhere", VIP, "source 'shop/nowhere': the workload has no address"),
+        ("10.0.0.1", "10.1.0.1", "destination '10.1.0.1': not HOST:PORT"),
+        ("10.0.0.1", "10.1.0.1:0", "not HOST:PORT"),
+        ("10.0.0.1", "nobody:80", "destination 'nobody': no service or workload"),
+        ("10.0.0.1", "elsewhere.example:80", "the service has no address in network ''"),
+    ],
+)
+def test_unknown_parties_are_named(source: str, destination: str, error: str) -> None:
+    elsewhere = Service(name="elsewhere", namespace="shop", hostname="elsewhere.example")
+    with pytest.raises(BadQuestion, match=error.replace("(", r"\(")):
+        ask(source, destination, pod("nowhere"), elsewhere)
+
+
+# Ways
+
+
+def test_a_tunnel_to_an_endpoint() -> None:
+    answer = ask("shop/client", VIP, cart(), BACK)
+    assert answer["verdict"] == "allowed"
+    assert answer["because"] == "a tunnel: the workload takes them"
+    assert answer["ways"] == [
+        {
+            "target": "10.0.0.2:15008",
+            "workload": "back",
+            "node": "",
+            "weight": 1,
+            "authority": "10.0.0.2:8080",
+            "peer_must_be": ["spiffe://cluster.local/ns/shop/sa/back"],
+            "inbound": {
+                "workload": "back",
+                "application": "10.0.0.2:8080",
+                "allowed_by": "no policy is for this workload",
+            },
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("destination", "values", "because"),
+    [
+        ("192.0.2.1:443", (), "plain TCP to where it was going: it is outside the mesh"),
+        (
+            VIP,
+            (cart(load_balancing=LoadBalancing((), BalancerMode.PASSTHROUGH)),),
+            "its service passes connections",
+        ),
+        (
+            "10.0.0.5:80",
+            (pod("old", "10.0.0.5", protocol="TCP"),),
+            "plain TCP: the workload does not take tunnels",
+        ),
+        (VIP, (cart(waypoint=BY_NAME), BACK, wp(), WAYPOINT), "a tunnel to the waypoint of the service"),
+        (
+            "10.0.0.6:80",
+            (pod("v", "10.0.0.6", waypoint=BY_NAME), wp(), WAYPOINT),
+            "to the waypoint of the workload",
+        ),
+    ],
+)
+def test_other_ways(destination: str, values: tuple[Any, ...], because: str) -> None:
+    answer = ask("shop/client", destination, *values)
+    assert because in answer["because"]
+    assert answer["verdict"] == "allowed"
+
+
+def test_endpoints_that_are_left_out_have_a_reason() -> None:
+    near = Locality("r", "z", "s")
+    client = pod("client", "10.0.0.1", locality=near)
+    strict = LoadBalancing((Scope.REGION,), BalancerMode.STRICT)
+    answer = ask(
+        "shop/client",
+        VIP,
+        client,
+        cart(load_balancing=strict, ports={80: 0}),  # a named port: only the endpoint knows it
+        behind("good", "10.0.1.1", locality=near),
+        behind("sick", "10.0.1.2", locality=near, status=Health.UNHEALTHY),
+        behind("none", "10.0.1.3", locality=near, capacity=0),
+        behind("port", "10.0.1.4", locality=near, ports={81: 81}),
+        behind("far", "10.0.1.5"),
+        behind("failed", "10.0.1.6", locality=near),
+        avoided=(WorkloadUid("failed"),),
+    )
+    assert [way["workload"] for way in answer["ways"]] == ["good"]
+    assert {each["workload"]: each["because"] for each in answer["left_out"]} == {
+        "sick": "unhealthy",
+        "none": "its weight is 0",
+        "port": "it does not serve port 80",
+        "far": "the service wants the client's own region",
+        "failed": "it failed a moment ago: taken only if no other is left",
+    }
+
+
+def test_a_service_without_endpoints_says_what_became_of_them() -> None:
+    answer = ask("shop/client", VIP, cart(), behind("sick", "10.0.1.2", status=Health.UNHEALTHY))
+    assert answer["verdict"] == f"refused: no healthy upstream: {VIP}"
+    assert answer["left_out"] == [{"workload": "sick", "because": "unhealthy"}]
+
+
+# Policies
+
+
+def test_the_policy_that_decides_comes_first_with_its_clause() -> None:
+    answer = ask(
+        "shop/client",
+        VIP,
+        cart(),
+        BACK,
+        policy("others", Action.DENY, PeerServiceAccount("shop", "other")),
+        policy("ports", Action.DENY, DestinationPort(8080, 8081)),
+    )
+    inbound = answer["ways"][0]["inbound"]
+    assert (answer["verdict"], inbound["refused"]) == ("refused by the destination", "denied by shop/ports")
+    first, second = inbound["policies"]
+    assert first == {"policy": "shop/ports", "action": "Deny", "holds": True, "because": "the port is 8080"}
+    assert (second["policy"], second["holds"]) == ("shop/others", False)
+
+
+def test_no_allow_policy_holds() -> None:
+    answer = ask("shop/client", VIP, cart(), BACK, policy("few", Action.ALLOW, PeerServiceAccount("a", "b")))
+    inbound = answer["ways"][0]["inbound"]
+    assert inbound["refused"] == "there are policies that allow some connections, and none allows this one"
+    assert "a/b: no, it is shop/client" in inbound["policies"][0]["because"]
+
+
+def test_a_missing_policy_refuses() -> None:
+    back = behind("back", "10.0.0.2", authorization_policies=(PolicyKey("shop/late"),))
+    answer = ask("shop/client", VIP, cart(), back)
+    assert answer["ways"][0]["inbound"]["refused"] == "policy shop/late has not arrived"
+
+
+def test_dry_run_policies_are_told_apart() -> None:
+    dry = policy("dry", Action.DENY, ONLY_CLIENT, dry_run=True)
+    inbound = ask("shop/client", VIP, cart(), BACK, dry)["ways"][0]["inbound"]
+    assert inbound["dry_run"][0]["policy"] == "shop/dry"
+    assert inbound["allowed_by"] == "no policy is for this workload"
+
+
+def test_a_policy_with_faults_says_so() -> None:
+    faulty = policy("faulty", Action.DENY, ONLY_CLIENT, faults=("rules[0]: hosts",))
+    shown = ask("shop/client", VIP, cart(), BACK, faulty)["ways"][0]["inbound"]["policies"][0]
+    assert shown["because"].startswith(
+        "parts of it are not understood, so it is taken at its strictest (rules[0]: hosts)"
+    )
+
+
+def test_a_client_outside_the_mesh() -> None:
+    network = ipaddress.ip_network("192.0.2.0/24")
+    allow = policy("net", Action.ALLOW, SourceIp(network))
+    assert ask("192.0.2.7", "10.0.0.3:80", BARE, allow)["inbound"]["allowed_by"] == "shop/net"
+    assert ask("198.51.100.7", "10.0.0.3:80", BARE, allow)["verdict"] == "refused by the destination"
+    assert "neither end" in ask("192.0.2.7", "192.0.2.8:80")["verdict"]
+    known = ask(
+        "192.0.2.7", "10.0.0.3:80", BARE, policy("p", Action.ALLOW, ONLY_CLIENT), identity=str(CLIENT.identity)
+    )
+    assert known["inbound"]["allowed_by"] == "shop/p"
+
+
+# Agreement
+
+_regions = st.sampled_from(["", "r", "s"])
+_endpoints = st.builds(
+    lambda number, status, weight, region, port, protocol: behind(
+        f"e{number}",
+        f"10.0.2.{number}",
+        status=status,
+        capacity=weight,
+        locality=Locality(region),
+        ports={port: 8080},
+        protocol=protocol,
+        service_account=f"e{number % 2}",
+    ),
+    st.integers(1, 6),
+    st.sampled_from(list(Health)),
+    st.integers(0, 2),
+    _regions,
+    st.sampled_from([80, 80, 81]),
+    st.sampled_from(["HBONE", "TCP"]),
+)
+_balancing = st.builds(LoadBalancing, st.sampled_from([(), (Scope.REGION,)]), st.sampled_from(list(BalancerMode)))
+_policies = st.builds(
+    lambda name, action, account: policy(name, action, PeerServiceAccount("shop", account)),
+    st.sampled_from("abc"),
+    st.sampled_from(list(Action)),
+    st.sampled_from(["client", "other"]),
+)
+
+
+def routed(client: Workload, mesh: Mesh, seed: int) -> Route | str:
+    """What the data path decides for a connection to the service: a route, or why there is none."""
+    asked = Client(workload=client, host="10.0.0.1")
+    try:
+        return route_for(asked, SocketAddress.parse(VIP), mesh, lambda below: seed % below)
+    except RouteRefused as refused:
+        return str(refused)
+
+
+@given(
+    st.lists(_endpoints, max_size=6, unique_by=lambda each: each.uid),
+    st.lists(_policies, max_size=3, unique_by=lambda each: each.name),
+    _balancing,
+    _regions,
+    st.booleans(),
+)
+def test_what_is_told_is_what_happens(
+    endpoints: list[Workload],
+    policies: list[AuthorizationPolicy],
+    balancing: LoadBalancing,
+    region: str,
+    waypoint: bool,
+) -> None:
+    client = pod("client", "10.0.0.1", locality=Locality(region))
+    service = cart(load_balancing=balancing, waypoint=BY_NAME if waypoint else None)
+    there = around(client, service, wp(), WAYPOINT, *endpoints, *policies)
+    answer = explain(question("shop/client", VIP, "", there), there)
+    told = [way["target"] for way in answer.get("ways", [])]
+    drawn = set()
+    for seed in range(24):
+        found = routed(client, there.mesh, seed)
+        if isinstance(found, str):
+            assert answer["verdict"] == f"refused: {found}"
+            return
+        drawn.add(str(found.target))
+        way = answer["ways"][told.index(str(found.target))]
+        if way.get("inbound") is not None:
+            assert found.workload is not None
+            facts = ConnectionFacts(
+                source=SocketAddress("10.0.0.1", 1),
+                direct_source=SocketAddress("10.0.0.1", 1),
+                destination=SocketAddress.parse(way["inbound"]["application"]),
+                peer=PeerCertificate(uri_sans=(str(client.identity),)),
+            )
+            decided = judge(there.mesh.policies_for(found.workload).enforced, facts)
+            assert ("refused" not in way["inbound"]) is decided.allowed
+    # Whatever can be drawn is told, and the first that is told has the best rank: it can be drawn.
+    assert drawn <= set(told)
+    assert told[0] in drawn

@@ -1,0 +1,376 @@
+"""Explains what would become of a connection in an Istio mesh: the decisions of the data path, in words. Pure.
+
+Every decision is taken by the data path's own function (:func:`~ztunnel.istio.route.route_for`,
+:func:`~ztunnel.istio.inbound_target.inbound_target`, :func:`~ztunnel.policy.engine.judge`); what is here finds the
+parties of the question, asks again for each endpoint that a draw could give, and tells the results.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, assert_never
+
+from xds.model.address import SocketAddress, canonical
+from xds.model.authorization import AuthorizationPolicy
+from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.mesh import Mesh
+from xds.model.service import Service
+from xds.model.workload import Health, Protocol, Workload, WorkloadUid
+from ztunnel.istio.balance import fits, question_of, rank_of
+from ztunnel.istio.inbound_target import RequestRefused, inbound_target
+from ztunnel.istio.route import Client, Direct, DoubleTunnel, Named, Route, RouteRefused, Tunnel, route_for
+from ztunnel.policy.engine import holds, judge
+from ztunnel.policy.reasons import reason
+
+Answer = dict[str, Any]
+
+#: Endpoints and policies that are told; of more, only their number.
+_MOST_TOLD: Final = 32
+_CLUSTER_SUFFIX: Final = ".svc.cluster.local"
+
+
+class BadQuestion(ValueError):
+    """A party of a question is neither in the mesh nor an address; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A connection that could be.
+
+    Attributes:
+        host: the address that the source's socket has.
+        source: the workload there; ``None``: a client outside the mesh, whose way here is its own.
+        destination: what is dialled.
+        identity: what the client's certificate says; empty: it comes in plain text.
+    """
+
+    host: str
+    source: Workload | None
+    destination: SocketAddress
+    identity: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Facts of the proxy that is asked.
+
+    Attributes:
+        network: of the node.
+        illegal_ports: the proxy's own ports in pods.
+        avoided: endpoints that failed a moment ago.
+    """
+
+    mesh: Mesh
+    network: str = ""
+    illegal_ports: Collection[int] = ()
+    avoided: Collection[WorkloadUid] = ()
+
+
+def question(source: str, destination: str, identity: str, around: Surroundings) -> Question:
+    """Return the question that these words ask.
+
+    Args:
+        source: an address, ``namespace/pod`` or a workload's uid.
+        destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
+            ``namespace/pod``.
+        identity: a SPIFFE id; empty: the source's own.
+        around: where the names are looked up.
+
+    Raises:
+        BadQuestion: there is no such party.
+    """
+    workload, host = _source(source, around)
+    name, colon, port = destination.rpartition(":")
+    if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise BadQuestion(f"destination {destination!r}: not HOST:PORT")
+    namespace = workload.namespace if workload is not None else ""
+    address = _destination(name, namespace, around)
+    known = identity or (str(workload.identity) if workload is not None else "")
+    return Question(host=host, source=workload, destination=SocketAddress(address, int(port)), identity=known)
+
+
+def explain(asked: Question, around: Surroundings) -> Answer:
+    """Return the answer as plain values with stable keys, ready for JSON."""
+    answer: Answer = {"source": _shown_source(asked), "destination": str(asked.destination)}
+    if asked.source is None:
+        local = around.mesh.workload_at(around.network, asked.destination.host)
+        if local is None:
+            return answer | {"verdict": "not known here: neither end is a workload of the mesh"}
+        allowed, inbound = _inbound(asked, local, asked.destination, around)
+        return answer | {"inbound": inbound, "verdict": "allowed" if allowed else "refused by the destination"}
+    return answer | _outbound(asked, asked.source, around)
+
+
+# The parties
+
+
+def _address(text: str) -> str | None:
+    try:
+        return canonical(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        return None
+
+
+def _source(text: str, around: Surroundings) -> tuple[Workload | None, str]:
+    host = _address(text)
+    if host is not None:
+        return around.mesh.workload_at(around.network, host), host
+    workload = around.mesh.workload(text) or _pod(text, around.mesh)
+    if workload is None:
+        raise BadQuestion(f"source {text!r}: no workload of this name, and no address")
+    if not workload.addresses:
+        raise BadQuestion(f"source {text!r}: the workload has no address")
+    return workload, workload.addresses[0]
+
+
+def _destination(name: str, namespace: str, around: Surroundings) -> str:
+    mesh = around.mesh
+    host = _address(name)
+    if host is not None:
+        return host
+    workload = _pod(name, mesh)
+    if workload is not None and workload.addresses:
+        return workload.addresses[0]
+    names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
+    service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
+    if service is None:
+        raise BadQuestion(f"destination {name!r}: no service or workload of this name, and no address")
+    own = [vip.host for vip in service.vips if vip.network == around.network]
+    if not own:
+        raise BadQuestion(f"destination {name!r}: the service has no address in network {around.network!r}")
+    return own[0]
+
+
+def _pod(text: str, mesh: Mesh) -> Workload | None:
+    namespace, slash, name = text.partition("/")
+    if not slash:
+        return None
+    return next((each for each in mesh.workloads() if each.namespace == namespace and each.name == name), None)
+
+
+def _shown_source(asked: Question) -> Answer:
+    shown: Answer = {"address": asked.host}
+    if asked.source is not None:
+        shown |= {"workload": asked.source.uid, "node": asked.source.node}
+    return shown | {"identity": asked.identity or None}
+
+
+# The way out
+
+
+def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer:
+    mesh = around.mesh
+    dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    at = dialled or mesh.workload_at(source.network, asked.destination.host)
+    answer: Answer = {"dialled": _named(at)}
+    try:
+        routes = list(_routes(asked, source, around))
+    except RouteRefused as refused:
+        answer |= {"verdict": f"refused: {refused}"}
+        routes = []
+    else:
+        answer["because"] = _because(routes[0], at)
+    if dialled is not None and not (routes and isinstance(routes[0], Tunnel) and routes[0].waypoint):
+        left_out = list(_left_out(dialled, asked.destination.port, source, around))
+        if left_out:
+            answer["left_out"] = left_out[:_MOST_TOLD]
+    if not routes:
+        return answer
+    told = [_way(route, asked, around) for route in routes]
+    answer["ways"] = [way for _, way in told]
+    allowed = [ok for ok, _ in told]
+    if all(allowed):
+        answer["verdict"] = "allowed"
+    else:
+        some = "" if not any(allowed) else f" by {allowed.count(False)} of {len(allowed)} endpoints"
+        answer["verdict"] = f"refused by the destination{some}"
+    return answer
+
+
+def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route]:
+    """Return a route for each endpoint that a connection may get, in the order in which they are tried.
+
+    Endpoints that were drawn are avoided from then on, as after a failed attempt: what comes back is the next
+    best one, until only endpoints come that are known.
+    """
+    client = Client(workload=source, host=asked.host, network=around.network)
+    for draw in _draws(asked, source, around.mesh):
+        avoid = set(around.avoided)
+        seen: set[WorkloadUid] = set()
+        while len(seen) < _MOST_TOLD:
+            route = route_for(client, asked.destination, around.mesh, _First(draw), avoid=avoid)
+            workload = route.workload
+            if workload is None:
+                yield route
+                break
+            if workload.uid in seen:
+                break
+            yield route
+            seen.add(workload.uid)
+            avoid.add(workload.uid)
+
+
+class _First:
+    """A source of "random" numbers: a given one, then 0."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+
+    def __call__(self, below: int) -> int:
+        drawn, self._next = self._next, 0
+        return drawn % below
+
+
+def _draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
+    """Return a first draw for each of the waypoints that a service's connections are spread over."""
+    service = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    start = 0
+    for waypoint in service.weighted_waypoints if service is not None else ():
+        if waypoint.weight:
+            yield start
+        start += waypoint.weight
+    if not start:
+        yield 0
+
+
+def _named(at: Service | Workload | None) -> str:
+    match at:
+        case Service():
+            return f"service {at.key}"
+        case Workload():
+            return f"workload {at.uid}"
+        case None:
+            return "nothing that the mesh knows"
+        case _:
+            assert_never(at)
+
+
+def _because(route: Route, at: Service | Workload | None) -> str:
+    match route:
+        case Direct(workload=None):
+            why = "its service passes connections through" if at is not None else "it is outside the mesh"
+            return f"plain TCP to where it was going: {why}"
+        case Direct():
+            return "plain TCP: the workload does not take tunnels"
+        case DoubleTunnel():
+            return "a tunnel in a tunnel: the workload is in another network, behind a gateway"
+        case Tunnel(waypoint=True, service=None):
+            return "a tunnel to the waypoint of the workload"
+        case Tunnel(waypoint=True):
+            return "a tunnel to the waypoint of the service"
+        case Tunnel():
+            return "a tunnel: the workload takes them"
+        case _:
+            assert_never(route)
+
+
+def _left_out(service: Service, port: int, client: Workload, around: Surroundings) -> Iterator[Answer]:
+    """Return each endpoint of a service that is no candidate for this client and port, and why."""
+    mesh, asked = around.mesh, question_of(service, port, client, waypoint=False, by_name=False)
+    serving = mesh.endpoints(service.key)
+    for uid, endpoint in mesh.all_endpoints(service.key).items():
+        workload = mesh.workload(uid)
+        if workload is None:
+            why = "its workload is not known"
+        elif uid not in serving and endpoint.status is Health.UNHEALTHY:
+            why = "unhealthy"
+        elif not workload.capacity:
+            why = "its weight is 0"
+        elif not fits(asked, service, endpoint, workload):
+            why = f"it does not serve port {port}"
+        elif rank_of(asked, workload) is None:
+            wanted = ", ".join(str(scope).lower() for scope in asked.preferences)
+            why = f"the service wants the client's own {wanted}"
+        elif uid in around.avoided:
+            why = "it failed a moment ago: taken only if no other is left"
+        else:
+            continue
+        yield {"workload": uid, "because": why}
+
+
+# One way
+
+
+def _way(route: Route, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether the far end would take the connection, and the way there."""
+    target = route.target
+    shown = f"{target.hostname}:{target.port}, by its name" if isinstance(target, Named) else str(target)
+    way: Answer = {"target": shown}
+    workload = route.workload
+    if workload is not None:
+        way |= {"workload": workload.uid, "node": workload.node, "weight": workload.capacity}
+    if isinstance(route, Direct):
+        if workload is not None and workload.protocol is not Protocol.HBONE:
+            way["policies_because"] = "no ztunnel stands before the workload: its policies are not enforced"
+        return True, way
+    way |= {"authority": route.authority, "peer_must_be": list(route.identities)}
+    if isinstance(route, DoubleTunnel):
+        way |= {"gateway": route.gateway.uid, "inner_peer_must_be": list(route.inner_identities)}
+        if not route.inner_identities:
+            return False, way | {"refused": "the service names no identity that the far end could show"}
+        way["policies_because"] = "they are the other network's"
+        return True, way
+    if route.waypoint:
+        way["policies_because"] = "the waypoint decides about what goes through it; these are for its own door"
+    if isinstance(target, Named):
+        way["inbound_because"] = "known when the name is resolved"
+        return True, way
+    try:
+        application = inbound_target(
+            route.authority,
+            route.workload,
+            target.host,
+            around.mesh,
+            network=around.network,
+            illegal_ports=around.illegal_ports,
+        ).address
+    except RequestRefused as refused:
+        return False, way | {"refused": f"{refused.status}: {refused.reason}"}
+    allowed, way["inbound"] = _inbound(asked, route.workload, application, around)
+    return allowed, way
+
+
+def _inbound(
+    asked: Question, workload: Workload, application: SocketAddress, around: Surroundings
+) -> tuple[bool, Answer]:
+    """Return whether the policies of a workload let a connection in, and why."""
+    peer = PeerCertificate(uri_sans=(asked.identity,)) if asked.identity else None
+    source = SocketAddress(asked.host, 0)
+    facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
+    policies = around.mesh.policies_for(workload)
+    answer: Answer = {"workload": workload.uid, "application": str(application)}
+    if policies.missing:
+        return False, answer | {"refused": f"policy {policies.missing[0]} has not arrived"}
+    judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
+    listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
+    # Those that hold decide; of the others the first are told.
+    listed.sort(key=lambda each: not each["holds"])
+    if listed:
+        answer["policies"] = listed[:_MOST_TOLD]
+    if len(listed) > _MOST_TOLD:
+        answer["more_policies"] = len(listed) - _MOST_TOLD
+    dry_run = [_policy(policy, facts) for policy in (*policies.dry_run_deny, *policies.dry_run_allow)]
+    if dry_run:
+        answer["dry_run"] = dry_run[:_MOST_TOLD]
+    decision = judge(policies.enforced, facts)
+    if decision.allowed:
+        none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"
+        return True, answer | {"allowed_by": decision.policy or none}
+    none = "there are policies that allow some connections, and none allows this one"
+    return False, answer | {"refused": f"denied by {decision.policy}" if decision.policy else none}
+
+
+def _policy(policy: AuthorizationPolicy, facts: ConnectionFacts) -> Answer:
+    because = reason(policy.condition, facts)
+    if policy.faults:
+        because = (
+            f"parts of it are not understood, so it is taken at its strictest ({policy.faults[0]}); {because}"
+        )
+    return {
+        "policy": policy.key,
+        "action": str(policy.action),
+        "holds": holds(policy.condition, facts),
+        "because": because,
+    }

@@ -1,0 +1,118 @@
+"""Says in words why a condition of a policy holds for a connection, or does not. Pure.
+
+The words are for people; :mod:`ztunnel.policy.engine` decides.
+"""
+
+from typing import Final, assert_never
+
+from xds.model import policy as p
+from xds.model.facts import ConnectionFacts
+from xds.model.strings import StringMatch
+from ztunnel.policy.engine import holds
+
+#: Alternatives that are each named where none holds; with more, their number says enough.
+_MOST_NAMED: Final = 3
+_COMPARED = {
+    "exact": "is {}",
+    "prefix": "begins with {}",
+    "suffix": "ends with {}",
+    "contains": "contains {}",
+    "regex": "matches {}",
+}
+
+
+def reason(condition: p.Condition, facts: ConnectionFacts) -> str:
+    """Return the part of a condition that makes it hold, or keeps it from holding, with the connection's value."""
+    if isinstance(condition, p.AnyOf | p.AllOf):
+        return _of_parts(condition, facts)
+    if isinstance(condition, p.Not):
+        return f"not ({reason(condition.condition, facts)})"
+    said = describe(condition)
+    value = _value(condition, facts)
+    if holds(condition, facts):
+        return said
+    return f"{said}: no, it is {value}" if value else f"{said}: no"
+
+
+def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
+    parts = condition.conditions
+    decisive = isinstance(condition, p.AnyOf)  # one part that holds decides an AnyOf, one that does not an AllOf
+    for part in parts:
+        if holds(part, facts) is decisive:
+            return reason(part, facts)
+    if decisive and len(parts) > _MOST_NAMED:
+        return f"none of {len(parts)} alternatives holds"
+    told = [reason(part, facts) for part in parts if not isinstance(part, p.Always)]
+    return (" or " if decisive else " and ").join(told) or ("no alternatives" if decisive else "always")
+
+
+def describe(condition: p.Condition) -> str:
+    """Return a condition in words."""
+    match condition:
+        case p.Always():
+            return "always"
+        case p.Never():
+            return "never"
+        case p.AllOf(conditions):
+            return " and ".join(map(_inner, conditions)) or "always"
+        case p.AnyOf(conditions):
+            return " or ".join(map(_inner, conditions)) or "never"
+        case p.Not(inner):
+            return f"not {_inner(inner)}"
+        case p.Authenticated(name):
+            return "the peer has a certificate" if name is None else f"a name of the peer {_matches(name)}"
+        case p.PeerPrincipal(match):
+            return "the peer has an identity" if match is None else f"the peer's identity {_matches(match)}"
+        case p.PeerNamespace(match):
+            return "the peer has a namespace" if match is None else f"the peer's namespace {_matches(match)}"
+        case p.PeerServiceAccount(namespace, service_account):
+            return f"the peer's service account is {namespace}/{service_account}"
+        case p.SourceIp(network, direct):
+            return f"the {'socket' if direct else 'source'} address is in {network}"
+        case p.DestinationIp(network):
+            return f"the destination address is in {network}"
+        case p.DestinationPort(start, end):
+            return f"the port is {start}" if end == start + 1 else f"the port is {start} to {end - 1}"
+        case p.ServerName(match):
+            return f"the server name {_matches(match)}"
+        case p.DynamicMetadata(namespace, path, match):
+            return f"metadata {'.'.join((namespace, *path))} {_matches(match)}"
+        case _:
+            assert_never(condition)
+
+
+def _inner(condition: p.Condition) -> str:
+    text = describe(condition)
+    return f"({text})" if isinstance(condition, p.AllOf | p.AnyOf) and len(condition.conditions) > 1 else text
+
+
+def _matches(match: StringMatch) -> str:
+    return _COMPARED[match.kind].format(match.value or '""') + (", in any case" if match.ignore_case else "")
+
+
+def _value(condition: p.Condition, facts: ConnectionFacts) -> str:
+    """Return what the connection has where a condition looks; empty: nothing that could be shown."""
+    peer = facts.peer
+    match condition:
+        case p.PeerPrincipal() | p.PeerNamespace() | p.PeerServiceAccount() if peer is None:
+            return "without an identity"
+        case p.Authenticated():
+            return ", ".join(peer.names) if peer is not None else "without a certificate"
+        case p.PeerPrincipal():
+            return (peer.principal if peer is not None else "") or "without an identity"
+        case p.PeerNamespace() | p.PeerServiceAccount():
+            identity = peer.identity if peer is not None else None
+            if identity is None:
+                return "without an identity"
+            name = f"{identity.namespace}/{identity.service_account}"
+            return identity.namespace if isinstance(condition, p.PeerNamespace) else name
+        case p.SourceIp(direct=direct):
+            return facts.direct_source.host if direct else facts.source.host
+        case p.DestinationIp():
+            return facts.destination.host
+        case p.DestinationPort():
+            return str(facts.destination.port)
+        case p.ServerName():
+            return facts.server_name or "empty"
+        case _:
+            return ""
