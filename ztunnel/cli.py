@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import inspect
 import logging
 import os
 import sys
@@ -48,20 +47,6 @@ _HELP = {
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }
 
-_COMMANDS = (
-    "proxy",
-    "version",
-    "agent",
-    "authz",
-    "control-plane",
-    "gate",
-    "inject",
-    "intercept",
-    "limits",
-    "netpol",
-    "policy",
-)
-
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -88,12 +73,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
     if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
-        from ztunnel import agent, authz, control_plane, inject, intercept, limits, netpol, policysync
+        from ztunnel import agent, authz, control_plane, inject, inspect, intercept, limits, netpol, policysync
 
         agent.add_arguments(commands)
         authz.add_arguments(commands)
         control_plane.add_arguments(commands)
         inject.add_arguments(commands)
+        inspect.add_arguments(commands)
         intercept.add_arguments(commands)
         limits.add_arguments(commands)
         netpol.add_arguments(commands)
@@ -114,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[0] == "help":
         parser.print_help()
         return 0
-    if not given[0].startswith("-") and given[0] not in _COMMANDS:
+    if not given[0].startswith("-") and given[0] not in _choices(parser):
         print(f"unknown command: {given[0]}", file=sys.stderr)
         parser.print_help(sys.stderr)
         return 1
@@ -126,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "proxy":
         return _proxy(args)
     status = args.run(args)
-    if inspect.isawaitable(status):
+    if isinstance(status, Awaitable):
         status = asyncio.run(_result(status))
     return int(status)
 
@@ -134,10 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the innermost command that a command line names: its usage helps."""
     for word in given:
-        choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
-        if choices and word in choices[0]:
-            parser = choices[0][word]
+        parser = _choices(parser).get(word, parser)
     return parser
+
+
+def _choices(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the sub-commands of a command."""
+    return next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
 
 
 async def _result(status: Awaitable[int]) -> int:

@@ -291,6 +291,12 @@ class InPodDemo(Demo):
         opened = [line for line in metrics.splitlines() if line.startswith("istio_tcp_connections_opened_total{")]
         mutual = sum(float(line.split()[-1]) for line in opened if "mutual_tls" in line)
         self.check(mutual > 0, f"the metrics count {mutual:g} connections over mutual TLS since the replacement")
+        for pod, allowed in (("productpage", True), ("intruder", False)):
+            question = f"/explain?source=default/{pod}&destination={HOSTNAME}:{PORT}"
+            told = json.loads(self.page(place, 15000, question)[1])
+            why = "; ".join(_deciding(way["inbound"]) for way in told["ways"][:1])
+            right = (told["verdict"] == "allowed") is allowed
+            self.check(right, f"it explains {pod} -> reviews: {told['verdict']}; {why}")
         status, text = self.page(place, 15021, "/healthz/ready")
         self.check((status, text) == (200, "ready\n"), f"readiness: {status} {text.strip()}")
 
@@ -308,14 +314,24 @@ class InPodDemo(Demo):
         """See :class:`Demo`."""
         inside = netns_path(self.lab.pod(_NEXT))
         pod = netns_path(self.lab.pod("productpage"))
+        ztunnel = " ".join(ZTUNNEL_COMMAND)
         print("\nStill running; ctrl-C ends it. From another terminal:")
         print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
         print(f"  pods           {self.folder}/pods-*.yaml   (edit them: the agents follow)")
         print(f"  logs           {self.folder}/*.log")
         print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
         print(f"  its rules      nsenter --net={pod} nft list ruleset")
+        print(f"  why, why not   nsenter --net={inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}")
+        print(
+            f"  its state      nsenter --net={inside} {ztunnel} status   (connections, workloads, services, ...)"
+        )
         print(f"  everything     nsenter --net={inside} curl -s 127.0.0.1:15000/config_dump")
         print(f"  more log       nsenter --net={inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
+
+
+def _deciding(inbound: dict[str, object]) -> str:
+    """Return what decided in the explanation of an inbound side."""
+    return str(inbound.get("allowed_by") or inbound.get("refused"))
 
 
 def _tunnel_port_is_open(pod: Place) -> bool:

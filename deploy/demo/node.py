@@ -180,12 +180,15 @@ class NodeDemo(Demo):
         """Print commands to inspect the running demo."""
         inside = netns_path(self.lab.worker("worker2").ztunnel)
         pod = netns_path(self.lab.pod("productpage"))
+        ztunnel = " ".join(ZTUNNEL_COMMAND)
         print("\nStill running; ctrl-C ends it. From another terminal:")
         print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
         print(f"  logs           {self.folder}/*.log")
         print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
         print(f"  admin          nsenter --net={inside} curl -s 127.0.0.1:15000/help")
-        print(f"  connections    nsenter --net={inside} curl -s 127.0.0.1:15000/connections")
+        print(f"  connections    nsenter --net={inside} {ztunnel} connections")
+        source, there = self.lab.pod("intruder").ipv4, self.lab.pod("reviews-v2").ipv4
+        print(f"  why, why not   nsenter --net={inside} {ztunnel} explain {source} {there}:{PORT}")
 
 
 def _row(hop: dict[str, object]) -> str:

@@ -45,7 +45,7 @@ def _environment(process: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(("mode", "expectations"), [("node", 21), ("inpod", 28)])
+@pytest.mark.parametrize(("mode", "expectations"), [("node", 21), ("inpod", 30)])
 def test_everything_comes_out_as_expected(tmp_path: Path, mode: str, expectations: int) -> None:
     demo = start(tmp_path, "--mode", mode)
     output, _ = demo.communicate(timeout=LIMIT_S)

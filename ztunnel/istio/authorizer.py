@@ -7,6 +7,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
 from ztunnel.istio.node import Node
+from ztunnel.istio.outcome import refusal
 from ztunnel.istio.record import Record
 from ztunnel.policy.engine import holds, judge
 
@@ -72,11 +73,7 @@ class Authorizer:
             else:
                 text = "deny policy match" if decision.policy else "no allow policies matched"
             log.log(self._level, "%s policy=%s", text, decision.policy)
-        if decision.allowed:
-            return ""
-        if decision.policy:
-            return f"explicitly denied by: {decision.policy}"
-        return "allow policies exist, but none allowed"
+        return "" if decision.allowed else refusal(decision)
 
     def _report_dry_run(self, policies: WorkloadPolicies, facts: ConnectionFacts, record: Record) -> None:
         matched = False

@@ -20,6 +20,7 @@ from xds.model.service import Service
 from xds.model.workload import Health, Protocol, Workload, WorkloadUid
 from ztunnel.istio.balance import fits, question_of, rank_of
 from ztunnel.istio.inbound_target import RequestRefused, inbound_target
+from ztunnel.istio.outcome import refusal
 from ztunnel.istio.route import Client, Direct, DoubleTunnel, Named, Route, RouteRefused, Tunnel, route_for
 from ztunnel.policy.engine import holds, judge
 from ztunnel.policy.reasons import reason
@@ -93,7 +94,7 @@ def question(source: str, destination: str, identity: str, around: Surroundings)
 
 def explain(asked: Question, around: Surroundings) -> Answer:
     """Return the answer as plain values with stable keys, ready for JSON."""
-    answer: Answer = {"source": _shown_source(asked), "destination": str(asked.destination)}
+    answer: Answer = {"verdict": "", "source": _shown_source(asked), "destination": str(asked.destination)}
     if asked.source is None:
         local = around.mesh.workload_at(around.network, asked.destination.host)
         if local is None:
@@ -153,7 +154,7 @@ def _pod(text: str, mesh: Mesh) -> Workload | None:
 def _shown_source(asked: Question) -> Answer:
     shown: Answer = {"address": asked.host}
     if asked.source is not None:
-        shown |= {"workload": asked.source.uid, "node": asked.source.node}
+        shown |= {"workload": asked.source.uid, "node": asked.source.node or None}
     return shown | {"identity": asked.identity or None}
 
 
@@ -300,7 +301,7 @@ def _way(route: Route, asked: Question, around: Surroundings) -> tuple[bool, Ans
     way: Answer = {"target": shown}
     workload = route.workload
     if workload is not None:
-        way |= {"workload": workload.uid, "node": workload.node, "weight": workload.capacity}
+        way |= {"workload": workload.uid, "node": workload.node or None, "weight": workload.capacity}
     if isinstance(route, Direct):
         if workload is not None and workload.protocol is not Protocol.HBONE:
             way["policies_because"] = "no ztunnel stands before the workload: its policies are not enforced"
@@ -358,8 +359,7 @@ def _inbound(
     if decision.allowed:
         none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"
         return True, answer | {"allowed_by": decision.policy or none}
-    none = "there are policies that allow some connections, and none allows this one"
-    return False, answer | {"refused": f"denied by {decision.policy}" if decision.policy else none}
+    return False, answer | {"refused": refusal(decision)}
 
 
 def _policy(policy: AuthorizationPolicy, facts: ConnectionFacts) -> Answer:

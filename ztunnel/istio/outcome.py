@@ -18,6 +18,7 @@ from hbone.errors import (
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from ztunnel.istio.certificates.manager import IdentityError
+from ztunnel.policy.engine import Decision
 
 POLICY_CHANGE = "connection closed due to policy change"
 REVOKED = "connection closed: peer certificate revoked by CRL"
@@ -178,3 +179,10 @@ def of_reason(reason: str) -> Failed:
 def answered(status: int) -> str:
     """Return the text for a refused CONNECT, as Rust ztunnel prints it: ``http status: 401 Unauthorized``."""
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()
+
+
+def refusal(decision: Decision) -> str:
+    """Return what an access line says of a decision that refuses, in the Rust ztunnel's words."""
+    if decision.policy:
+        return f"explicitly denied by: {decision.policy}"
+    return "allow policies exist, but none allowed"

@@ -18,6 +18,7 @@ from ztunnel.limits.table import COLUMNS, Limit, limits
 from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.memory import memory_limit_bytes
 from ztunnel.runtime.settings import SettingsError
+from ztunnel.runtime.text_table import aligned
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -57,6 +58,4 @@ def printed(found: Iterable[Limit], form: str) -> Iterable[str]:
         for row in rows[1:]:
             yield f"| {' | '.join(row)} |"
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)

@@ -49,7 +49,7 @@ def test_parties_have_several_names(source: str, destination: str) -> None:
     assert answer["source"] == {
         "address": "10.0.0.1",
         "workload": "client",
-        "node": "",
+        "node": None,
         "identity": "spiffe://cluster.local/ns/shop/sa/client",
     }
     assert (answer["destination"], answer["dialled"]) == (VIP, "service shop/cart.example")
@@ -92,7 +92,7 @@ def test_a_tunnel_to_an_endpoint() -> None:
         {
             "target": "10.0.0.2:15008",
             "workload": "back",
-            "node": "",
+            "node": None,
             "weight": 1,
             "authority": "10.0.0.2:8080",
             "peer_must_be": ["spiffe://cluster.local/ns/shop/sa/back"],
@@ -179,7 +179,10 @@ def test_the_policy_that_decides_comes_first_with_its_clause() -> None:
         policy("ports", Action.DENY, DestinationPort(8080, 8081)),
     )
     inbound = answer["ways"][0]["inbound"]
-    assert (answer["verdict"], inbound["refused"]) == ("refused by the destination", "denied by shop/ports")
+    assert (answer["verdict"], inbound["refused"]) == (
+        "refused by the destination",
+        "explicitly denied by: shop/ports",
+    )
     first, second = inbound["policies"]
     assert first == {"policy": "shop/ports", "action": "Deny", "holds": True, "because": "the port is 8080"}
     assert (second["policy"], second["holds"]) == ("shop/others", False)
@@ -188,7 +191,7 @@ def test_the_policy_that_decides_comes_first_with_its_clause() -> None:
 def test_no_allow_policy_holds() -> None:
     answer = ask("shop/client", VIP, cart(), BACK, policy("few", Action.ALLOW, PeerServiceAccount("a", "b")))
     inbound = answer["ways"][0]["inbound"]
-    assert inbound["refused"] == "there are policies that allow some connections, and none allows this one"
+    assert inbound["refused"] == "allow policies exist, but none allowed"
     assert "a/b: no, it is shop/client" in inbound["policies"][0]["because"]
 
 

@@ -1,0 +1,74 @@
+"""Where the answers come from: a proxy's admin server, or a page of it that was kept in a file."""
+
+import json
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+#: The longest time that an admin server may take for a page.
+_ANSWER_S: Final = 30.0
+
+
+class AskFailed(Exception):
+    """There is no answer; the text names the server or file, and what to do about it."""
+
+
+def ask(server: str, path: str, parameters: Mapping[str, str | None] | None = None, method: str = "GET") -> str:
+    """Return a page of an admin server.
+
+    Args:
+        server: ``HOST:PORT`` or a URL.
+        path: of the page, from ``/``.
+        parameters: of the query; those that are ``None`` are left out.
+        method: of the request.
+
+    Raises:
+        AskFailed: there is no such server or page, or it refuses.
+    """
+    base = server if "://" in server else f"http://{server}"
+    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    query = f"?{urllib.parse.urlencode(given)}" if given else ""
+    try:
+        request = urllib.request.Request(f"{base.rstrip('/')}{path}{query}", method=method)
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+            page: bytes = response.read()
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace").strip().partition("\n")[0]
+        raise AskFailed(f"{server}: {path}: {error.code} {reason}") from None
+    except urllib.error.URLError as error:
+        reason = getattr(error.reason, "strerror", None) or str(error.reason)
+        raise AskFailed(f"{server}: {reason}; is a proxy's admin server there? --address names another") from None
+    except (OSError, ValueError) as error:
+        raise AskFailed(f"{server}: {error}") from None
+    return page.decode(errors="replace")
+
+
+def ask_json(server: str, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+    """Return a page of JSON; see :func:`ask`."""
+    return _parsed(ask(server, path, parameters), f"{server}: {path}")
+
+
+def read_json(file: str) -> Any:
+    """Return the JSON in a file; ``-`` is standard input.
+
+    Raises:
+        AskFailed: it cannot be read, or is no JSON.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    except OSError as error:
+        raise AskFailed(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise AskFailed(f"{file}: not text") from None
+    return _parsed(text, "standard input" if file == "-" else file)
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise AskFailed(f"{name}: not JSON: {error}") from None

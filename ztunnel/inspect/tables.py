@@ -1,0 +1,232 @@
+"""Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
+
+Columns are those of ``istioctl ztunnel-config``. A dump is JSON of any origin: what is missing is shown as ``-``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+Dump = Mapping[str, Any]
+Row = tuple[str, ...]
+
+_NONE: Final = "-"
+#: The lists of a dump that other tables count.
+_COUNTED = ("workloads", "services", "policies")
+
+
+class NotAMesh(ValueError):
+    """A dump is of another dialect, or none at all; the text says what it is."""
+
+
+def mesh_dump(value: object) -> Dump:
+    """Return a dump if it is one of an Istio mesh's proxy.
+
+    Raises:
+        NotAMesh: it is not.
+    """
+    if not isinstance(value, Mapping):
+        raise NotAMesh("not a config_dump: not an object")
+    if is_envoy_dump(value):
+        raise NotAMesh(
+            "a proxy in Envoy's dialect has listeners and clusters instead: see /listeners, /clusters, /certs"
+        )
+    if "workloads" not in value or "certificates" not in value:
+        raise NotAMesh("not a config_dump of an Istio mesh's proxy: it has no workloads or no certificates")
+    return value
+
+
+def workloads(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield a row per workload and address, after the heading."""
+    yield ("NAMESPACE", "POD NAME", "ADDRESS", "NODE", "WAYPOINT", "PROTOCOL", "STATUS")
+    for each in sorted(_of(dump, "workloads", namespace), key=_name):
+        addresses = each.get("workloadIps") or [_NONE]
+        for address in addresses:
+            yield (
+                *_name(each),
+                str(address),
+                _text(each, "node"),
+                _gateway(each),
+                _text(each, "protocol"),
+                _text(each, "status"),
+            )
+
+
+def services(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield a row per service and address; endpoints are healthy ones of all that it has."""
+    yield ("NAMESPACE", "SERVICE NAME", "SERVICE VIP", "WAYPOINT", "ENDPOINTS")
+    for each in sorted(_of(dump, "services", namespace), key=_name):
+        endpoints = each.get("endpoints") or {}
+        listed = endpoints.values() if isinstance(endpoints, Mapping) else endpoints
+        healthy = sum(1 for endpoint in listed if endpoint.get("status", "Healthy") == "Healthy")
+        vips = each.get("vips") or [_NONE]
+        for vip in vips:
+            address = str(vip).rpartition("/")[2]
+            yield (*_name(each), address, _gateway(each), f"{healthy}/{len(endpoints)}")
+
+
+def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield a row per policy."""
+    yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED")
+    for each in sorted(_of(dump, "policies", namespace), key=_name):
+        enforced = "dry run" if each.get("dryRun") else "yes"
+        if each.get("faults"):
+            enforced += ", not understood in part"
+        yield (*_name(each), _text(each, "action"), _text(each, "scope"), enforced)
+
+
+def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield a row per certificate of an identity: its leaf, then its roots."""
+    yield ("CERTIFICATE NAME", "TYPE", "STATUS", "SERIAL NUMBER", "NOT AFTER", "NOT BEFORE")
+    for each in dump.get("certificates") or []:
+        identity = _text(each, "identity")
+        if namespace and f"/ns/{namespace}/" not in identity:
+            continue
+        chain = [
+            ("Leaf" if place == 0 else "Intermediate", held)
+            for place, held in enumerate(each.get("certChain") or [])
+        ]
+        chain += [("Root", held) for held in each.get("rootCerts") or []]
+        for kind, held in chain or [(_NONE, {})]:
+            times = (_text(held, "expirationTime"), _text(held, "validFrom"))
+            yield (identity, kind, _text(each, "state"), _text(held, "serialNumber"), *times)
+
+
+def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield a row per live connection, by pod."""
+    yield ("WORKLOAD", "DIRECTION", "LOCAL", "REMOTE", "REMOTE TARGET", "PROTOCOL")
+    for pod, state in sorted(_pods(dump, namespace)):
+        carried = state.get("connections") or {}
+        for way, local, remote in (("inbound", "actualDst", "src"), ("outbound", "src", "actualDst")):
+            for each in carried.get(way) or []:
+                cells = (_text(each, key) for key in (local, remote, "originalDst", "protocol"))
+                yield (pod, way.capitalize(), *cells)
+
+
+def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
+    """Yield what a person looks at first: version, pods, connections, certificates, the mesh."""
+    version = dump.get("version") or {}
+    yield ("version", _text(version, "version"))
+    pods = list(_pods(dump, namespace))
+    yield ("pods", _counted(_text(state, "state") for _, state in pods))
+    numbers = {
+        way: sum(len((state.get("connections") or {}).get(way) or []) for _, state in pods)
+        for way in ("inbound", "outbound")
+    }
+    yield ("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
+    held = dump.get("certificates") or []
+    yield ("certificates", _counted(_text(each, "state").partition(":")[0] for each in held))
+    yield ("the mesh", ", ".join(f"{len(dump.get(name) or [])} {name}" for name in _COUNTED))
+    for each in held:
+        if _text(each, "state").startswith("Unavailable"):
+            yield (
+                "no certificate",
+                f"{_text(each, 'identity')}: {_text(each, 'state').partition(':')[2].strip()}",
+            )
+    for pod, state in pods:
+        if state.get("state") != "Up":
+            yield ("not up", f"{pod}: {_text(state, 'state')}")
+    for policy in dump.get("policies") or []:
+        if policy.get("faults"):
+            yield ("policy not understood", f"{'/'.join(_name(policy))}: {policy['faults'][0]}")
+
+
+def _of(dump: Dump, key: str, namespace: str) -> Iterator[Dump]:
+    found = dump.get(key) or []
+    for each in found.values() if isinstance(found, Mapping) else found:
+        if not namespace or each.get("namespace") == namespace:
+            yield each
+
+
+def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, Dump]]:
+    for uid, state in (dump.get("workloadState") or {}).items():
+        info = state.get("info") or {}
+        if not namespace or info.get("namespace") == namespace:
+            yield (f"{info['name']}.{info['namespace']}" if info.get("name") else uid, state)
+
+
+def _name(each: Dump) -> tuple[str, str]:
+    return _text(each, "namespace"), _text(each, "name")
+
+
+def _text(each: Dump, key: str) -> str:
+    value = each.get(key)
+    return _NONE if value is None or value == "" else str(value)
+
+
+def _gateway(each: Dump) -> str:
+    destination = (each.get("waypoint") or {}).get("destination")
+    return str(destination) if destination else "None"
+
+
+def _counted(states: Iterator[str]) -> str:
+    found: dict[str, int] = {}
+    for state in states:
+        found[state] = found.get(state, 0) + 1
+    return ", ".join(f"{number} {state}" for state, number in sorted(found.items())) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a dump: how its rows are made, and what its command's help says."""
+
+    rows: Callable[[Dump, str], Iterator[Row]]
+    help: str
+
+
+TABLES: Final = {
+    "status": Table(status, "show the state and what is missing"),
+    "connections": Table(connections, "list the live connections"),
+    "workloads": Table(workloads, "list the workloads"),
+    "services": Table(services, "list the services and their endpoints"),
+    "policies": Table(policies, "list the authorization policies"),
+    "certificates": Table(certificates, "list the certificates and how long they are valid"),
+}
+
+
+# Envoy's dialect
+
+
+def envoy_connections(page: Dump) -> Iterator[Row]:
+    """Yield a row per live connection, from ``/connections``."""
+    yield ("ID", "AGE", "SOURCE", "DESTINATION", "LISTENER", "CLUSTER", "UPSTREAM HOST", "PEER")
+    for each in page.get("connections") or []:
+        inner = each.get("inner_hops") or []
+        last = inner[-1] if inner else each
+        peers = [*(each.get("peer_identities") or []), *(last.get("upstream_identities") or [])]
+        yield (
+            _text(each, "id"),
+            f"{_text(each, 'age_s')}s",
+            _text(each, "source"),
+            _text(each, "destination"),
+            _text(each, "listener"),
+            _text(last, "cluster"),
+            _text(last, "upstream_host"),
+            ", ".join(peers) or _NONE,
+        )
+
+
+def envoy_status(page: Dump) -> Iterator[Row]:
+    """Yield what ``/server_info`` says."""
+    for name, key in (("version", "version"), ("state", "state"), ("up for", "uptime_current_epoch")):
+        yield (name, _text(page, key))
+    yield ("node", _text(page.get("node") or {}, "id"))
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoyPage:
+    """A table that comes from an admin page of its own."""
+
+    path: str
+    rows: Callable[[Dump], Iterator[Row]]
+
+
+ENVOY_PAGES: Final = {
+    "connections": EnvoyPage("/connections", envoy_connections),
+    "status": EnvoyPage("/server_info", envoy_status),
+}
+
+
+def is_envoy_dump(value: object) -> bool:
+    """Return whether a ``/config_dump`` is of Envoy's dialect."""
+    return isinstance(value, Mapping) and "configs" in value
