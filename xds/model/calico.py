@@ -193,6 +193,11 @@ class IpSetType(Enum):
     NET = 2
 
 
+#: An IP set that no rule names: the addresses of the node itself. A source that sends it has Kubernetes' rules
+#: beside its policies: a pod and its own node always reach each other, and so does a pod itself. Felix sends none.
+NODE_ADDRESSES: Final = "ztunnel:node-addresses"
+
+
 @dataclass(frozen=True, slots=True)
 class IpSetUpdate:
     """Replaces a set. Members: ``10.0.0.1``; ``10.0.0.1,tcp:80``; ``10.0.0.0/8``."""

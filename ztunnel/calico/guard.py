@@ -3,6 +3,10 @@
 The list of a pod's tiers and profiles is one more source of policy beside Istio's and Envoy's: all must allow. Its
 evaluator judges connections only (see :mod:`ztunnel.calico.clauses`).
 
+A source of Kubernetes' policies sends its node's addresses, too (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
+the node and its own pods always reach each other, and a pod itself, as in the kernel's table. A tunnel whose outer
+source is the node is no connection of the node: somebody's identity is in it, and isolation holds.
+
 A pod that the policies do not know is denied, as Calico drops what comes from an interface without an endpoint: it
 may be one whose policies have not arrived. ``allow_unknown`` is for meshes of which the policies cover a part.
 """
@@ -14,6 +18,7 @@ from typing import Final, NamedTuple
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.store import Store
 from ztunnel.calico.verdict import Code, RuleRef, Verdict
 
 #: Policies that are counted one by one, by every tier that has them; others are counted together.
@@ -153,7 +158,9 @@ class Guard:
         address = flow.destination_ip if direction is c.Direction.INGRESS else flow.source_ip
         endpoint = store.endpoint_at(address)
         staged = ""
-        if endpoint is not None:
+        if endpoint is not None and store.in_sync and _always_allowed(store, direction, flow):
+            verdict = Verdict(Code.OK)
+        elif endpoint is not None:
             verdict = evaluator.check(endpoint, flow, direction)
             if store.in_sync and evaluator.has_staged(endpoint, direction):
                 would = evaluator.check(endpoint, flow, direction, enforced=False)
@@ -171,6 +178,19 @@ class Guard:
         if counted:
             self.hits.count(verdict, self._wall_s())
         return Decision(verdict, endpoint is None and not verdict.allowed, staged)
+
+
+def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
+    """Return whether no policy is asked: between a pod and its node, or itself (NetworkPolicy's documentation)."""
+    sets = store.ip_sets
+    if c.NODE_ADDRESSES not in sets:
+        return False
+    if flow.source_ip == flow.destination_ip:
+        return True
+    if direction is c.Direction.EGRESS:
+        return sets.holds(c.NODE_ADDRESSES, flow.destination_ip)
+    # With a principal it came through a tunnel: what the node's address stands for is not the node then.
+    return not flow.source_principal and sets.holds(c.NODE_ADDRESSES, flow.source_ip)
 
 
 def _is_of_staged(rule: RuleRef | None) -> bool:

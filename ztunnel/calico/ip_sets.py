@@ -136,6 +136,21 @@ class IpSets:
                 found.update((owners,) if isinstance(owners, int) else owners)
         return self._ids(found)
 
+    def holds(self, set_id: str, address: str | None) -> bool:
+        """Return whether a set is there and whole, and contains an address; cheaper than :meth:`containing`."""
+        found = self._sets.get(set_id)
+        if found is None or found.broken or address is None:
+            return False
+        version, number = address_number(address)
+        width = 32 if version == 4 else 128
+        for length, table in self._tables[version].items():
+            owners = table.get(number >> (width - length))
+            if owners is not None and (
+                found.number == owners if isinstance(owners, int) else found.number in owners
+            ):
+                return True
+        return False
+
     def containing_port(self, address: str | None, protocol: int, port: int) -> frozenset[str]:
         """Return the ids of the whole sets that contain an address with protocol and port."""
         if address is None:

@@ -44,6 +44,36 @@ def test_ingress_is_judged_by_the_destination_and_egress_by_the_source() -> None
     assert found.check(INGRESS, replace(FLOW, source_ip=ELSEWHERE)).allowed
 
 
+NODE = "10.0.0.254"
+NODE_SET = c.IpSetUpdate(c.NODE_ADDRESSES, c.IpSetType.IP, (NODE, "fd00::fe"))
+
+
+def test_a_node_and_its_pods_reach_each_other_where_the_source_says_who_the_node_is() -> None:
+    for updates, allowed in (((NODE_SET, *snapshot(DENY)), True), (snapshot(DENY), False)):
+        found = guard(*updates)
+        assert found.check(INGRESS, replace(FLOW, source_ip=NODE)).allowed is allowed
+        assert found.check(EGRESS, replace(FLOW, destination_ip=NODE)).allowed is allowed
+        assert found.check(EGRESS, replace(FLOW, destination_ip=WEB_HOST)).allowed is allowed
+        assert not found.check(INGRESS, replace(FLOW, source_ip=ELSEWHERE)).allowed
+        assert not found.check(EGRESS, replace(FLOW, destination_ip=ELSEWHERE)).allowed
+        # The other way round the address is a pod's as any other.
+        assert not found.check(INGRESS, replace(FLOW, source_ip=DB_HOST, destination_ip=WEB_HOST)).allowed
+
+
+def test_a_tunnel_that_comes_from_the_node_does_not_switch_isolation_off() -> None:
+    found = guard(NODE_SET, *snapshot(DENY))
+    tunnelled = replace(FLOW, source_ip=NODE, source_principal="spiffe://cluster.local/ns/x/sa/y")
+    assert not found.check(INGRESS, tunnelled).allowed
+    assert not found.check(INGRESS, replace(tunnelled, source_principal="no identity")).allowed
+
+
+def test_the_nodes_addresses_allow_nothing_before_the_store_is_complete_or_when_they_cannot_be_read() -> None:
+    flow = replace(FLOW, source_ip=NODE)
+    assert not guard(NODE_SET, *snapshot(DENY)[:-1]).check(INGRESS, flow).allowed
+    broken = c.IpSetUpdate(c.NODE_ADDRESSES, c.IpSetType.IP, (NODE, "no address"))
+    assert not guard(broken, *snapshot(DENY)).check(INGRESS, flow).allowed
+
+
 def test_before_the_first_store_is_complete_everything_is_denied() -> None:
     for allow_unknown in (False, True):
         decision = guard(*snapshot(ALLOW)[:-1], allow_unknown=allow_unknown).check(INGRESS, FLOW)

@@ -38,6 +38,12 @@ def test_networks(member: str, inside: str, outside: str) -> None:
     assert found.containing(inside) == {"a"}
     assert found.containing(outside) == set()
     assert found.containing(None) == set()
+    found.replace("b", NET, (outside,))  # an entry of two sets, or of another
+    assert [found.holds("a", address) for address in (inside, outside, None)] == [True, False, False]
+    found.replace("b", NET, (member,))
+    assert found.holds("a", inside)
+    found.remove("a")
+    assert not found.holds("a", inside)
 
 
 def test_addresses_with_ports() -> None:
@@ -71,6 +77,7 @@ def test_a_set_with_a_member_that_cannot_be_read_is_as_one_that_never_came(kind:
     assert "a" not in found
     assert found.containing("10.0.0.1") == found.containing_port("10.0.0.1", 6, 80) == set()
     assert list(found.broken()) == [("a", member)]
+    assert not found.holds("a", "10.0.0.1")
     before = found.generation
     found.change("a", (), (member,))
     assert "a" in found
