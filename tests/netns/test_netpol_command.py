@@ -1,5 +1,6 @@
 """``ztunnel netpol`` as a process beside other programs' tables: it is killed, repairs, and leaves no trace."""
 
+import asyncio
 import contextlib
 import io
 import os
@@ -26,9 +27,14 @@ from tproxy.expressions import Family
 from tproxy.operations import AddChain, AddElements, AddSet, AddTable, AppendRule, DeleteElements, FlushChain
 from tproxy.render import nftables
 from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey
+from xds.model import calico as c
+from xds.model.address import SocketAddress
+from ztunnel.calico.follower import Follower
+from ztunnel.calico.guard import Guard, connection
 from ztunnel.netpol import add_arguments
 from ztunnel.netpol.command import DENIED, DONE, FAILED
 from ztunnel.netpol.table import TABLE
+from ztunnel.runtime.clock import SystemClock
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 WAIT_S = 30.0
@@ -89,8 +95,6 @@ async def _ask(*words: str) -> tuple[int, str]:
 
 
 def ask(*words: str) -> tuple[int, str]:
-    import asyncio
-
     return asyncio.run(_ask(*words))
 
 
@@ -143,6 +147,64 @@ def test_edits_apply_and_a_restart_changes_nothing(clean: Cluster, tmp_path: Pat
     assert start(clean, tmp_path, "--once").wait(WAIT_S) == 0
     after = everything(clean.lab.worker("w1").place.netns)
     assert after == before  # the generation of the ruleset included: it sent nothing
+
+
+def judged(node: Follower, source: str, destination: str, namespace: str) -> bool:
+    """Whether a proxy that follows lets a tunnel to port 80 begin, whose client is of a namespace."""
+    ends = (SocketAddress(source, 40000), SocketAddress(destination, 80))
+    flow = connection(*ends, f"spiffe://cluster.local/ns/{namespace}/sa/default", "")
+    return Guard(lambda: node.evaluator, lambda: 0.0).check(c.Direction.INGRESS, flow).allowed
+
+
+def test_proxies_are_told_the_same_policies(clean: Cluster, tmp_path: Path) -> None:
+    path = f"{tmp_path}/policy.sock"
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    gateway = str(clean.lab.worker("w1").gateway(4))
+    xa, xb, ya, zc = (clean.address(pod, 4) for pod in ("x/a", "x/b", "y/a", "z/c"))
+
+    async def main() -> None:
+        follower = Follower(f"unix:{path}", SystemClock(), connections_only=True)
+
+        async def eventually(check: Callable[[], bool]) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not check():
+                    await asyncio.sleep(0.01)
+
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(follower.run(), name="follower")
+            # Before all objects have been read there is nothing that a proxy could take for the policies.
+            (objects / "all.yaml").write_text("{")
+            process = start(clean, objects, "--policy-sync", path)
+            await eventually(Path(path).exists)
+            assert not follower.evaluator.store.in_sync
+            write(clean, objects, ONLY_B)
+            await eventually(lambda: follower.in_sync)
+            store = follower.evaluator.store
+            assert {key.workload for key in store.endpoints} == {"x/a", "x/b", "x/c", "y/a"}
+            assert store.ip_sets.holds(c.NODE_ADDRESSES, gateway)
+            assert judged(follower, xb, xa, "x")
+            assert not judged(follower, ya, xa, "y")
+            assert not judged(
+                follower, gateway, xa, "x"
+            )  # of a tunnel the node's address is nobody's in particular
+            assert not judged(follower, zc, xa, "z")
+            write(clean, objects, s.Step({"x/p": s.ingress(s.A, s.sources(s.of_spaces("y")))}, ""))
+            await eventually(lambda: judged(follower, ya, xa, "y"))
+            assert not judged(follower, xb, xa, "x")
+            process.kill()
+            process.wait(WAIT_S)
+            await eventually(lambda: not follower.in_sync)
+            assert judged(follower, ya, xa, "y")
+            assert not judged(follower, xb, xa, "x")
+            # What changed meanwhile follows, and the socket that was left takes nothing.
+            write(clean, objects, ONLY_B)
+            start(clean, objects, "--policy-sync", path)
+            await eventually(lambda: judged(follower, xb, xa, "x"))
+            assert not judged(follower, ya, xa, "y")
+            running.cancel()
+
+    asyncio.run(main())
 
 
 def test_what_others_break_is_repaired(clean: Cluster, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ztunnel.http.page import Page, PageRequest
     from ztunnel.kube.objects import EventSink, ObjectSource
     from ztunnel.netpol.controller import Controller
+    from ztunnel.policysync.server import PolicySyncServer
 
 DONE, DENIED, FAILED = 0, 1, 2
 _BRIDGE = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
@@ -56,6 +57,12 @@ def add_arguments(subparsers: Any) -> None:
         default="judge",
         help="tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
         "because the node's proxy judges the connections inside by the same policies",
+    )
+    follow.add_argument(
+        "--policy-sync",
+        metavar="PATH",
+        help="tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
+        "tunnels by the same policies",
     )
     ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
     _add_objects(ask)
@@ -130,8 +137,10 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
             return await _print(source, args.node, out, tunnels=args.tunnels == "allow")
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
+        proxies = await _proxies(args.policy_sync, stack)
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
-        controller = Controller(source, table, args.node, events, tunnels=args.tunnels == "allow", netns=netns)
+        tunnels = args.tunnels == "allow"
+        controller = Controller(source, table, args.node, events, tunnels=tunnels, netns=netns, proxies=proxies)
         if metrics is not None:
             await stack.enter_async_context(_metrics(controller, table, metrics))
         await _until_stopped(controller, once=args.once)
@@ -158,6 +167,26 @@ async def _source(args: argparse.Namespace, stack: contextlib.AsyncExitStack) ->
     informer = await stack.enter_async_context(Informer(client, SELECTIONS))
     writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
     return informer, LoggedEvents(await stack.enter_async_context(writer))
+
+
+async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
+    """Return the server of this node's proxies; it has nothing to say before all objects have been read.
+
+    Raises:
+        ValueError: the path cannot be served.
+    """
+    if path is None:
+        return None
+    from xds.aio.grpc_server import ServeError
+    from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
+
+    server = await stack.enter_async_context(PolicySyncServer())
+    try:
+        # What is published is of this node alone.
+        await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+    except ServeError as error:
+        raise ValueError(f"--policy-sync: {error}") from error
+    return server
 
 
 async def _until_stopped(controller: "Controller", *, once: bool) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tproxy.aio import rtnetlink
 from tproxy.aio.conntrack import forget_flows
@@ -19,10 +20,12 @@ from tproxy.errors import MissingFeature, TproxyError
 from tproxy.expressions import IpAddress
 from tproxy.packets import Interpreter, Packet
 from xds.model import calico as c
+from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
 from ztunnel.netpol.objects import PolicyObjects
-from ztunnel.netpol.table import Built, TableBuilder, Unseen
+from ztunnel.netpol.table import Built, TableBuilder, Unseen, local_endpoints
+from ztunnel.policysync.view import excerpt
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,14 @@ class Counts:
     last_apply_s: float = 0.0
 
 
+class Publisher(Protocol):
+    """Tells this node's proxies what the policies of its pods are: a server of PolicySync."""
+
+    def publish(self, compiled: Compiled) -> None:
+        """Serve this state from now on; never waits."""
+        ...
+
+
 @dataclass(slots=True)
 class _Work:
     """What the worker thread owns: objects, what they mean, and the table."""
@@ -59,6 +70,16 @@ class _Work:
     def build(self) -> Built:
         return self.builder.build(self.compiler.compiled, self.node)
 
+    def excerpt(self, ours: set[IpAddress]) -> Compiled:
+        """Return a copy of what this node's proxies need to judge as the table does.
+
+        Args:
+            ours: the node's own addresses.
+        """
+        found = excerpt(self.compiler.compiled, local_endpoints(self.compiler.compiled, self.node))
+        found.ip_sets[c.NODE_ADDRESSES] = (c.IpSetType.IP, frozenset(map(str, ours)))
+        return found
+
 
 class Controller:
     """Keeps one table.
@@ -68,6 +89,8 @@ class Controller:
         events: is told of objects that cannot be applied as they are.
         tunnels: see :class:`~ztunnel.netpol.table.TableBuilder`.
         netns: where the table is, and whose connections are judged.
+        proxies: is given the policies of this node's pods once all objects have been told, and after each change,
+            also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
 
     Attributes:
         synced: every object has been told.
@@ -84,7 +107,10 @@ class Controller:
         *,
         tunnels: bool = False,
         netns: Netns | None = None,
+        proxies: Publisher | None = None,
     ) -> None:
+        self._proxies = proxies
+        self._published = True
         self._source = source
         self._table = table
         self._events = events
@@ -131,18 +157,32 @@ class Controller:
             await self._table.in_thread(lambda: self._work.take(changes))
             self.synced = self.synced or changes.synced
             self._report()
+        if self.synced and self._proxies is not None and (changed or not done):
+            await self._publish(self._proxies)
         foreign = self._table.disturbed.is_set()
         self._table.disturbed.clear()
         if self.synced and (changed or foreign or not done):
             await self._apply(foreign=foreign)
         return following
 
+    async def _publish(self, proxies: Publisher) -> None:
+        """Tell proxies what is wanted now; what they know already is not sent again."""
+        try:
+            # Read each time: addresses come and go with interfaces, and a pod's gateway is one of them.
+            found = await self._table.in_thread(lambda: self._work.excerpt(local_addresses(self._netns)))
+        except TproxyError as error:
+            self._published = False
+            log.error("proxies not told error=%s; tried again", error)
+            return
+        self._published = True
+        proxies.publish(found)
+
     def _patience(self) -> float:
         if not self.synced:
             return _RECHECK_S
         if self._judge:
             return max(0.0, self._judged_at + _JUDGE_S - time.monotonic())
-        return _RETRY_S if not self.in_force else _RECHECK_S
+        return _RECHECK_S if self.in_force and self._published else _RETRY_S
 
     async def _apply(self, *, foreign: bool) -> None:
         began = time.monotonic()

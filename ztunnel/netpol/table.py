@@ -136,7 +136,7 @@ class TableBuilder:
 
     def build(self, compiled: Compiled, node: str) -> Built:
         """Return the table for the pods of one node."""
-        local = {key: compiled.endpoints[key] for key in sorted(_local(compiled, node), key=str)}
+        local = {key: compiled.endpoints[key] for key in sorted(local_endpoints(compiled, node), key=str)}
         versions = {net.version for endpoint in local.values() for net in endpoint.addresses}
         families = tuple(family for family in _FAMILIES if _VERSIONS[family] in versions)
         if families != self._families:
@@ -572,7 +572,8 @@ def _allows_all(rules: tuple[c.Rule, ...]) -> bool:
     return bool(rules) and rules[0] == c.Rule(c.Action.ALLOW)
 
 
-def _local(compiled: Compiled, node: str) -> Iterator[c.EndpointId]:
+def local_endpoints(compiled: Compiled, node: str) -> Iterator[c.EndpointId]:
+    """Yield the pods of one node."""
     return (key for key, where in compiled.nodes.items() if where == node)
 
 

@@ -48,6 +48,8 @@ def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
         for rule in (*policy.inbound, *policy.outbound)
         for set_id in _sets_of(rule)
     }
+    if c.NODE_ADDRESSES in compiled.ip_sets:
+        sets.add(c.NODE_ADDRESSES)
     return View(
         {set_id: compiled.ip_sets[set_id] for set_id in sorted(sets)},
         policies,
@@ -55,6 +57,26 @@ def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
         served,
         compiled.accounts,
         compiled.namespaces,
+    )
+
+
+def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
+    """Return a copy of what servers of these endpoints need; later changes of ``compiled`` do not reach it.
+
+    For a compiler that works in another thread than the server: what is copied here are tables, whose values never
+    change. Service accounts and namespaces are copied whole, since selectors may read any of them.
+    """
+    view = view_of(compiled, endpoints)
+    return Compiled(
+        ip_sets=dict(view.ip_sets),
+        policies=dict(view.policies),
+        profiles=dict(view.profiles),
+        endpoints=dict(view.endpoints),
+        accounts=dict(compiled.accounts),
+        namespaces=dict(compiled.namespaces),
+        uids={uid: key for uid, key in compiled.uids.items() if key in view.endpoints},
+        nodes={key: compiled.nodes[key] for key in view.endpoints if key in compiled.nodes},
+        captured=compiled.captured & view.endpoints.keys(),
     )
 
 
@@ -95,7 +117,7 @@ def changes(old: View, new: View) -> Iterator[c.Update]:
         before = old.ip_sets.get(set_id)
         if before is None or before[0] is not kind:
             yield from _whole_set(set_id, kind, members)
-        elif before[1] != members:
+        elif before[1] is not members and before[1] != members:  # sets compare themselves member by member
             yield from _delta(set_id, members - before[1], before[1] - members)
     yield from (c.PolicyUpdate(key, policy) for key, policy in _changed(old.policies, new.policies))
     yield from (c.ProfileUpdate(key, profile) for key, profile in _changed(old.profiles, new.profiles))

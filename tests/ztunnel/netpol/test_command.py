@@ -66,6 +66,13 @@ def test_a_kubeconfig_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert "none" in text
 
 
+def test_a_socket_for_proxies_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+    status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--policy-sync", f"{tmp_path}/no/socket"))
+    assert status == FAILED
+    assert text.startswith(f"ztunnel netpol: --policy-sync: cannot serve on unix:{tmp_path}/no/socket: ")
+    assert text.count("\n") == 1
+
+
 def test_of_a_pod_the_part_that_policies_are_about_is_kept() -> None:
     assert kept_pod({"apiVersion": "v1", "kind": "Pod", **POD}) == {
         "apiVersion": "v1",

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ztunnel.calico.cluster import BACK, FRONT, OTHER, SEED, compiled, global_policy
+from tests.ztunnel.calico.cluster import BACK, FRONT, OTHER, PODS, SEED, compiled, global_policy
 from xds.model import calico as c
+from ztunnel.calico.incremental import Compiler, differences
+from ztunnel.calico.read import read_resources
+from ztunnel.calico.resources import Resources
 from ztunnel.policysync import view as module
-from ztunnel.policysync.view import View, by_names, changes, view_of
+from ztunnel.policysync.view import View, by_names, changes, excerpt, view_of
 
 SPECS = (
     "{selector: app == 'backend', ingress: [{action: Allow, source: {selector: app == 'frontend'}}]}",
@@ -92,6 +95,27 @@ def test_only_what_the_endpoints_name_is_sent() -> None:
     assert set(found.endpoints) == {BACK}
     assert len(found.namespaces) == 2
     assert view_of(compiled(SEED), [c.EndpointId("k8s", "shop/none", "eth0")]).endpoints == {}
+
+
+def test_an_excerpt_serves_its_endpoints_and_is_not_changed_by_what_follows() -> None:
+    compiler = Compiler()
+    compiler.apply(differences(Resources(), read_resources({"all.yaml": PODS + SEED})))
+    found = excerpt(compiler.compiled, [BACK])
+    assert list(changes(view_of(compiler.compiled, [BACK]), view_of(found, found.endpoints))) == []
+    assert (found.uids, found.nodes, set(found.endpoints)) == ({"u-2": BACK}, {BACK: "n1"}, {BACK})
+    before = view_of(found, found.endpoints)
+    compiler.apply([("policies", key, None) for key in compiler.resources.policies])
+    compiler.apply([("namespaces", "test", None), ("pods", ("test", "other"), None)])
+    assert view_of(found, found.endpoints) == before
+    now = excerpt(compiler.compiled, [BACK])
+    assert list(changes(before, view_of(now, now.endpoints)))
+
+
+def test_the_nodes_addresses_are_sent_to_everybody() -> None:
+    found = excerpt(compiled(SEED), [BACK])
+    found.ip_sets[c.NODE_ADDRESSES] = (c.IpSetType.IP, frozenset(("10.0.0.254",)))
+    first = next(changes(View(), view_of(found, [])))
+    assert first == c.IpSetUpdate(c.NODE_ADDRESSES, c.IpSetType.IP, ("10.0.0.254",))
 
 
 def test_nothing_is_sent_twice() -> None:
