@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -37,6 +36,7 @@ from ztunnel.agent.namespaces import (
     remove_probes,
     remove_rules,
 )
+from ztunnel.agent.phase import Phase
 from ztunnel.agent.record import Enrolled, read_record, write_record
 from ztunnel.agent.server import Announced, ZdsServer
 from ztunnel.istio.zds.pods import PodInfo, PodUid
@@ -54,14 +54,6 @@ RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
 _POLL_CONNECTIONS_S = 0.1
 _FIRST_WAIT_S = 0.5
-
-
-class Phase(Enum):
-    """The state of an enrolled pod."""
-
-    PENDING = "pending"  # its rules are applied, no proxy listens in it
-    ENABLED = "enabled"
-    LEAVING = "leaving"
 
 
 @dataclass(frozen=True, slots=True)
