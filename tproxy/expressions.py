@@ -41,6 +41,7 @@ class MetaKey(IntEnum):
     IIFNAME = 6
     OIFNAME = 7
     SKUID = 10
+    SKGID = 11
     NFTRACE = 12
     NFPROTO = 15
     L4PROTO = 16
@@ -247,7 +248,7 @@ Phrase: TypeAlias = tuple[Expression, ...]
 
 RTN_LOCAL = 2
 #: Bits of the register that CtKey.STATE loads (``NF_CT_STATE_BIT``).
-CT_ESTABLISHED, CT_RELATED, CT_NEW = 0x2, 0x4, 0x8
+CT_INVALID, CT_ESTABLISHED, CT_RELATED, CT_NEW = 0x1, 0x2, 0x4, 0x8
 #: The register that takes a verdict (``NFT_REG_VERDICT``).
 VERDICT_REGISTER = 0
 _ORDER: Literal["little", "big"] = sys.byteorder
@@ -476,9 +477,14 @@ def destination_in(family: Family, set_name: str) -> Phrase:
     return (*family_is(family), _load_destination(family), Lookup(set_name))
 
 
-def user_is(user: int) -> Phrase:
-    """Match packets of local sockets that this user created: ``meta skuid user``."""
-    return (Meta(MetaKey.SKUID, dreg=1), Compare(host_u32(user)))
+def user_is(user: int, *, negate: bool = False) -> Phrase:
+    """Match packets of local sockets that this user created: ``meta skuid [!=] user``."""
+    return (Meta(MetaKey.SKUID, dreg=1), Compare(host_u32(user), _test(negate=negate)))
+
+
+def group_is(group: int, *, negate: bool = False) -> Phrase:
+    """Match packets of local sockets that this group created: ``meta skgid [!=] group``."""
+    return (Meta(MetaKey.SKGID, dreg=1), Compare(host_u32(group), _test(negate=negate)))
 
 
 def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Phrase:

@@ -73,11 +73,23 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
     if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
-        from ztunnel import agent, authz, control_plane, inject, inspect, intercept, limits, netpol, policysync
+        from ztunnel import (
+            agent,
+            authz,
+            control_plane,
+            init,
+            inject,
+            inspect,
+            intercept,
+            limits,
+            netpol,
+            policysync,
+        )
 
         agent.add_arguments(commands)
         authz.add_arguments(commands)
         control_plane.add_arguments(commands)
+        init.add_arguments(commands)
         inject.add_arguments(commands)
         inspect.add_arguments(commands)
         intercept.add_arguments(commands)

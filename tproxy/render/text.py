@@ -94,6 +94,7 @@ _META: dict[int, tuple[str, _Kind]] = {
     MetaKey.IIFNAME: ("iifname", "name"),
     MetaKey.OIFNAME: ("oifname", "name"),
     MetaKey.SKUID: ("meta skuid", "number"),
+    MetaKey.SKGID: ("meta skgid", "number"),
     MetaKey.NFPROTO: ("meta nfproto", "family"),
     MetaKey.L4PROTO: ("meta l4proto", "protocol"),
     MetaKey.NFTRACE: ("meta nftrace", "flag"),

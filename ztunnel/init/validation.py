@@ -1,0 +1,113 @@
+"""Checks with real connections that a pod's traffic is captured, before its application starts.
+
+A user that is not the proxy's connects to an address outside of the pod, which must arrive at the proxy's port for
+outgoing connections. The proxy's own user connects to the pod's address, which must arrive at the port for
+incoming ones. Nothing leaves the pod where the rules hold; where they do not, one SYN does, to an address of the
+documentation ranges (RFC 5737, RFC 3849) or of the ranges that are captured. No capability is needed.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from itertools import islice
+from typing import Final
+
+from tproxy.aio import sockets
+from tproxy.errors import TproxyError
+from tproxy.resources import IpAddress, Version
+from tproxy.sidecar import Sidecar
+
+_ELSEWHERE: Final[dict[Version, IpAddress]] = {4: IPv4Address("192.0.2.1"), 6: IPv6Address("2001:db8::1")}
+_FAMILIES: Final[dict[Version, socket.AddressFamily]] = {4: socket.AF_INET, 6: socket.AF_INET6}
+_WILDCARD: Final[dict[Version, str]] = {4: "0.0.0.0", 6: "::"}
+#: Addresses of a captured range that are tried for one which is not excluded.
+_TRIED: Final = 1024
+
+
+def validate(
+    wanted: Sidecar, port: int, timeout_s: float, say: Callable[[str], None], *, user: int, group: int
+) -> bool:
+    """Return whether connections are captured in each IP version that has a route; blocks, ``timeout_s`` for each.
+
+    Args:
+        wanted: the rules.
+        port: of the connection.
+        timeout_s: how long it may take.
+        say: gets a line for each version.
+        user, group: that this process runs as.
+    """
+    checked, fine = 0, True
+    for version in wanted.versions:
+        own = _own_address(version)
+        if own is None:
+            say(f"validation: IPv{version}: there is no route, and nothing to capture")
+            continue
+        itself = user in wanted.users or group in wanted.groups
+        target = (own, port) if itself else _elsewhere(wanted, version, port, group)
+        if target is None:
+            say(f"validation: IPv{version}: nothing that this user sends is captured")
+            continue
+        checked += 1
+        fault = _fault(version, target, wanted.inbound_port if itself else wanted.outbound_port, timeout_s)
+        shown = f"[{target[0]}]:{target[1]}" if version == 6 else f"{target[0]}:{target[1]}"
+        say(f"validation: IPv{version}: a connection to {shown} {fault or 'is captured'}")
+        fine = fine and fault is None
+    if not checked:
+        say("validation: nothing could be checked")
+    return fine and checked > 0
+
+
+def _own_address(version: Version) -> IpAddress | None:
+    """Return the pod's address; ``None``: this version has no route out."""
+    with contextlib.suppress(OSError), socket.socket(_FAMILIES[version], socket.SOCK_DGRAM) as sock:
+        sock.connect((str(_ELSEWHERE[version]), 53))
+        return ip_address(sock.getsockname()[0])
+    return None
+
+
+def _elsewhere(wanted: Sidecar, version: Version, port: int, group: int) -> tuple[IpAddress, int] | None:
+    """Return a destination that the rules capture; ``None``: there is none."""
+    if (wanted.only_groups and group not in wanted.only_groups) or group in wanted.except_groups:
+        return None
+    excluded_ports = wanted.exclude_outbound
+    chosen = next((each for each in (port, *wanted.include_outbound) if each not in excluded_ports), None)
+    if chosen is None:
+        return None
+    for address in _captured(wanted, version, always=chosen in wanted.include_outbound):
+        if not any(address in network for network in wanted.exclude_networks if network.version == version):
+            return address, chosen
+    return None
+
+
+def _captured(wanted: Sidecar, version: Version, *, always: bool) -> Iterator[IpAddress]:
+    if wanted.include_networks is None or always:
+        yield _ELSEWHERE[version]
+        return
+    for network in wanted.include_networks:
+        if network.version == version and not network.is_loopback:
+            yield from islice(iter(network), _TRIED)
+
+
+def _fault(version: Version, target: tuple[IpAddress, int], port: int, timeout_s: float) -> str | None:
+    """Return what a connection met instead of the listener; ``None``: it has arrived there."""
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(sockets.listen(_WILDCARD[version], port, backlog=1))
+        except TproxyError as error:
+            return f"cannot be checked: {error}"
+        listener.settimeout(timeout_s)
+        client = stack.enter_context(socket.socket(_FAMILIES[version], socket.SOCK_STREAM))
+        client.settimeout(timeout_s)
+        try:
+            client.connect((str(target[0]), target[1]))
+            arrived, _ = listener.accept()
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else "no answer in time"
+            return f"does not arrive at port {port} ({reason})"
+        with arrived:
+            found = sockets.original_destination(arrived)
+        if (found.ip, found.port) != target:
+            return f"arrives at port {port} as one to {found.ip} port {found.port}"
+    return None
