@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -305,9 +305,18 @@ class AmbientMesh:
             await agent.enrol(self.described(pod))
 
     def start_proxy(
-        self, worker: Worker, place: Place | None = None, *, stdout: IO[bytes] | None = None, **env: str
+        self,
+        worker: Worker,
+        place: Place | None = None,
+        *,
+        stdout: IO[bytes] | None = None,
+        prefix: Sequence[str] = (),
+        **env: str,
     ) -> "subprocess.Popen[bytes]":
-        """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file."""
+        """A proxy process, as Istio's chart starts it; by default in the node's namespace, its log in a file.
+
+        ``prefix`` is a program that starts it, such as setpriv.
+        """
         name = worker.place.name
         place = place or worker.place
         socket = f"unix:{self.folder}/xds.sock"
@@ -331,7 +340,7 @@ class AmbientMesh:
             **self.env,
             **env,
         }
-        command = [sys.executable, "-m", "ztunnel", "proxy", "ztunnel"]
+        command = [*prefix, sys.executable, "-m", "ztunnel", "proxy", "ztunnel"]
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"
             file.write_text(self.resolv_conf(self))

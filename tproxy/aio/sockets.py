@@ -230,6 +230,7 @@ async def connect(
     destination: tuple[IpAddress | str, int],
     *,
     source: IpAddress | str | None = None,
+    own_source: bool = False,
     mark: int | None = None,
     timeout_s: float = 10.0,
     netns: Netns | None = None,
@@ -243,6 +244,7 @@ async def connect(
         destination: address and port; names are not resolved.
         source: send from this address, which need not be the host's, and from a port that its owner hardly uses
             itself. One port may serve several destinations, so the 14,000 ports are no limit on connections.
+        own_source: ``source`` is one of the host's addresses; no capability is needed then.
         mark: SO_MARK.
         timeout_s: for the handshake.
         netns: make the socket in this namespace instead of the thread's own.
@@ -254,17 +256,18 @@ async def connect(
         ConnectTimedOut: no answer within ``timeout_s``.
         ConnectFailed: refused, unreachable, reset; ``error.errno`` says which.
         KernelRefused: an option or the source address is not usable.
-        NeedCapability: ``source`` or ``mark`` without CAP_NET_ADMIN.
+        NeedCapability: a foreign ``source`` or ``mark`` without CAP_NET_ADMIN.
     """
     family, target = _target(destination[0])
     shown = (target, destination[1])
-    tries = 0 if source is None else _FOREIGN_PORTS_TRIED
+    tries = 0 if source is None or own_source else _FOREIGN_PORTS_TRIED
     while True:
         sock = _make(family, netns)
         try:
             _prepare(sock, mark, keepalive, nodelay, socket_options, shown)
             if source is not None:
-                _appear_as(sock, family, source, choice(_FOREIGN_PORTS) if tries else 0, shown)
+                port = choice(_FOREIGN_PORTS) if tries else 0
+                _appear_as(sock, family, source, port, shown, foreign=not own_source)
             if not _connects_at_once(sock, shown):
                 await _connected(sock, shown, timeout_s)
         except BaseException as error:
@@ -358,10 +361,13 @@ def _appear_as(
     source: IpAddress | str,
     port: int,
     target: tuple[str, int],
+    *,
+    foreign: bool,
 ) -> None:
-    """Bind to an address that need not be the host's; with port 0 the kernel chooses one at connect."""
+    """Bind to an address, of another host if ``foreign``; with port 0 the kernel chooses one at connect."""
     try:
-        _set_transparent(sock, family)
+        if foreign:
+            _set_transparent(sock, family)
         if port:
             # With SO_REUSEADDR several sockets may bind the port. connect(2) refuses only an equal 4-tuple.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

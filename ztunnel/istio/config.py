@@ -55,6 +55,7 @@ class IstioConfig:
 
     Attributes:
         workload: the workload of dedicated mode.
+        sidecar: the rules of this pod are those of ``ztunnel init``, for a proxy without capabilities.
         own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
         auth_token: path or literal; ``None``: the default file, if it exists.
@@ -73,6 +74,7 @@ class IstioConfig:
     dns_proxy: bool = True
     proxy_mode: ProxyMode = ProxyMode.SHARED
     workload: PodName | None = None
+    sidecar: bool = False
     own_pod: PodName | None = None
     network: str = ""
     node: str = ""

@@ -228,6 +228,10 @@ def _modes(seen: _Environment, values: dict[str, Any]) -> None:
         return PodName(namespace=pieces[0], name=pieces[1], service_account=pieces[2])
 
     values["workload"] = seen.get("PROXY_WORKLOAD_INFO", workload, None)
+    values["sidecar"] = seen.get("ZTUNNEL_SIDECAR", boolean, False)
+    if values["sidecar"] and mode != "dedicated":
+        seen.faults.append("ZTUNNEL_SIDECAR=true needs PROXY_MODE=dedicated")
+        values["sidecar"] = False
     if mode == "dedicated" and values["workload"] is None and "PROXY_WORKLOAD_INFO" not in " ".join(seen.faults):
         seen.faults.append("PROXY_MODE=dedicated needs PROXY_WORKLOAD_INFO=namespace/name/serviceaccount")
 
@@ -322,6 +326,12 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
         user_timeout=seen.get("USER_TIMEOUT_ENABLED", boolean, False),
     )
     wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
+    if values["sidecar"]:
+        # What they cost is CAP_NET_ADMIN, which a sidecar does without.
+        for name, given in (("ENABLE_ORIG_SRC", wanted == "true"), ("PACKET_MARK", bool(mark))):
+            if given:
+                seen.faults.append(f"{name} cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user")
+        wanted = "false"
     values["original_source"] = OriginalSource(wanted)
     values["ipv6"] = seen.get("IPV6_ENABLED", boolean, True)
 

@@ -399,7 +399,7 @@ class Inbound:
             loopback = "::1" if ":" in address.host else "127.0.0.1"
             sock = await sockets.connect(SocketAddress(loopback, address.port))
         else:
-            source = client.host if sockets.preserves_source[HBONE_PORT] else None
+            source = sockets.application_source(HBONE_PORT, client.host, address.host)
             sock = await sockets.connect(address, source=source)
         return PlainSocket(sock, self._node.poller, fresh=True)
 
@@ -522,9 +522,9 @@ class Inbound:
         connections.arriving.remove(client.sock)
         record.opened()
         await self._authorize(entry, entry.facts, labels.workload)
-        preserved = source.host if sockets.preserves_source[PLAINTEXT_PORT] else None
+        shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
         try:
-            sock = await sockets.connect(destination, source=preserved)
+            sock = await sockets.connect(destination, source=shown)
             application = PlainSocket(sock, node.poller, fresh=True)
         except (TproxyError, OSError) as error:
             return _unreachable(error)

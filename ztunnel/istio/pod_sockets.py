@@ -30,6 +30,8 @@ from ztunnel.runtime.accepting import Accepted, Gate, ListeningSocket, hand_over
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+#: :data:`tproxy.sidecar.PASSTHROUGH`, without the modules that only those need who write rules.
+PASSTHROUGH4, PASSTHROUGH6 = "127.0.0.6", "::6"
 
 
 class Bound(NamedTuple):
@@ -143,6 +145,7 @@ class PodSockets:
         self.only_tunnels = only_tunnels
         self._listening: list[ListeningSocket] = []
         self._mark = config.packet_mark if not only_tunnels else None
+        self._sidecar = config.sidecar
         self._timeout_s = config.connect_timeout_s
         self._keepalive = node.keepalive
         self._options: tuple[sockets.SocketOption, ...] = ()
@@ -205,6 +208,21 @@ class PodSockets:
         found = sockets.original_destination(sock)
         return SocketAddress(str(found.ip), found.port)
 
+    def application_source(self, port: int, client: str, application: str) -> str | None:
+        """Return the address from which to connect to the application; ``None``: the kernel's choice.
+
+        Args:
+            port: of the listener that took the connection.
+            client: the client's address.
+            application: the one that is dialled.
+        """
+        if self.preserves_source[port]:
+            return client
+        if self._sidecar:
+            # The rules tell by this source that it is not the pod that calls itself (tproxy/sidecar.py).
+            return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
+        return None
+
     async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:
         """Connect by TCP out of the pod; the caller closes the socket.
 
@@ -220,6 +238,7 @@ class PodSockets:
         return await sockets.connect(
             (address.host, address.port),
             source=source,
+            own_source=self._sidecar,
             mark=self._mark,
             timeout_s=self._timeout_s,
             netns=self._netns,

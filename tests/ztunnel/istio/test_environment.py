@@ -221,6 +221,18 @@ def test_worker_threads_are_processes_and_limited() -> None:
             "invalid env var RUST_LOG=info,ztunnel=loud (ztunnel=loud is neither a level nor target=level)",
         ),
         (
+            {"ZTUNNEL_SIDECAR": "true"},
+            "ZTUNNEL_SIDECAR=true needs PROXY_MODE=dedicated",
+        ),
+        (
+            {**DEDICATED, "ZTUNNEL_SIDECAR": "true", "ENABLE_ORIG_SRC": "true"},
+            "ENABLE_ORIG_SRC cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user",
+        ),
+        (
+            {**DEDICATED, "ZTUNNEL_SIDECAR": "true", "PACKET_MARK": "1337"},
+            "PACKET_MARK cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user",
+        ),
+        (
             {"PROXY_MODE": "dedicated"},
             "PROXY_MODE=dedicated needs PROXY_WORKLOAD_INFO=namespace/name/serviceaccount",
         ),

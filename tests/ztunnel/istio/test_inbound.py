@@ -64,6 +64,21 @@ def test_a_tunnel_reaches_the_application(tmp_path: Path, loop: str) -> None:
     play(tmp_path, closing(body), loop=loop)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_sidecar_reaches_the_application_from_the_source_that_its_rules_let_pass(
+    tmp_path: Path, loop: str
+) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        cluster.application(SERVER)
+        through = Through(cluster, await connection.open(fields()))
+        assert await through.end.ask(b"tunnel") == b"tunnel"
+        assert await cluster.plain(f"{SERVER}:{APP_PORT}").ask(b"plain") == b"plain"
+        assert cluster.wire.dialled == [(APP, "127.0.0.6"), (APP, "127.0.0.6")]
+
+    env = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "default/server/server", "ZTUNNEL_SIDECAR": "true"}
+    play(tmp_path, closing(body), env, loop=loop)
+
+
 def test_the_dump_shows_what_runs(tmp_path: Path) -> None:
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.application(SERVER)

@@ -13,11 +13,12 @@ import pytest
 from tests.ztunnel.istio.nodes import LOCAL, a_node
 from tproxy.aio import sockets
 from tproxy.errors import KernelRefused, NeedCapability, PortTaken, TproxyError
+from tproxy.sidecar import PASSTHROUGH
 from xds.model.address import SocketAddress
 from ztunnel.istio.config import PodName
 from ztunnel.istio.node import Node
 from ztunnel.istio.pod import PodProxy
-from ztunnel.istio.pod_sockets import PodSockets, bind, ports
+from ztunnel.istio.pod_sockets import PASSTHROUGH4, PASSTHROUGH6, PodSockets, bind, ports
 
 NAME = PodName(name=LOCAL.name, namespace=LOCAL.namespace, service_account=LOCAL.service_account)
 Refuse = Callable[[str, int, bool], Exception | None]
@@ -55,6 +56,13 @@ def binding(folder: Path, refuse: Refuse, check: Callable[[Node, Kernel], None],
             check(node, kernel)
 
     asyncio.run(main())
+
+
+def test_the_source_of_a_sidecar_is_the_one_that_its_rules_know() -> None:
+    assert {version: str(address) for version, address in PASSTHROUGH.items()} == {
+        4: PASSTHROUGH4,
+        6: PASSTHROUGH6,
+    }
 
 
 def test_every_port_is_bound_on_every_address(tmp_path: Path) -> None:
