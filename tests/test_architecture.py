@@ -62,6 +62,7 @@ PURE_APPLICATION = (
     "ztunnel/policysync/view.py",
     "ztunnel/policysync/flows.py",
     "ztunnel/policysync/explain.py",
+    "ztunnel/istio/app_probes.py",
     "ztunnel/istio/route.py",
     "ztunnel/istio/explain.py",
     "ztunnel/policy/reasons.py",

@@ -385,6 +385,7 @@ class Channel:
         keepalive: None sends no PING.
         connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
             more calls at once.
+        source: an address of this host to connect from; None is the kernel's choice.
 
     Raises:
         ValueError: the target is neither.
@@ -398,8 +399,10 @@ class Channel:
         message_limit_bytes: int | None = None,
         keepalive: Keepalive | None = KEEPALIVE,
         connect_timeout_s: float = CONNECT_S,
+        source: str | None = None,
     ) -> None:
         self.target = target
+        self._source = source
         self._path = target.removeprefix("unix:") if target.startswith("unix:") else ""
         self._host, self._port = ("localhost", 0) if self._path else host_and_port(target)
         self._tls = tls
@@ -550,6 +553,8 @@ class Channel:
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
             try:
                 async with asyncio.timeout(None if index == len(addresses) else _EACH_S):
+                    if self._source is not None and not self._path:
+                        sock.bind((self._source, 0))
                     await loop.sock_connect(sock, address)
             except OSError:  # TimeoutError is one
                 sock.close()

@@ -48,7 +48,13 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """A request whose body has been read; ``path`` is decoded and has no query, ``target`` is both as sent."""
+    """A request whose body has been read.
+
+    Attributes:
+        path: decoded, without its query.
+        target: both, as sent.
+        local: it came from this host to a loopback address.
+    """
 
     method: str
     path: str
@@ -56,6 +62,7 @@ class PageRequest:
     query: Query = Query()
     accept: str = ""
     accept_encoding: str = ""
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import h11
 
 from tproxy.aio import sockets
 from tproxy.errors import PortTaken
-from xds.model.address import SocketAddress
+from xds.model.address import SocketAddress, canonical, is_loopback
 from ztunnel.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, text
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.line_limit import LineLimit
@@ -265,7 +265,12 @@ class _Connection:
                 body += event.data
                 if len(body) > MAX_BODY:
                     raise h11.RemoteProtocolError("body too long", error_status_hint=413)
-        return _page_request(head, body)
+        return _page_request(head, body, local=self._is_local())
+
+    def _is_local(self) -> bool:
+        # Both ends: a proxy beside an application hands on strangers' connections from a loopback source.
+        names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
+        return all(name and is_loopback(canonical(str(name[0]))) for name in names)
 
     # Writing
 
@@ -347,7 +352,7 @@ _REASONS = {
 }
 
 
-def _page_request(head: h11.Request, body: bytes) -> PageRequest:
+def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest:
     target = head.target.decode("latin-1")
     if "://" in target.partition("?")[0]:  # absolute form (RFC 9112, 3.2.2)
         target = "/" + target.partition("://")[2].partition("/")[2]
@@ -365,4 +370,5 @@ def _page_request(head: h11.Request, body: bytes) -> PageRequest:
         query=parameters,
         accept=fields.get("accept", ""),
         accept_encoding=fields.get("accept-encoding", ""),
+        local=local,
     )

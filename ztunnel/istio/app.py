@@ -321,6 +321,12 @@ class IstioProxy:
         """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
         self._stop.set()
 
+    def say_goodbye(self) -> None:
+        """Ask the peers of a dedicated proxy to take new connections elsewhere; it serves on. Idempotent."""
+        for pod in self._own:
+            if isinstance(pod, PodProxy):  # a sidecar has no workers
+                pod.say_goodbye()
+
     def _interrupted(self) -> None:
         """Handle SIGINT: the first one drains, the second one exits at once."""
         if not self._stop.is_set():

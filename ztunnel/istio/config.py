@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztunnel.calico.settings import PolicySettings
+from ztunnel.istio.app_probes import AppProbe
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.runtime.settings import SPIN_US
 
@@ -56,6 +57,8 @@ class IstioConfig:
     Attributes:
         workload: the workload of dedicated mode.
         sidecar: the rules of this pod are those of ``ztunnel init``, for a proxy without capabilities.
+        app_probes: the application's, answered on the metrics port, by path.
+        app_probes_localhost: ask for them on the loopback address, not on the pod's.
         own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``; empty: none.
         auth_token: path or literal; ``None``: the default file, if it exists.
@@ -75,6 +78,8 @@ class IstioConfig:
     proxy_mode: ProxyMode = ProxyMode.SHARED
     workload: PodName | None = None
     sidecar: bool = False
+    app_probes: Mapping[str, AppProbe] = field(default_factory=dict)
+    app_probes_localhost: bool = False
     own_pod: PodName | None = None
     network: str = ""
     node: str = ""

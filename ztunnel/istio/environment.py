@@ -22,6 +22,7 @@ from ztunnel.calico.settings import (
     sync_target,
     unknown_pods,
 )
+from ztunnel.istio.app_probes import LEGACY_LOCALHOST, VARIABLE, AppProbe, parse_probers
 from ztunnel.istio.certificates.credentials import Endpoint
 from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import (
@@ -229,6 +230,9 @@ def _modes(seen: _Environment, values: dict[str, Any]) -> None:
 
     values["workload"] = seen.get("PROXY_WORKLOAD_INFO", workload, None)
     values["sidecar"] = seen.get("ZTUNNEL_SIDECAR", boolean, False)
+    no_probes: Mapping[str, AppProbe] = {}
+    values["app_probes"] = seen.get(VARIABLE, parse_probers, no_probes)
+    values["app_probes_localhost"] = seen.get(LEGACY_LOCALHOST, boolean, False)
     if values["sidecar"] and mode != "dedicated":
         seen.faults.append("ZTUNNEL_SIDECAR=true needs PROXY_MODE=dedicated")
         values["sidecar"] = False
@@ -398,6 +402,9 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     values["worker_threads"] = _worker_threads(
         seen, proxy_config, cpus, dedicated=values["proxy_mode"] is ProxyMode.DEDICATED
     )
+    if values["sidecar"] and values["worker_threads"] > 1:
+        seen.warnings.append("ZTUNNEL_SIDECAR=true: one process carries the connections of one pod")
+        values["worker_threads"] = 1
     for name, key, default in (("admin_port", "proxyAdminPort", 15000), ("stats_port", "statsPort", 15020)):
         port = proxy_config.get(key, default)
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:

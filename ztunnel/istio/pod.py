@@ -100,6 +100,14 @@ class PodProxy:
         """Return ``connections`` of the dump."""
         return self._connections.dump()
 
+    def say_goodbye(self) -> None:
+        """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
+
+        A pod that ends hears of it before the control plane has told everybody.
+        """
+        self._connections.begin_drain()
+        self._connections.say_goodbye()
+
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.
 

@@ -70,5 +70,8 @@ class InspectedProxy(Protocol):
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log's filter, in workers, too."""
 
+    def say_goodbye(self) -> None:
+        """Ask peers to take their new connections elsewhere."""
+
     def shut_down(self) -> None:
         """Begin to drain, then end."""

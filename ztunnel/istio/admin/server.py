@@ -16,7 +16,9 @@ from ztunnel.http.page import HTML, JSON, PLAIN, Page, PageRequest, not_found, p
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.istio.admin import config_dump
 from ztunnel.istio.admin.inspected import InspectedProxy, InspectedWorkers
+from ztunnel.istio.app_probes import PREFIXES
 from ztunnel.istio.logs import InvalidLevel
+from ztunnel.istio.pod_sockets import PASSTHROUGH4, PASSTHROUGH6
 
 if TYPE_CHECKING:
     from ztunnel.istio.metrics import Metrics
@@ -35,6 +37,7 @@ hint: mod_name:	the module name, i.e. ztunnel::proxy
 """
 _NO_POLICIES = "no policies of Calico: give CALICO_POLICY_DIR or POLICY_SYNC\n"
 _METRICS_PATHS = ("/metrics", "/stats/prometheus")
+_SIDECAR_PATHS = ("/drain", "/quitquitquit")
 _PAGES = {
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
@@ -114,11 +117,40 @@ class Servers:
         return text(f"not ready, pending: {', '.join(sorted(pending))}\n", 500, PLAIN)
 
     def _stats(self, request: PageRequest) -> Page | Awaitable[Page]:
+        config = self._proxy.config
+        if request.path.startswith(PREFIXES):
+            return self._app_probe(request)
         if request.path not in _METRICS_PATHS:
-            return not_found(_METRICS_PATHS)
+            if config.sidecar and request.path in _SIDECAR_PATHS:
+                return self._sidecar(request)
+            return not_found((*_METRICS_PATHS, *(_SIDECAR_PATHS if config.sidecar else ()), *config.app_probes))
         if self._proxy.workers is not None:
             return self._stats_of_all(self._proxy.workers, request)
         return _metrics_page(self._proxy.metrics, request)
+
+    def _app_probe(self, request: PageRequest) -> Page | Awaitable[Page]:
+        config = self._proxy.config
+        probe = config.app_probes.get(request.path)
+        if probe is None:
+            return not_found([*_METRICS_PATHS, *config.app_probes])
+        from ztunnel.istio.admin.prober import answer  # a proxy without probes of others does not need it
+
+        ipv6 = ":" in config.instance_ip
+        address = ("::1" if ipv6 else "127.0.0.1") if config.app_probes_localhost else config.instance_ip
+        source = (PASSTHROUGH6 if ipv6 else PASSTHROUGH4) if config.sidecar else None
+        return answer(probe, address, source)
+
+    def _sidecar(self, request: PageRequest) -> Page:
+        """Begin the pod's end: for its own containers only, such as a job that is done."""
+        if request.method != "POST":
+            return text("POST it\n", 405, PLAIN)
+        if not request.local:
+            return text("only from this pod, by a loopback address\n", 403, PLAIN)
+        if request.path == "/quitquitquit":
+            self._proxy.shut_down()
+            return text("shutdown now\n", content_type=PLAIN)
+        self._proxy.say_goodbye()
+        return text("peers are asked to take their new connections elsewhere\n", content_type=PLAIN)
 
     @staticmethod
     async def _stats_of_all(workers: InspectedWorkers, request: PageRequest) -> Page:

@@ -1,0 +1,124 @@
+"""An application's own probes, which its sidecar answers for kubelet; the injector has written them down. Pure.
+
+Kubelet has no certificate of the mesh, so its probes would end at a policy that asks for one. The injector gives
+it paths of the proxy instead, and the originals go to the proxy as ``ISTIO_KUBE_APP_PROBERS``, a JSON object::
+
+    {"/app-health/web/readyz": {"httpGet": {"path": "/ready", "port": 8080, "scheme": "HTTP"}, "timeoutSeconds":
+    1}}
+
+with one of ``httpGet``, ``tcpSocket`` and ``grpc`` each, as Kubernetes writes them, ports as numbers.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
+#: The name that Istio's sidecar has for it.
+LEGACY_LOCALHOST: Final = "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION"
+PREFIXES: Final = ("/app-health/", "/app-lifecycle/")
+_PATH: Final = re.compile(r"/app-(health|lifecycle)/[^/]+/(livez|readyz|startupz|prestopz|poststartz)", re.ASCII)
+_KINDS: Final = ("httpGet", "tcpSocket", "grpc")
+#: Kubernetes' default of timeoutSeconds.
+_TIMEOUT_S: Final = 1.0
+#: RFC 9110, 5.6.2.
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
+
+
+class BadProbers(ValueError):
+    """The variable is not what the injector writes; the text says where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppProbe:
+    """One probe.
+
+    Attributes:
+        kind: what is asked.
+        port: of the application.
+        timeout_s: for the answer.
+        host: in place of the pod's address; ``None``: that.
+        path: of HTTP, with its query.
+        headers: of HTTP, in order; ``Host`` among them counts.
+        service: of gRPC's health service; empty: the server as a whole.
+    """
+
+    kind: Literal["http", "https", "tcp", "grpc"]
+    port: int
+    timeout_s: float = _TIMEOUT_S
+    host: str | None = None
+    path: str = "/"
+    headers: tuple[tuple[str, str], ...] = ()
+    service: str = ""
+
+
+def parse_probers(text: str) -> Mapping[str, AppProbe]:
+    """Read the variable; empty is no probes.
+
+    Raises:
+        BadProbers: with the path and what is wrong there.
+    """
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise BadProbers(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadProbers("must be an object of paths")
+    return {path: _probe(path, value) for path, value in found.items()}
+
+
+def _probe(path: str, value: object) -> AppProbe:
+    if _PATH.fullmatch(path) is None:
+        raise BadProbers(f"{path!r} is not /app-health/CONTAINER/readyz or the like")
+    if not isinstance(value, dict):
+        raise BadProbers(f"{path}: must be an object")
+    kinds = [kind for kind in _KINDS if value.get(kind) is not None]
+    if len(kinds) != 1:
+        raise BadProbers(f"{path}: must have one of {', '.join(_KINDS)}, not {len(kinds)}")
+    handler = value[kinds[0]]
+    if not isinstance(handler, dict):
+        raise BadProbers(f"{path}.{kinds[0]}: must be an object")
+    timeout_s = value.get("timeoutSeconds") or _TIMEOUT_S
+    port = handler.get("port")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise BadProbers(f"{path}.{kinds[0]}.port: {port!r} is no port from 1 to 65535")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+        raise BadProbers(f"{path}.timeoutSeconds: {timeout_s!r} is no number of seconds")
+    common: dict[str, Any] = {"port": port, "timeout_s": float(timeout_s)}
+    match kinds[0]:
+        case "tcpSocket":
+            return AppProbe(kind="tcp", **common)
+        case "grpc":
+            return AppProbe(kind="grpc", service=str(handler.get("service") or ""), **common)
+        case _:
+            return _http(path, handler, common)
+
+
+def _http(path: str, handler: Mapping[str, Any], common: Mapping[str, Any]) -> AppProbe:
+    scheme = str(handler.get("scheme") or "HTTP").upper()
+    if scheme not in ("HTTP", "HTTPS"):
+        raise BadProbers(f"{path}.httpGet.scheme: must be HTTP or HTTPS, not {scheme!r}")
+    target = str(handler.get("path") or "/")
+    if not target.isascii() or not target.isprintable() or " " in target:
+        raise BadProbers(f"{path}.httpGet.path: {target!r} is no path of a URL")
+    headers = []
+    for each in handler.get("httpHeaders") or ():
+        name, value = (each.get("name"), each.get("value")) if isinstance(each, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(value, str) or not _is_header(name, value):
+            raise BadProbers(f"{path}.httpGet.httpHeaders: {each!r} is no header")
+        headers.append((name, value))
+    return AppProbe(
+        kind="https" if scheme == "HTTPS" else "http",
+        host=str(handler["host"]) if handler.get("host") else None,
+        path=target if target.startswith("/") else f"/{target}",
+        headers=tuple(headers),
+        **common,
+    )
+
+
+def _is_header(name: str, value: str) -> bool:
+    return _TOKEN.fullmatch(name) is not None and all(" " <= char <= "~" or char == "\t" for char in value)
