@@ -56,9 +56,11 @@ class Running(Opened):
 
 
 @contextlib.contextmanager
-def serving(kind: str, path: Path) -> Iterator[None]:
-    """Run a proxy with a bootstrap file."""
-    off = dict.fromkeys(("ZTUNNEL_ADMIN_ADDRESS", "ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
+def serving(kind: str, path: Path, *, admin: bool = False) -> Iterator[None]:
+    """Run a proxy with a bootstrap file; ``admin``: it has an admin server, where the file says."""
+    off = dict.fromkeys(("ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
+    if not admin:
+        off["ZTUNNEL_ADMIN_ADDRESS"] = "off"
     command: list[str | Path] = [ENVOY, "-c", path, "-l", "off", "--disable-hot-restart", "--concurrency", "1"]
     command += ["--file-flush-interval-msec", "50"]
     if kind != "envoy":

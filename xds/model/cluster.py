@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model.address import EndpointAddress
+from xds.model.health_check import EndpointCheck, HealthCheck
 from xds.model.http import Http2Settings
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
 
@@ -64,6 +65,8 @@ class Endpoint:
     priority: int = 0
     locality: Locality = Locality()
     metadata: Metadata = field(default_factory=dict, hash=False)
+    check: EndpointCheck | None = None
+    """What differs in its health check."""
 
     @property
     def key(self) -> str:
@@ -160,6 +163,7 @@ class OutlierDetection:
     max_ejection_jitter_s: float = 0.0
     max_ejection_percent: int = 10
     always_eject_one_host: bool = False
+    uneject_on_check: bool = True
     enforcing_success_rate: int = 100
     success_rate_minimum_hosts: int = 5
     success_rate_request_volume: int = 100
@@ -238,6 +242,8 @@ class Cluster:
             ``dns_refresh_s``.
         max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
         connection_idle_timeout_s: of a connection without tunnels; 0: never.
+        ignore_health_on_removal: endpoints that discovery takes away are gone at once; else, with a health check,
+            when they fail it.
         content: digest of the message; an unchanged cluster is left alone.
     """
 
@@ -256,6 +262,8 @@ class Cluster:
     original_dst: OriginalDst | None = None
     breakers: tuple[CircuitBreakers, CircuitBreakers] = (CircuitBreakers(), CircuitBreakers())
     outlier: OutlierDetection | None = None
+    health_check: HealthCheck | None = None
+    ignore_health_on_removal: bool = False
     cleanup_interval_s: float = 5.0
     dns_refresh_s: float = 5.0
     dns_failure_backoff: tuple[float, float] | None = None

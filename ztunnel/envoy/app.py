@@ -46,6 +46,7 @@ from ztunnel.envoy.upstream.connect import Connector
 from ztunnel.envoy.upstream.dial import Dialler
 from ztunnel.envoy.upstream.grpc import GrpcClusters, tls_of
 from ztunnel.envoy.upstream.manager import ClusterManager
+from ztunnel.envoy.upstream.probe import Prober
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
@@ -123,6 +124,7 @@ class Proxy:
             clock=self.clock,
             rng=rng,
             resolver=Resolver(),
+            prober=Prober(self.poller),
             strict_tls=switches.strict_tls,
         )
         self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)

@@ -425,6 +425,8 @@ def test_a_listener_is_refused_by_name_and_place(document: dict[str, Any], words
     assert words in str(refused.value)
 
 
+CHECKED = {"timeout": "1s", "interval": "1s", "unhealthy_threshold": 1, "healthy_threshold": 1}
+TCP_CHECK = {**CHECKED, "tcp_health_check": {}}
 BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
     ({"type": "STATIC"}, "name: Proto constraint"),
     (
@@ -435,7 +437,42 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
     (cluster_document(lb_policy="CLUSTER_PROVIDED"), "cannot be combined with cluster type STATIC"),
     ({"name": "c", "type": "EDS"}, "eds_cluster_config.eds_config.config_source_specifier: Proto constraint"),
     (cluster_document(connect_timeout="0s"), "connect_timeout: Proto constraint"),
-    (cluster_document(health_checks=[{"timeout": "1s"}]), "health_checks: this proxy does not support this field"),
+    (cluster_document(health_checks=[{"timeout": "1s"}]), "health_checks[0].interval: Proto constraint"),
+    (
+        cluster_document(health_checks=[TCP_CHECK, TCP_CHECK]),
+        "health_checks: Multiple health checks not supported",
+    ),
+    (
+        cluster_document(health_checks=[{**TCP_CHECK, "timeout": "0s"}]),
+        "health_checks[0].timeout: Proto constraint",
+    ),
+    (
+        cluster_document(health_checks=[{**TCP_CHECK, "healthy_threshold": None}]),
+        "health_checks[0].healthy_threshold: Pr",
+    ),
+    (cluster_document(health_checks=[CHECKED]), "health_checks[0].health_checker: Proto constraint"),
+    (
+        cluster_document(health_checks=[{**CHECKED, "tcp_health_check": {"send": {"text": "xy"}}}]),
+        "health_checks[0].tcp_health_check.send.text: invalid hex string 'xy'",
+    ),
+    (
+        cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": ""}}]),
+        "health_checks[0].http_health_check.path: Proto constraint",
+    ),
+    (
+        cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": "/ x"}}]),
+        "health_checks[0].http_health_check.path: cannot be written into a request: '/ x'",
+    ),
+    (
+        cluster_document(
+            health_checks=[{**CHECKED, "http_health_check": {"path": "/", "expected_statuses": [{"start": 99}]}}]
+        ),
+        "health_checks[0].http_health_check.expected_statuses[0]: Invalid http status range",
+    ),
+    (
+        cluster_document(type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", health_checks=[TCP_CHECK]),
+        "health_checks: an ORIGINAL_DST cluster has no endpoints to check",
+    ),
     (
         cluster_document(load_balancing_policy={"policies": [{}]}),
         "load_balancing_policy: this proxy does not support",

@@ -13,7 +13,6 @@ from tests.xds.dialects.walked import RESOURCES
 HCM = "envoy.extensions.filters.network.http_connection_manager.v3"
 TLS = "envoy.extensions.transport_sockets.tls.v3"
 _NO_HTTP1 = "of HTTP/1.1, which neither side of a tunnel speaks"
-_NO_HEALTH_CHECKS = "of active health checks, which are refused"
 _NO_ZONES = "needs a local cluster, which is refused; Envoy ignores it without one"
 _NO_NEXT_PROXY = "a tunnel's request goes no further than here: what is added to it has no reader"
 _NO_TRACES = "names spans of traces, which are refused"
@@ -42,18 +41,17 @@ IGNORED = {
     "envoy.config.cluster.v3.Cluster.original_dst_lb_config": "of another type of cluster",
     "envoy.config.cluster.v3.Cluster.round_robin_lb_config": _BY_PARTS,
     "envoy.config.endpoint.v3.ClusterLoadAssignment.named_endpoints": _BY_PARTS,
-    "envoy.config.cluster.v3.Cluster.ignore_health_on_host_removal": _NO_HEALTH_CHECKS,
     "envoy.config.cluster.v3.Cluster.per_connection_buffer_limit_bytes": "soft, and above what is ever held",
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.update_merge_window": "changes are applied at once",
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.fail_traffic_on_panic": _NO_ZONES,
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.min_cluster_size": _NO_ZONES,
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.routing_enabled": _NO_ZONES,
     "envoy.config.cluster.v3.Cluster.RuntimeDouble.runtime_key": "the runtime's keys are refused",
-    "envoy.config.cluster.v3.OutlierDetection.successful_active_health_check_uneject_host": _NO_HEALTH_CHECKS,
     "envoy.config.core.v3.ApiConfigSource.set_node_on_first_message_only": "of ADS; other streams send it once",
     "envoy.config.core.v3.ApiConfigSource.transport_api_version": _ONLY_V3,
     "envoy.config.core.v3.ConfigSource.resource_api_version": _ONLY_V3,
     "envoy.config.core.v3.ConfigSource.self": "the stream it came by is ADS, as beside it",
+    "envoy.config.core.v3.HealthCheck.reuse_connection": "spares connections; each check opens its own",
     "envoy.config.core.v3.HttpProtocolOptions.idle_timeout": _SECOND_BEST,
     "envoy.config.core.v3.KeepaliveSettings.interval": _OF_HTTP,
     "envoy.config.core.v3.KeepaliveSettings.timeout": _OF_HTTP,
@@ -64,11 +62,7 @@ IGNORED = {
     "envoy.config.core.v3.SubstitutionFormatString.content_type": "of bodies; a log line has no type",
     "envoy.config.core.v3.TransportSocket.name": _LABEL,
     "envoy.config.core.v3.TypedExtensionConfig.name": _LABEL,
-    "envoy.config.endpoint.v3.Endpoint.health_check_config": _NO_HEALTH_CHECKS,
-    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.address": _NO_HEALTH_CHECKS,
-    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.disable_active_health_check": _NO_HEALTH_CHECKS,
-    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.hostname": _NO_HEALTH_CHECKS,
-    "envoy.config.endpoint.v3.Endpoint.HealthCheckConfig.port_value": _NO_HEALTH_CHECKS,
+    "envoy.config.endpoint.v3.Endpoint.health_check_config": _BY_PARTS,
     "envoy.config.endpoint.v3.LocalityLbEndpoints.proximity": "of a load balancer that Envoy does not have either",
     "envoy.config.listener.v3.Filter.name": _LABEL,
     "envoy.config.listener.v3.FilterChain.metadata": "nothing that is supported reads it",

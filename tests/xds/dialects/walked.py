@@ -296,6 +296,13 @@ ENDPOINTS = {
 }
 OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 LB = {"slow_start_config": {"slow_start_window": "1s", "aggression": {"default_value": 1}}}
+CHECKED = {"timeout": "1s", "interval": "2s", "unhealthy_threshold": 2, "healthy_threshold": 3}
+STATUSES = [{"start": 200, "end": 300}]
+CHECKS = [
+    {**CHECKED, "http_health_check": {"path": "/", "expected_statuses": STATUSES, "retriable_statuses": STATUSES}},
+    {**CHECKED, "tcp_health_check": {"send": {"text": "00"}, "receive": [{"text": "01"}]}},
+    {**CHECKED, "grpc_health_check": {"service_name": "s"}},
+]
 CLUSTER = {
     "name": "c",
     "type": "STRICT_DNS",
@@ -403,6 +410,13 @@ RESOURCES: dict[str, tuple[Any, Compile]] = {
     "listener": (_listener(), _with(compile_listener)),
     "listener with matcher": (_listener(filter_chain_matcher=MATCHER), _with(compile_listener)),
     "cluster": (parse_value(CLUSTER, Cluster).message, _with(compile_cluster)),
+    **{
+        f"cluster with {next(reversed(check))}": (
+            parse_value({"name": "h", "health_checks": [check]}, Cluster).message,
+            _with(compile_cluster),
+        )
+        for check in CHECKS
+    },
     "original destination": (parse_value(ORIGINAL, Cluster).message, _with(compile_cluster)),
     "eds cluster": (parse_value(BY_EDS, Cluster).message, _with(compile_cluster)),
     "endpoints": (parse_value(ENDPOINTS, ClusterLoadAssignment).message, lambda m: compile_assignment(m)),  # type: ignore[arg-type]

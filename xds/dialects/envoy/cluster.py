@@ -6,6 +6,7 @@ from google.protobuf.message import Message
 
 from xds.dialects.envoy.endpoint import compile_assignment
 from xds.dialects.envoy.filters import compile_http2
+from xds.dialects.envoy.health_check import compile_health_check
 from xds.dialects.envoy.reading import (
     Surroundings,
     at,
@@ -74,7 +75,8 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "alt_stat_name",
         "common_http_protocol_options",
         "upstream_connection_options",
-        "ignore_health_on_host_removal",  # there are no active health checks here
+        "ignore_health_on_host_removal",
+        "health_checks",
         "load_assignment",
         "original_dst_lb_config",
         "least_request_lb_config",
@@ -101,6 +103,9 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         with at("eds_cluster_config", "eds_config"):
             eds_source = config_source(eds.eds_config)
     http2, idle_s, requests = _http(message)
+    health_check = compile_health_check(message)
+    if health_check is not None:
+        _check_can_be_checked(message, discovery)
     return model.Cluster(
         name=message.name,
         discovery=discovery,
@@ -117,6 +122,8 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         original_dst=_original_dst(message, discovery),
         breakers=_breakers(message),
         outlier=_outlier(message.outlier_detection) if message.HasField("outlier_detection") else None,
+        health_check=health_check,
+        ignore_health_on_removal=message.ignore_health_on_host_removal,
         cleanup_interval_s=_positive(message, "cleanup_interval", 5.0),
         dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
         dns_failure_backoff=_dns_failure_backoff(message),
@@ -130,6 +137,26 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         metadata=metadata(message.metadata),
         content=digest(message),
     )
+
+
+def _check_can_be_checked(message: proto.Cluster, discovery: model.Discovery) -> None:
+    """Raise if hosts of a cluster cannot be asked for their health.
+
+    Raises:
+        Unsupported: they come and go with connections, or are listeners of this process.
+    """
+    with at("health_checks"):
+        if discovery is model.Discovery.ORIGINAL_DST:
+            raise Unsupported("an ORIGINAL_DST cluster has no endpoints to check")
+        sockets = [
+            message.transport_socket,
+            *(match.transport_socket for match in message.transport_socket_matches),
+        ]
+        if any(socket.typed_config.Is(InternalUpstreamTransport.DESCRIPTOR) for socket in sockets):
+            raise Unsupported("endpoints that are internal listeners cannot be checked")
+        endpoints = (each for group in message.load_assignment.endpoints for each in group.lb_endpoints)
+        if any(each.endpoint.address.HasField("envoy_internal_address") for each in endpoints):
+            raise Unsupported("endpoints that are internal listeners cannot be checked")
 
 
 def _positive(message: Message, field: str, default: float) -> float:
@@ -407,7 +434,7 @@ def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
             "max_ejection_time_jitter",
             "split_external_local_origin_errors",
             "always_eject_one_host",
-            "successful_active_health_check_uneject_host",  # there are no active health checks here
+            "successful_active_health_check_uneject_host",
         )
         return model.OutlierDetection(
             interval_s=_positive(message, "interval", 10.0),
@@ -416,6 +443,7 @@ def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
             max_ejection_jitter_s=seconds(message, "max_ejection_time_jitter", 0.0),
             split_external_local_origin_errors=message.split_external_local_origin_errors,
             always_eject_one_host=wrapped(message, "always_eject_one_host", False),
+            uneject_on_check=wrapped(message, "successful_active_health_check_uneject_host", True),
             **values,
         )
 

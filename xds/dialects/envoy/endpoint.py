@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from xds.dialects.envoy.health_check import compile_endpoint_check
 from xds.dialects.envoy.reading import (
     at,
     constraint,
@@ -125,6 +126,7 @@ def _endpoint(
             raise Unsupported("an endpoint without address is not supported", "address")
         with at("address"):
             address = endpoint_address(endpoint.address, names=names)
+        check = compile_endpoint_check(endpoint)
     own = metadata(message.metadata)
     return model.Endpoint(
         address=address,
@@ -134,4 +136,5 @@ def _endpoint(
         priority=priority,
         locality=locality,
         metadata={**group_metadata, **own} if group_metadata else own,
+        check=check,
     )

@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from hbone.settings import Role
 from xds.dialects.envoy import compile_assignment
 from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
-from xds.model.address import NamedAddress, SocketAddress
+from xds.model.address import InternalAddress, NamedAddress, SocketAddress
 from xds.model.cluster import (
     Cluster,
     Discovery,
@@ -35,6 +36,8 @@ from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.stats import Counter, Declared, Gauge, OnTouch, Stats, cluster_scope, declared_in
 from ztunnel.envoy.upstream.balancer import Balancer, in_subset, source_hash
+from ztunnel.envoy.upstream.health_checker import HealthChecker
+from ztunnel.envoy.upstream.health_state import CheckResult
 from ztunnel.envoy.upstream.host import Host, HostSet
 from ztunnel.envoy.upstream.outlier import OutlierDetector, Result
 from ztunnel.runtime.clock import Clock
@@ -47,6 +50,14 @@ EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
 ORIGINAL_DST_OVERRIDE = "envoy.network.transport_socket.original_dst_address"
 
 
+class Asks(Protocol):
+    """Asks hosts for their health: :class:`ztunnel.envoy.upstream.probe.Prober`."""
+
+    async def ask(self, cluster: "LiveCluster", host: Host) -> CheckResult:
+        """Return the outcome of one check."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Surround:
     """The objects of the process that every cluster uses."""
@@ -57,6 +68,7 @@ class Surround:
     clock: Clock
     rng: random.Random
     resolver: Resolver
+    prober: Asks
     strict_tls: bool
 
 
@@ -130,9 +142,11 @@ class LiveCluster:
         "_subsets",
         "_surround",
         "_tasks",
+        "_wanted",
         "added_via_api",
         "body",
         "breaker",
+        "checker",
         "hosts",
         "last_updated",
         "model",
@@ -177,6 +191,19 @@ class LiveCluster:
         if model.outlier is not None:
             self.outlier = OutlierDetector(
                 model.outlier, self._health_changed, lambda: surround.rng.random() * 100
+            )
+        self._wanted: LoadAssignment | None = None
+        self.checker: HealthChecker | None = None
+        if model.health_check is not None:
+            self.checker = HealthChecker(
+                model.health_check,
+                partial(surround.prober.ask, self),
+                name=model.name,
+                changed=self._check_changed,
+                passed=self._passed_check,
+                has_traffic=lambda: self.stats.cx_total.value > 0,
+                chance=surround.rng.random,
+                scope=self.stats.scope,
             )
         self.stats.scope.declare(_STATE, self)
 
@@ -226,7 +253,7 @@ class LiveCluster:
                 self._run(self._clean_up_for_ever(), "cleanup")
         if self.outlier is not None:
             self._run(self._watch_outliers(), "outlier detection")
-        if self._contexts:
+        if self._contexts or self.checker is not None:
             self._run(self._warm_up(), "warming")
         else:
             self._have_endpoints.then(self.warm.set)
@@ -240,6 +267,9 @@ class LiveCluster:
         for context in self._contexts.values():
             await context.settled()
         await self._have_endpoints.wait()
+        if self.checker is not None:
+            self.checker.begin()
+            await self.checker.settled.wait()
         self.warm.set()
 
     async def close(self) -> None:
@@ -249,6 +279,8 @@ class LiveCluster:
             self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
         if self._tasks is not None:
             await self._tasks.close()
+        if self.checker is not None:
+            await self.checker.close()
         for context in self._contexts.values():
             context.close()
 
@@ -268,6 +300,10 @@ class LiveCluster:
                 if not isinstance(message, endpoint_pb2.ClusterLoadAssignment):
                     raise ConfigError(f"not a ClusterLoadAssignment: {resource.body.type_url}")
                 assignment = compile_assignment(message)
+                if self.checker is not None and any(
+                    isinstance(each.address, InternalAddress) for each in assignment.endpoints
+                ):
+                    raise ConfigError("endpoints that are internal listeners cannot be checked", "endpoints")
             except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
                 raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
             self._assigned = resource.body
@@ -277,9 +313,24 @@ class LiveCluster:
 
     def _assign(self, assignment: LoadAssignment) -> None:
         self._dropping = assignment.drop
+        leaving: list[Host] = []
+        if self.checker is not None and not self.model.ignore_health_on_removal:
+            # Discovery may lag behind: who has gone from it and passes its checks still serves.
+            self._wanted = assignment
+            wanted = {endpoint.address for endpoint in assignment.endpoints}
+            leaving = [
+                host for host in self.hosts.hosts if host.endpoint.address not in wanted and not host.failed_check
+            ]
+            assignment = _with(assignment, leaving)
         for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
             if self.outlier is not None:
                 self.outlier.forget(host)
+        if self.checker is not None:
+            for host in self.hosts.hosts:
+                host.leaving = False
+            for host in leaving:
+                host.leaving = True
+            self.checker.follow(self.hosts.hosts)
         self._health_changed()
         self._have_endpoints.set()
 
@@ -287,6 +338,16 @@ class LiveCluster:
         self.hosts.refresh()
         self._balancer.update()
         self._subsets.clear()
+
+    def _check_changed(self, host: Host) -> None:
+        if host.leaving and host.failed_check and self._wanted is not None:
+            self._assign(self._wanted)
+        else:
+            self._health_changed()
+
+    def _passed_check(self, host: Host) -> None:
+        if self.outlier is not None:
+            self.outlier.passed_check(host)
 
     async def _resolve_for_ever(self) -> None:
         model = self.model
@@ -496,6 +557,24 @@ def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) 
             found = (SocketAddress(host, address.port) for host in known.get(address.name, ()))
             endpoints.extend(replace(endpoint, address=each, hostname=hostname) for each in found)
         groups.append(replace(group, endpoints=tuple(endpoints)))
+    return replace(assignment, groups=tuple(groups))
+
+
+def _with(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
+    """Return an assignment with the endpoints of more hosts, each where it was."""
+    groups = list(assignment.groups)
+    for host in hosts:
+        endpoint = host.endpoint
+        for index, group in enumerate(groups):
+            if (group.locality, group.priority) == (endpoint.locality, endpoint.priority):
+                groups[index] = replace(group, endpoints=(*group.endpoints, endpoint))
+                break
+        else:
+            groups.append(
+                LocalityGroup(
+                    locality=endpoint.locality, priority=endpoint.priority, weight=0, endpoints=(endpoint,)
+                )
+            )
     return replace(assignment, groups=tuple(groups))
 
 

@@ -24,6 +24,10 @@ class Host:
     rq_success: int = 0
     rq_total: int = 0
     ejected: bool = False
+    failed_check: bool = False
+    """By the cluster's health checks."""
+    leaving: bool = False
+    """Discovery has taken it away; it stays for as long as it passes its checks."""
 
     @property
     def active(self) -> int:
@@ -32,24 +36,28 @@ class Host:
 
     @property
     def healthy(self) -> bool:
-        """Whether it is healthy and not ejected."""
-        return not self.ejected and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
+        """Whether it is healthy, by discovery and by its checks, and not ejected."""
+        return not (self.ejected or self.failed_check) and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
 
     @property
     def degraded(self) -> bool:
         """Whether it is used only if too few hosts are healthy."""
-        return not self.ejected and self.endpoint.health is Health.DEGRADED
+        return not (self.ejected or self.failed_check) and self.endpoint.health is Health.DEGRADED
 
     @property
     def flags(self) -> str:
         """The ``health_flags`` of ``/clusters``."""
         flags = []
+        if self.failed_check:
+            flags.append("/failed_active_hc")
         if self.ejected:
             flags.append("/failed_outlier_check")
         if self.endpoint.health in (Health.UNHEALTHY, Health.DRAINING, Health.TIMEOUT):
             flags.append("/failed_eds_health")
         elif self.endpoint.health is Health.DEGRADED:
             flags.append("/degraded_eds_health")
+        if self.leaving:
+            flags.append("/pending_dynamic_removal")
         return "".join(flags) or "healthy"
 
     def __str__(self) -> str:

@@ -100,6 +100,15 @@ class OutlierDetector:
         for monitor in self._monitors.values():
             monitor.requests = monitor.successes = 0
 
+    def passed_check(self, host: Host) -> None:
+        """Take an ejected host back because it has passed a health check, if that is wanted."""
+        monitor = self._monitors.get(host)
+        if self._settings.uneject_on_check and monitor is not None and host.ejected:
+            host.ejected = False
+            self.ejections_active -= 1
+            monitor.consecutive_5xx = monitor.consecutive_gateway = monitor.consecutive_local = 0
+            self._changed()
+
     def _judge_success_rates(self, hosts: Sequence[Host], now: float) -> None:
         settings = self._settings
         if not settings.enforcing_success_rate:

@@ -16,6 +16,7 @@ from urllib.parse import urljoin, urlsplit
 import h11
 
 from xds.aio.channel import Channel
+from xds.aio.health import serves
 from xds.grpc.status import RpcFailed
 from ztunnel.http.page import PLAIN, Page, text
 from ztunnel.istio.app_probes import AppProbe
@@ -24,9 +25,6 @@ _BODY: Final = 10 * 1024
 #: As kubelet.
 _REDIRECTS: Final = 10
 _READ: Final = 8 * 1024
-_CHECK: Final = "/grpc.health.v1.Health/Check"
-#: HealthCheckResponse with status SERVING: field 1, varint 1.
-_SERVING: Final = b"\x08\x01"
 
 
 class _Failed(Exception):
@@ -132,25 +130,13 @@ def _trusting() -> ssl.SSLContext:
 
 
 async def _grpc(probe: AppProbe, host: str, source: str | None) -> Page:
-    name = probe.service.encode()
-    request = b"\x0a" + _varint(len(name)) + name if name else b""
     channel = Channel(_authority(host, probe.port), keepalive=None, source=source)
     try:
-        said = await channel.unary(_CHECK, request, timeout_s=probe.timeout_s)
+        healthy = await serves(channel, probe.service, probe.timeout_s)
     except RpcFailed as error:
         raise _Failed(str(error)) from error
     finally:
         await channel.close()
-    if not said.startswith(_SERVING):
+    if not healthy:
         raise _Failed("its health service says that it does not serve")
     return text("", content_type=PLAIN)
-
-
-def _varint(value: int) -> bytes:
-    """Return a number as protobuf encodes it."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

@@ -83,6 +83,7 @@ def test_a_name_that_does_not_resolve(
             clock=SystemClock(),
             rng=rng,
             resolver=names,
+            prober=None,  # type: ignore[arg-type]  # no cluster has checks
             strict_tls=True,
         )
         cluster = LiveCluster(model, AnyMessage(), surround)

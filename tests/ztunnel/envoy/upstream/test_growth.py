@@ -110,6 +110,7 @@ class Mesh:
             clock=SystemClock(),
             rng=random.Random(1),
             resolver=Resolver(),
+            prober=None,  # type: ignore[arg-type]  # no cluster has checks
             strict_tls=True,
         )
         self.manager = ClusterManager(surround, surroundings, self.retired.append)

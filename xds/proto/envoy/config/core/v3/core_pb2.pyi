@@ -1612,20 +1612,44 @@ class HealthCheck(_message.Message):
         HOST_FIELD_NUMBER: _builtins.int
         PATH_FIELD_NUMBER: _builtins.int
         EXPECTED_STATUSES_FIELD_NUMBER: _builtins.int
+        RETRIABLE_STATUSES_FIELD_NUMBER: _builtins.int
         host: _builtins.str
         path: _builtins.str
         @_builtins.property
         def expected_statuses(self) -> _containers.RepeatedCompositeFieldContainer[_type_pb2.Int64Range]: ...
+        @_builtins.property
+        def retriable_statuses(self) -> _containers.RepeatedCompositeFieldContainer[_type_pb2.Int64Range]: ...
         def __init__(
             self,
             *,
             host: _builtins.str = ...,
             path: _builtins.str = ...,
             expected_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
+            retriable_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_statuses", b"expected_statuses", "host", b"host", "path", b"path"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_statuses", b"expected_statuses", "host", b"host", "path", b"path", "retriable_statuses", b"retriable_statuses"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class GrpcHealthCheck(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SERVICE_NAME_FIELD_NUMBER: _builtins.int
+        AUTHORITY_FIELD_NUMBER: _builtins.int
+        service_name: _builtins.str
+        authority: _builtins.str
+        def __init__(
+            self,
+            *,
+            service_name: _builtins.str = ...,
+            authority: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["authority", b"authority", "service_name", b"service_name"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1637,10 +1661,15 @@ class HealthCheck(_message.Message):
     REUSE_CONNECTION_FIELD_NUMBER: _builtins.int
     HTTP_HEALTH_CHECK_FIELD_NUMBER: _builtins.int
     TCP_HEALTH_CHECK_FIELD_NUMBER: _builtins.int
+    GRPC_HEALTH_CHECK_FIELD_NUMBER: _builtins.int
     NO_TRAFFIC_INTERVAL_FIELD_NUMBER: _builtins.int
     UNHEALTHY_INTERVAL_FIELD_NUMBER: _builtins.int
+    UNHEALTHY_EDGE_INTERVAL_FIELD_NUMBER: _builtins.int
     HEALTHY_EDGE_INTERVAL_FIELD_NUMBER: _builtins.int
+    INTERVAL_JITTER_PERCENT_FIELD_NUMBER: _builtins.int
     INITIAL_JITTER_FIELD_NUMBER: _builtins.int
+    NO_TRAFFIC_HEALTHY_INTERVAL_FIELD_NUMBER: _builtins.int
+    interval_jitter_percent: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -1658,13 +1687,19 @@ class HealthCheck(_message.Message):
     @_builtins.property
     def tcp_health_check(self) -> Global___HealthCheck.TcpHealthCheck: ...
     @_builtins.property
+    def grpc_health_check(self) -> Global___HealthCheck.GrpcHealthCheck: ...
+    @_builtins.property
     def no_traffic_interval(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def unhealthy_interval(self) -> _duration_pb2.Duration: ...
     @_builtins.property
+    def unhealthy_edge_interval(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
     def healthy_edge_interval(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def initial_jitter(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def no_traffic_healthy_interval(self) -> _duration_pb2.Duration: ...
     def __init__(
         self,
         *,
@@ -1676,16 +1711,20 @@ class HealthCheck(_message.Message):
         reuse_connection: _wrappers_pb2.BoolValue | None = ...,
         http_health_check: Global___HealthCheck.HttpHealthCheck | None = ...,
         tcp_health_check: Global___HealthCheck.TcpHealthCheck | None = ...,
+        grpc_health_check: Global___HealthCheck.GrpcHealthCheck | None = ...,
         no_traffic_interval: _duration_pb2.Duration | None = ...,
         unhealthy_interval: _duration_pb2.Duration | None = ...,
+        unhealthy_edge_interval: _duration_pb2.Duration | None = ...,
         healthy_edge_interval: _duration_pb2.Duration | None = ...,
+        interval_jitter_percent: _builtins.int = ...,
         initial_jitter: _duration_pb2.Duration | None = ...,
+        no_traffic_healthy_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["health_checker", b"health_checker", "healthy_edge_interval", b"healthy_edge_interval", "healthy_threshold", b"healthy_threshold", "http_health_check", b"http_health_check", "initial_jitter", b"initial_jitter", "interval", b"interval", "interval_jitter", b"interval_jitter", "no_traffic_interval", b"no_traffic_interval", "reuse_connection", b"reuse_connection", "tcp_health_check", b"tcp_health_check", "timeout", b"timeout", "unhealthy_interval", b"unhealthy_interval", "unhealthy_threshold", b"unhealthy_threshold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grpc_health_check", b"grpc_health_check", "health_checker", b"health_checker", "healthy_edge_interval", b"healthy_edge_interval", "healthy_threshold", b"healthy_threshold", "http_health_check", b"http_health_check", "initial_jitter", b"initial_jitter", "interval", b"interval", "interval_jitter", b"interval_jitter", "no_traffic_healthy_interval", b"no_traffic_healthy_interval", "no_traffic_interval", b"no_traffic_interval", "reuse_connection", b"reuse_connection", "tcp_health_check", b"tcp_health_check", "timeout", b"timeout", "unhealthy_edge_interval", b"unhealthy_edge_interval", "unhealthy_interval", b"unhealthy_interval", "unhealthy_threshold", b"unhealthy_threshold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_checker", b"health_checker", "healthy_edge_interval", b"healthy_edge_interval", "healthy_threshold", b"healthy_threshold", "http_health_check", b"http_health_check", "initial_jitter", b"initial_jitter", "interval", b"interval", "interval_jitter", b"interval_jitter", "no_traffic_interval", b"no_traffic_interval", "reuse_connection", b"reuse_connection", "tcp_health_check", b"tcp_health_check", "timeout", b"timeout", "unhealthy_interval", b"unhealthy_interval", "unhealthy_threshold", b"unhealthy_threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_health_check", b"grpc_health_check", "health_checker", b"health_checker", "healthy_edge_interval", b"healthy_edge_interval", "healthy_threshold", b"healthy_threshold", "http_health_check", b"http_health_check", "initial_jitter", b"initial_jitter", "interval", b"interval", "interval_jitter", b"interval_jitter", "interval_jitter_percent", b"interval_jitter_percent", "no_traffic_healthy_interval", b"no_traffic_healthy_interval", "no_traffic_interval", b"no_traffic_interval", "reuse_connection", b"reuse_connection", "tcp_health_check", b"tcp_health_check", "timeout", b"timeout", "unhealthy_edge_interval", b"unhealthy_edge_interval", "unhealthy_interval", b"unhealthy_interval", "unhealthy_threshold", b"unhealthy_threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_health_checker: _TypeAlias = _typing.Literal["http_health_check", "tcp_health_check"]  # noqa: Y015
+    _WhichOneofReturnType_health_checker: _TypeAlias = _typing.Literal["http_health_check", "tcp_health_check", "grpc_health_check"]  # noqa: Y015
     _WhichOneofArgType_health_checker: _TypeAlias = _typing.Literal["health_checker", b"health_checker"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_health_checker) -> _WhichOneofReturnType_health_checker | None: ...
 

@@ -1,0 +1,31 @@
+"""gRPC's health checking protocol (``grpc.health.v1``), the client's side."""
+
+from typing import Final
+
+from xds.aio.channel import Channel
+
+_CHECK: Final = "/grpc.health.v1.Health/Check"
+#: HealthCheckResponse: field 1, varint, SERVING.
+_SERVING: Final = b"\x08\x01"
+
+
+async def serves(channel: Channel, service: str, timeout_s: float) -> bool:
+    """Return whether a server says that a service is SERVING; an empty name is the server as a whole.
+
+    Raises:
+        RpcFailed: no answer in time, or none that says so; NOT_FOUND for a service that the server does not know.
+        XdsError: no connection.
+    """
+    name = service.encode()
+    request = b"\x0a" + _varint(len(name)) + name if name else b""
+    return (await channel.unary(_CHECK, request, timeout_s=timeout_s)).startswith(_SERVING)
+
+
+def _varint(value: int) -> bytes:
+    """Return a number as protobuf encodes it."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

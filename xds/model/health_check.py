@@ -1,0 +1,82 @@
+"""Active health checks of a cluster (``envoy.config.core.v3.HealthCheck``)."""
+
+from dataclasses import dataclass
+
+from xds.model.address import SocketAddress
+
+
+@dataclass(frozen=True, slots=True)
+class TcpCheck:
+    """A connection; with bytes, also what is sent first and what must come back, in order."""
+
+    send: bytes = b""
+    receive: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCheck:
+    """A GET.
+
+    Attributes:
+        host: of the request; empty: the cluster's name.
+        expected: ranges of statuses, ends excluded, that count as healthy.
+        retriable: those that count as no answer, so that a single one does not decide.
+    """
+
+    path: str
+    host: str = ""
+    expected: tuple[tuple[int, int], ...] = ((200, 201),)
+    retriable: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcCheck:
+    """A call of ``grpc.health.v1.Health/Check``; ``service`` may be empty: the server as a whole."""
+
+    service: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheck:
+    """How, how often, and when the result counts. Times are in seconds.
+
+    Attributes:
+        interval_s: between checks of a healthy host.
+        unhealthy_interval_s: of one that is not.
+        unhealthy_edge_s, healthy_edge_s: once after it became so.
+        no_traffic_s, no_traffic_healthy_s: while the cluster has never had a connection, by the same distinction.
+        initial_jitter_s, jitter_s: upper bounds of what is added, at random, to the first wait and to each.
+        jitter_share: likewise, of the wait itself.
+        unhealthy_threshold, healthy_threshold: results in a row that change a host's state.
+    """
+
+    check: TcpCheck | HttpCheck | GrpcCheck
+    timeout_s: float
+    interval_s: float
+    unhealthy_threshold: int
+    healthy_threshold: int
+    unhealthy_interval_s: float
+    unhealthy_edge_s: float
+    healthy_edge_s: float
+    no_traffic_s: float = 60.0
+    no_traffic_healthy_s: float = 60.0
+    initial_jitter_s: float = 0.0
+    jitter_s: float = 0.0
+    jitter_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointCheck:
+    """What differs for one endpoint.
+
+    Attributes:
+        address: checked in place of the endpoint's; ``None``: that.
+        port: in place of the address's; 0: that.
+        host: of HTTP requests; empty: the cluster's.
+        disabled: the endpoint is not checked.
+    """
+
+    address: SocketAddress | None = None
+    port: int = 0
+    host: str = ""
+    disabled: bool = False
