@@ -34,8 +34,8 @@ check: $(STAMP) ## format, lint, types, unit tests: under a minute
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns
 
-netpol: $(STAMP) ## Kubernetes' scenarios of NetworkPolicy as real connections, one table
-	$(PY) -m tests.netns.netpol_rig
+netpol: $(STAMP) ## Kubernetes' scenarios of NetworkPolicy as real connections, plain and in tunnels, one table
+	$(PY) -m tests.netns.netpol_table
 
 interop: $(STAMP) ## the table of Envoy cases, in both roles
 	$(PY) -m tests.interop

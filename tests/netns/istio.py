@@ -203,6 +203,10 @@ class AmbientMesh:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
+    def called(self, pod: str) -> tuple[str, str]:
+        """Return namespace and name of a pod of the lab, as the mesh knows it."""
+        return "default", pod
+
     # The control plane
 
     def write_mesh(self, **changes: Any) -> None:
@@ -211,7 +215,7 @@ class AmbientMesh:
         described = {
             "nodes": {name: {} for name in self.lab.workers},
             "pods": {
-                pod.name: {
+                "/".join(self.called(pod.name)): {
                     "node": worker.place.name,
                     "addresses": [str(address) for address in pod.addresses],
                     "mesh": pod.name in self.captured,
@@ -359,7 +363,8 @@ class AmbientMesh:
     def described(self, pod: Place) -> PodDescription:
         """A pod as the agent announces it."""
         account = str(self.pods.get(pod.name, {}).get("service_account", pod.name))
-        info = PodInfo(name=pod.name, namespace="default", service_account=account)
+        namespace, name = self.called(pod.name)
+        info = PodInfo(name=name, namespace=namespace, service_account=account)
         return PodDescription(uid=PodUid(f"uid-{pod.name}"), info=info, netns=pod.netns.name)
 
     def node_of(self, pod: str) -> NodeProxy:

@@ -9,11 +9,11 @@ import select
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_interface
-from typing import Any
+from typing import Any, Self
 
-from deploy.lab import Lab, Place, may_make_namespaces
+from deploy.lab import Lab, Place
 from tests.netns.netpol_scenarios import SCENARIOS, Step
 from tproxy.aio.table import BlockingTable
 from ztunnel.calico.incremental import Compiler
@@ -90,12 +90,18 @@ class _Node:
     name: str
     place: Place
     table: BlockingTable
-    builder: TableBuilder = field(default_factory=TableBuilder)
+    builder: TableBuilder
     built: Built | None = None
 
 
 class Cluster:
-    """The lab with a table per node; ``with Cluster() as cluster``."""
+    """The lab with a table per node; ``with Cluster() as cluster``.
+
+    Attributes:
+        tunnels: the tables let tunnels of captured pods through.
+    """
+
+    tunnels = False
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -110,12 +116,12 @@ class Cluster:
         self._ports_seen: dict[int, set[tuple[int, ...]]] = {}
         self._datagrams: dict[int, set[tuple[bytes, str, int]]] = {}
 
-    def __enter__(self) -> "Cluster":
-        self._stack.enter_context(self.lab)
+    def __enter__(self) -> Self:
+        self._enter_lab(self._stack)
         for name in NODES:
             place = self.lab.worker(name).place
             table = self._stack.enter_context(contextlib.closing(BlockingTable(TABLE, place.netns)))
-            self.nodes.append(_Node(name, place, table))
+            self.nodes.append(_Node(name, place, table, TableBuilder(tunnels=self.tunnels)))
         for pod in (pod for pods in NODES.values() for pod in pods):
             for protocol, port in itertools.product(PROTOCOLS, PORTS):
                 if protocol != "sctp" or self._sctp:
@@ -126,6 +132,9 @@ class Cluster:
                 )
                 raw.setblocking(False)
         return self
+
+    def _enter_lab(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self.lab)
 
     def __exit__(self, *exc: object) -> None:
         for sock in self.listeners.values():
@@ -306,8 +315,12 @@ class Cluster:
                 for probe, version, sock in waiting:
                     if probe.protocol == "udp" or sock in self._raw:
                         self._send(probe, version, sock)
-            select.select([], [], [], 0.003)
+            self._pause()
         return found
+
+    def _pause(self) -> None:
+        """Let the world go on for a moment."""
+        select.select([], [], [], 0.003)
 
     def _arrived(self, probe: Probe, version: int, sock: socket.socket) -> bool:
         if sock in self._raw:
@@ -383,29 +396,3 @@ def outcome(cluster: Cluster, name: str) -> list[str]:
         cluster.apply(cluster.step(step))
         wrong += [f"step {number}: {text}" for text in cluster.wrong(probes(step.probes))]
     return wrong
-
-
-def main() -> int:
-    """Print the table of scenarios, and return how many failed."""
-    if not may_make_namespaces():
-        print("NOT TESTED: network namespaces need root (CAP_SYS_ADMIN, CAP_NET_ADMIN)")
-        return 1
-    failed = connections = 0
-    began = time.monotonic()
-    with Cluster() as cluster:
-        for name, steps in SCENARIOS.items():
-            wrong = outcome(cluster, name)
-            failed += bool(wrong)
-            count = 2 * sum(len(probes(step.probes)) for step in steps)
-            connections += count
-            print(f"{'ok' if not wrong else 'WRONG':6}{count:4} connections  {name}  {'; '.join(wrong)}".rstrip())
-    sctp = "SCTP sockets" if has_sctp() else "SCTP as raw packets, since this kernel has no sockets for it"
-    print(
-        f"{len(SCENARIOS) - failed} of {len(SCENARIOS)} scenarios as expected, {connections} connections over "
-        f"IPv4 and IPv6, {sctp}, {time.monotonic() - began:.1f} s"
-    )
-    return failed
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

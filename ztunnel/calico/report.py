@@ -30,6 +30,7 @@ def in_force(
         "policies": len(store.policies),
         "profiles": len(store.profiles),
         "endpoints": len(store.endpoints),
+        "namespaces": len(store.namespaces),
         "ip_sets": len(sets),
         "ip_set_members": sets.members,
         "ip_sets_unreadable": [set_id for set_id, _ in sets.broken()],
