@@ -1,0 +1,35 @@
+"""Reads the pod out of a process's cgroups. Pure.
+
+A kubelet puts a pod's processes below a directory named by the pod's uid; how, depends on the cgroup driver, the
+version of cgroups and the container runtime::
+
+    kubepods/besteffort/pod2b1c...-...-...-...-.../<container>                              cgroupfs
+    kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod2b1c..._..._.slice/cri-containerd-<id>.scope
+    kubepods/pod<32 hexadecimal digits>/<container>                                         a static pod
+"""
+
+import re
+from typing import Final
+
+_POD: Final = re.compile(
+    r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})(?:\.slice)?(?=[/:]|$)"
+)
+
+
+def pod_of(cgroups: str) -> str | None:
+    """Return the pod that a process belongs to, None if it is in none.
+
+    Args:
+        cgroups: the text of ``/proc/<pid>/cgroup``.
+
+    Returns:
+        The pod's uid, or for a static pod the kubelet's hash; None also if the lines name different pods, as those
+        of a container runtime inside a pod may.
+    """
+    found = set()
+    for line in cgroups.splitlines():
+        path = line.split(":", 2)[-1]
+        # The outermost one: below it, a process of the pod may make directories with any name.
+        if (match := _POD.search(path)) is not None:
+            found.add(match[1].replace("_", "-"))
+    return found.pop() if len(found) == 1 else None
