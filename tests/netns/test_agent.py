@@ -224,6 +224,63 @@ def test_a_pod_that_leaves_lets_its_connections_end(lab: Lab, socket_path: Path)
     on_loop(body)
 
 
+def test_a_leaving_pod_that_is_wanted_again_keeps_its_connections(lab: Lab, socket_path: Path) -> None:
+    async def body() -> None:
+        member, neighbour = lab.pod("member"), lab.pod("neighbour")
+        loop, toys = asyncio.get_running_loop(), Toys()
+        changed: list[PodUid] = []
+        async with (
+            app(neighbour),
+            NodeAgent(socket_path, grace_s=3600, on_change=changed.append) as agent,
+            PodManager(socket_path, toys) as manager,
+        ):
+            await until(lambda: manager.ready)
+            await agent.enrol(described(member))
+            sock = await connect((neighbour.ipv4, 8080), netns=member.netns)
+            with sock:
+                assert (await loop.sock_recv(sock, 100)).startswith(b"15001")
+                leaving = loop.create_task(agent.remove(MEMBER))
+                await until(lambda: agent.pods()[MEMBER].phase is Phase.LEAVING)
+                changed.clear()
+                assert await agent.enrol(described(member)) is Phase.ENABLED
+                await leaving
+                assert changed == [MEMBER, MEMBER]  # pending, enabled
+                assert (await ask(member, neighbour.ipv4)).startswith("15001")
+                await loop.sock_sendall(sock, b"still")
+                assert await loop.sock_recv(sock, 100) == b"still"
+                assert len(toys.started) == 1
+                # Leaving for an hour, then told that its processes are gone.
+                leaving = loop.create_task(agent.remove(MEMBER))
+                await until(lambda: agent.pods()[MEMBER].phase is Phase.LEAVING)
+                async with asyncio.timeout(WAIT_S):
+                    await agent.remove(MEMBER, grace_s=0)
+                    await leaving
+                assert agent.pods() == {}
+        assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_that_an_earlier_agent_left_can_be_forgotten(lab: Lab, socket_path: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path, record=record) as agent:
+            await agent.enrol(described(member))
+        assert has_rules(member.netns)
+        async with NodeAgent(socket_path, record=record) as agent:
+            assert set(agent.left_over) == {MEMBER}
+            await agent.forget(NEIGHBOUR)
+            await agent.forget(MEMBER)
+            await agent.forget(MEMBER)
+            assert set(agent.left_over) == set()
+        assert not has_rules(member.netns)
+        assert "member" not in record.read_text()
+
+    on_loop(body)
+
+
 def test_a_pod_that_leaves_has_only_so_much_time(lab: Lab, socket_path: Path) -> None:
     async def body() -> None:
         member = lab.pod("member")

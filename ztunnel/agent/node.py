@@ -15,7 +15,7 @@ that a snapshot lacks.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,8 @@ RETRY_S = 5.0
 #: Between two checks of a pod's rules; a guess.
 RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
-_POLL_CONNECTIONS_S = 0.1
+#: Between two counts of a leaving pod's connections; the wait doubles from the first to the second.
+_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S = 0.1, 2.0
 _FIRST_WAIT_S = 0.5
 
 
@@ -66,7 +67,7 @@ class PodStatus:
 
 
 class _Pod:
-    __slots__ = ("announced", "description", "error", "netns", "phase")
+    __slots__ = ("announced", "description", "error", "leave_at", "netns", "news", "phase", "recalled")
 
     def __init__(self, description: PodDescription, netns: Netns) -> None:
         self.description = description
@@ -74,6 +75,10 @@ class _Pod:
         self.phase = Phase.PENDING
         self.error = ""
         self.announced = True  # false: not in snapshots, because proxies are being notified of its end
+        # Of a leaving pod: when it goes at the latest, whether it is wanted again, and that either has changed.
+        self.leave_at = 0.0
+        self.recalled = False
+        self.news = asyncio.Event()
 
     @property
     def info(self) -> PodInfo:
@@ -89,6 +94,9 @@ class NodeAgent:
         grace_s: time that open connections of a leaving pod have to end.
         remove_on_exit: release all pods when the agent ends.
         probe_user: numeric user of the node's kubelet, whose probes bypass the proxy; None if there is no kubelet.
+        on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
+        is_still: whether a description still names the namespace it was enrolled in; a pod that it denies is
+            released. By default the name is looked up again.
 
     Raises:
         OSError: on entering, the socket cannot be bound or the record not read.
@@ -102,6 +110,8 @@ class NodeAgent:
         grace_s: float = 10.0,
         remove_on_exit: bool = False,
         probe_user: int | None = None,
+        on_change: Callable[[PodUid], object] = lambda uid: None,
+        is_still: "Callable[[PodDescription, Netns], bool] | None" = None,
     ) -> None:
         self._record = record
         self._grace_s = grace_s
@@ -115,6 +125,12 @@ class NodeAgent:
         self._recorded: dict[PodUid, Enrolled] = {}
         self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
         self._probed: dict[PodUid, Probed] = {}
+        self._probes = asyncio.Lock()
+        self._probes_wanted = self._probes_applied = 0
+        self._on_change = on_change
+        self._is_still = is_still or _is_still
+        #: Pods whose rules others had changed, and that were repaired.
+        self.repaired = 0
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
         self._tasks = Tasks("agent")
@@ -128,6 +144,21 @@ class NodeAgent:
     def pods(self) -> Mapping[PodUid, PodStatus]:
         """Return every pod with our rules."""
         return {uid: PodStatus(pod.description, pod.phase, pod.error) for uid, pod in self._pods.items()}
+
+    def pod(self, uid: PodUid) -> PodStatus | None:
+        """Return a pod with our rules."""
+        pod = self._pods.get(uid)
+        return None if pod is None else PodStatus(pod.description, pod.phase, pod.error)
+
+    def netns(self, uid: PodUid) -> Netns | None:
+        """Return the open namespace of a pod with our rules; it stays the agent's, which may close it later."""
+        pod = self._pods.get(uid)
+        return None if pod is None else pod.netns
+
+    @property
+    def left_over(self) -> Collection[PodUid]:
+        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor forgotten."""
+        return self._unseen
 
     async def __aenter__(self) -> Self:
         if self._record is not None:
@@ -178,6 +209,8 @@ class NodeAgent:
     async def enrol(self, description: PodDescription) -> Phase:
         """Enrol a pod, or apply a changed description to an enrolled one; idempotent.
 
+        A pod that is leaving stays, with its connections, if it is the same one in the same namespace.
+
         Returns:
             ``ENABLED`` if a proxy listens in it. ``PENDING`` if none does: the pod has no network, and its
             announcement is repeated.
@@ -185,6 +218,12 @@ class NodeAgent:
         Raises:
             EnrolFailed: the namespace or the rules failed; a pod that was not enrolled is left as it was.
         """
+        leaving = self._pods.get(description.uid)
+        if leaving is not None and leaving.phase is Phase.LEAVING:
+            leaving.recalled = leaving.info == description.info and _is_still(description, leaving.netns)
+            if not leaving.recalled:
+                leaving.leave_at = 0.0
+            leaving.news.set()
         async with self._lock(description.uid):
             netns = self._open(description)
             pod = self._pods.get(description.uid)
@@ -237,10 +276,15 @@ class NodeAgent:
 
     async def _change(self, pod: _Pod, description: PodDescription) -> None:
         try:
+            found = await self._in_thread(addresses, pod.netns)
             await self._in_thread(apply_rules, pod.netns, description)
         except (TproxyError, OSError) as error:
             raise EnrolFailed(_named(description), str(error)) from error
         pod.description = description
+        probed = Probed(uid=description.uid, addresses=found)
+        if self._probed.get(description.uid) != probed:
+            self._probed[description.uid] = probed
+            await self._let_probe()
 
     async def _announce(self, pod: _Pod) -> None:
         uid = pod.description.uid
@@ -268,57 +312,110 @@ class NodeAgent:
             log.info("pod enabled uid=%s pod=%s", uid, _named(pod.description))
         pod.error = error
         pod.phase = Phase.PENDING if error else Phase.ENABLED
-        self._notify_watchers()
+        self._notify_watchers(uid)
 
     async def remove(self, uid: PodUid, *, grace_s: float | None = None) -> None:
         """Release a pod from the mesh; idempotent.
 
         Args:
             uid: the pod.
-            grace_s: time for its open connections to end; None takes the agent's.
+            grace_s: time for its open connections to end; None takes the agent's. A pod that is leaving already
+                gets no more time by this, and may get less.
         """
+        wait_s = self._grace_s if grace_s is None else grace_s
+        leaving = self._pods.get(uid)
+        if leaving is not None and leaving.phase is Phase.LEAVING:
+            leaving.leave_at = min(leaving.leave_at, asyncio.get_running_loop().time() + wait_s)
+            leaving.recalled = False
+            leaving.news.set()
         async with self._lock(uid):
             pod = self._pods.get(uid)
             if pod is not None:
-                await self._leave(pod, self._grace_s if grace_s is None else grace_s)
+                await self._leave(pod, wait_s)
 
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
+        """Release a pod, unless it is wanted again while it drains: then it is pending."""
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
-        self._notify_watchers()
+        pod.recalled = False
+        pod.leave_at = asyncio.get_running_loop().time() + grace_s
+        self._notify_watchers(uid)
         if grace_s > 0:
             try:
                 await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
             except (TproxyError, OSError) as error:
                 log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
             else:
-                await self._ended(pod, grace_s)
+                await self._ended(pod)
+        if pod.recalled:
+            log.info("pod stays uid=%s pod=%s", uid, _named(pod.description))
+            pod.phase = Phase.PENDING
+            self._notify_watchers(uid)
+            return
         pod.announced = False
         await self._forget(uid, pod.netns)
         # Last: as long as the pod is listed, no other pod can be enrolled in its namespace.
         del self._pods[uid]
         pod.netns.close()
-        self._notify_watchers()
+        self._notify_watchers(uid)
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
+    async def expect_probes(self, pods: Iterable[Probed]) -> None:
+        """Let kubelet probe these pods before they are enrolled; idempotent.
+
+        A successor calls it with all pods of its predecessor, or else the first pod that it enrols would be the
+        only one that is probed until the last one is.
+        """
+        self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
+        await self._let_probe()
+
     async def _let_probe(self) -> None:
+        """Bring the node's set of probed pods up to date; calls that come meanwhile share the next update."""
         if self._probe_user is None:
             return
-        try:
-            await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
-        except (TproxyError, OSError) as error:
-            log.error("kubelet's probes will be captured error=%s", error)
+        self._probes_wanted += 1
+        wanted = self._probes_wanted
+        async with self._probes:
+            if self._probes_applied >= wanted:
+                return
+            self._probes_applied = self._probes_wanted
+            try:
+                await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
+            except (TproxyError, OSError) as error:
+                log.error("kubelet's probes will be captured error=%s", error)
 
-    async def _ended(self, pod: _Pod, grace_s: float) -> None:
-        """Wait until no connection through the proxy is left in the pod, at most ``grace_s``."""
-        try:
-            async with asyncio.timeout(grace_s):
-                while True:
-                    if not await self._in_thread(proxied_connections, pod.netns):
-                        return
-                    await asyncio.sleep(_POLL_CONNECTIONS_S)
-        except TimeoutError:
-            log.info("pod leaves with open connections uid=%s", pod.description.uid)
+    async def _ended(self, pod: _Pod) -> None:
+        """Wait until no connection through the proxy is left in the pod, it must go, or it is wanted again."""
+        loop = asyncio.get_running_loop()
+        waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
+        while not pod.recalled:
+            rest_s = pod.leave_at - loop.time()
+            if rest_s <= 0:
+                log.info("pod leaves with open connections uid=%s", pod.description.uid)
+                return
+            if not await self._in_thread(proxied_connections, pod.netns):
+                return
+            pod.news.clear()
+            if pod.recalled or pod.leave_at <= loop.time():
+                continue
+            try:
+                await asyncio.wait_for(pod.news.wait(), min(waits.next(), rest_s))
+            except TimeoutError:
+                pass
+
+    async def forget(self, uid: PodUid) -> None:
+        """Release a pod of :attr:`left_over` without waiting; idempotent."""
+        async with self._lock(uid):
+            enrolled = self._recorded.get(uid)
+            if uid not in self._unseen or enrolled is None:
+                return
+            try:
+                netns = Netns.open(enrolled.netns)
+            except TproxyError:
+                await self._forget(uid, None)  # the rules went with their namespace
+                return
+            with netns:
+                await self._forget(uid, netns if netns.inode == enrolled.inode else None)
 
     async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
         """Notify proxies that a pod is gone, remove our rules from its namespace, and delete its record."""
@@ -341,9 +438,10 @@ class NodeAgent:
             except OSError as error:
                 log.error("record of enrolled pods not written error=%s", error)
 
-    def _notify_watchers(self) -> None:
+    def _notify_watchers(self, uid: PodUid) -> None:
         for event in self._watchers:
             event.set()
+        self._on_change(uid)
 
     async def until_enabled(self, *uids: PodUid) -> None:
         """Wait until proxies listen in all of these pods."""
@@ -445,6 +543,8 @@ class NodeAgent:
                 recheck_at = loop.time() + RECHECK_S
             for uid in list(self._pods):
                 await self._maintain(uid, repair=repair)
+            if repair and self._probed:
+                await self._let_probe()
 
     async def _maintain(self, uid: PodUid, *, repair: bool) -> None:
         lock = self._lock(uid)
@@ -455,7 +555,7 @@ class NodeAgent:
             if pod is None:
                 return
             description = pod.description
-            if not _is_still(description, pod.netns):
+            if not self._is_still(description, pod.netns):
                 # A name or process id that means another namespace now is another pod under an old description.
                 log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
                 await self._leave(pod, 0)
@@ -467,6 +567,7 @@ class NodeAgent:
             if repair:
                 try:
                     if changes := await self._in_thread(apply_rules, pod.netns, description):
+                        self.repaired += 1
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:
                     log.error("pod's rules not repaired uid=%s error=%s", uid, error)
