@@ -1,6 +1,5 @@
 """Pods' namespaces found by processes: a folder like /proc whose namespaces are real."""
 
-import os
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.lab import Lab
-from tproxy.aio.netns import Netns
+from tests.netns.processes import Proc
 from ztunnel.agent.scan import kubelet_user, pod_namespaces
 
 pytestmark = pytest.mark.netns
@@ -19,25 +18,6 @@ UID, OTHER = "2b1c7f0e-8a4d-4d5c-9c1a-0f6e2a7b3c4d", "00000000-8a4d-4d5c-9c1a-0f
 def lab() -> Iterator[Lab]:
     with Lab({"w1": ["web", "db"]}) as lab:
         yield lab
-
-
-class Proc:
-    """A folder with processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def add(
-        self, pid: int | str, netns: Netns | None, pod: str = "", started: int = 100, name: str = "a b) c"
-    ) -> None:
-        path = self.folder / str(pid)
-        (path / "ns").mkdir(parents=True)
-        space = f"/proc/{os.getpid()}/fd/{netns.fileno()}" if netns is not None else f"/proc/{os.getpid()}/ns/net"
-        (path / "ns/net").symlink_to(space)
-        (path / "cgroup").write_text(f"0::/kubepods/pod{pod}/{'e' * 64}\n" if pod else "0::/init.scope\n")
-        (path / "comm").write_text(f"{name}\n")
-        (path / "stat").write_text(f"{pid} ({name}) S " + " ".join(["0"] * 18 + [str(started)] + ["0"] * 30))
-        (path / "status").write_text("Name:\tx\nUid:\t7\t8\t9\t10\n")
 
 
 @pytest.fixture

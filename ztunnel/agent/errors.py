@@ -4,6 +4,8 @@
 
     AgentError
     ├── EnrolFailed         the namespace or the rules of a pod failed; none of our rules is left in it
+    ├── NotFound            no process of the pod shows where its network namespace is
+    ├── CannotAdd           a sandbox is not in the mesh in time; its runtime makes another one
     ├── NoProxy             no proxy is connected; the next one gets the pod in its snapshot
     ├── ProxyGone           the connection ended before the answer
     ├── ProxySilent         the proxy did not answer in time
@@ -25,6 +27,22 @@ class EnrolFailed(AgentError):
 
     def __str__(self) -> str:
         return f"pod {self.pod}: {self.reason}"
+
+
+class NotFound(AgentError):
+    """The network namespace of a pod was not found."""
+
+    def __init__(self, pod: str, addresses: str) -> None:
+        super().__init__(pod, addresses)
+        self.pod = pod
+        self.addresses = addresses
+
+    def __str__(self) -> str:
+        return f"pod {self.pod}: no process of it is in a network namespace with {self.addresses}"
+
+
+class CannotAdd(AgentError):
+    """A pod for the mesh is not in it, and must not start."""
 
 
 class NoProxy(AgentError):

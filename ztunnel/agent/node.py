@@ -15,7 +15,7 @@ that a snapshot lacks.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,9 +156,9 @@ class NodeAgent:
         return None if pod is None else pod.netns
 
     @property
-    def left_over(self) -> Collection[PodUid]:
+    def left_over(self) -> Mapping[PodUid, Enrolled]:
         """Pods that an earlier agent enrolled, and that this one has neither enrolled nor forgotten."""
-        return self._unseen
+        return {uid: self._recorded[uid] for uid in self._unseen}
 
     async def __aenter__(self) -> Self:
         if self._record is not None:
@@ -229,9 +229,10 @@ class NodeAgent:
             pod = self._pods.get(description.uid)
             adopted = False
             try:
-                if pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
-                    await self._leave(pod, self._grace_s)
-                    pod = None
+                while pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
+                    # In another namespace it is a new sandbox, and the processes of the old one are gone.
+                    await self._leave(pod, self._grace_s if pod.netns.inode == netns.inode else 0)
+                    pod = self._pods.get(description.uid)
                 if pod is None:
                     pod = await self._enter(description, netns)
                     adopted = True

@@ -72,10 +72,20 @@ def pod_namespaces(
     found = {}
     for pod, processes in candidates.items():
         for process in sorted(processes.values(), key=lambda each: each.started):
-            if _has_address(process, wanted[pod]):
+            # Opened anew there: the process may have ended, and its number be another's.
+            if is_pods(str(process.path / "ns/net"), process.inode, wanted[pod]):
                 found[pod] = Found(str(process.path / "ns/net"), process.inode)
                 break
     return found
+
+
+def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
+    """Return whether a namespace is still where it was, and has one of these addresses."""
+    try:
+        with Netns.open(where) as netns:
+            return netns.inode == inode and not wanted.isdisjoint(addresses(netns))
+    except (TproxyError, OSError):
+        return False
 
 
 def kubelet_user(proc: Path = PROC) -> int | None:
@@ -121,12 +131,3 @@ def _read_pod(path: Path) -> str | None:
         return pod_of((path / "cgroup").read_text(errors="replace"))
     except OSError:
         return None
-
-
-def _has_address(process: _Process, wanted: frozenset[IpAddress]) -> bool:
-    try:
-        with Netns.open(process.path / "ns/net") as netns:
-            # Opened anew: the process may have ended, and its number be another's.
-            return netns.inode == process.inode and not wanted.isdisjoint(addresses(netns))
-    except (TproxyError, OSError):
-        return False

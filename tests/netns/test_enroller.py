@@ -1,0 +1,402 @@
+"""Pods enrolled as objects say, with a real agent in real namespaces; the objects are the test's."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.lab import Lab, Place
+from tests.netns.processes import Proc
+from tests.netns.test_agent import Toys, has_rules
+from tests.netns.toys import WAIT_S, app, ask
+from tproxy.aio.sockets import connect
+from tproxy.errors import ConnectFailed
+from ztunnel.agent import node as node_module
+from ztunnel.agent.enroller import Added, Enroller
+from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
+from ztunnel.agent.errors import CannotAdd
+from ztunnel.agent.phase import Phase
+from ztunnel.istio.zds.manager import PodManager
+from ztunnel.istio.zds.pods import PodUid
+from ztunnel.kube.errors import ApiUnreachable
+from ztunnel.kube.objects import Changes, Object, ObjectKey
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
+LABELLED = {MODE: "ambient"}
+UIDS = {"web": "11111111-0000-0000-0000-000000000000", "db": "22222222-0000-0000-0000-000000000000"}
+WEB = PodUid(UIDS["web"])
+
+
+class Cluster:
+    """Objects in memory: an ObjectSource, an Annotate and an EventSink."""
+
+    def __init__(self) -> None:
+        self.objects: dict[ObjectKey, Object] = {}
+        self.news: dict[ObjectKey, Object | None] = {}
+        self.changed = asyncio.Event()
+        self.changed.set()
+        self.events: list[tuple[str, str, str]] = []
+        self.annotations: list[tuple[str, str | None]] = []
+        self.away = False
+
+    def put(self, kind: str, namespace: str, name: str, value: Object | None) -> None:
+        key = ObjectKey(kind, namespace, name)
+        self.news[key] = value
+        if value is None:
+            self.objects.pop(key, None)
+        else:
+            self.objects[key] = value
+        self.changed.set()
+
+    def restarted(self) -> None:
+        """What a new agent sees: everything that there is."""
+        self.news = dict(self.objects)
+        self.changed.set()
+
+    def label(self, name: str, labels: dict[str, str]) -> None:
+        self.put("Namespace", "", name, {"kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+
+    def run(self, place: Place, phase: str = "Running", *, addresses: bool = True, **metadata: Any) -> None:
+        uid = UIDS[place.name]
+        before = self.objects.get(ObjectKey("Pod", "shop", place.name), {"metadata": {}})
+        annotations = before["metadata"].get("annotations", {})
+        known = {"name": place.name, "namespace": "shop", "uid": uid, "annotations": annotations}
+        status: dict[str, Any] = {"phase": phase}
+        if addresses:
+            status["podIPs"] = [{"ip": str(address)} for address in place.addresses]
+        self.put("Pod", "shop", place.name, {"metadata": known | metadata, "spec": {}, "status": status})
+
+    def annotation(self, name: str) -> str | None:
+        value: str | None = self.objects[ObjectKey("Pod", "shop", name)]["metadata"]["annotations"].get(
+            REDIRECTION
+        )
+        return value
+
+    async def next(self) -> Changes:
+        await self.changed.wait()
+        self.changed.clear()
+        news, self.news = self.news, {}
+        return Changes(news, synced=True)
+
+    async def __call__(self, pod: Pod, value: str | None) -> Pod | None:
+        if self.away:
+            raise ApiUnreachable("https://api", "no answer")
+        key = ObjectKey("Pod", pod.info.namespace, pod.info.name)
+        found = self.objects.get(key)
+        if found is None or found["metadata"]["uid"] != pod.uid:
+            return None
+        annotations = {k: v for k, v in found["metadata"]["annotations"].items() if k != REDIRECTION}
+        if value is not None:
+            annotations[REDIRECTION] = value
+        changed = {**found, "metadata": {**found["metadata"], "annotations": annotations}}
+        self.put(key.kind, key.namespace, key.name, changed)
+        self.annotations.append((key.name, value))
+        return read_pod(changed)
+
+    def event(self, key: ObjectKey, reason: str, message: str) -> None:
+        self.events.append((key.name, reason, message))
+
+
+class Scene:
+    """A node with two pods, a cluster, and what a test starts."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.web, self.db = lab.pod("web"), lab.pod("db")
+        self.folder = folder
+        self.proc = Proc(folder / "proc")
+        self.proc.add(1, None)
+        self.cluster = Cluster()
+        self.toys = Toys()
+
+    def enroller(self, **options: Any) -> Enroller:
+        given = {"grace_s": 3600.0, "record": self.folder / "record.json", "proc": self.proc.folder, **options}
+        settings = given.pop("settings", Settings())
+        return Enroller(self.folder / "zds", self.cluster, self.cluster, self.cluster, settings, **given)
+
+    @contextlib.asynccontextmanager
+    async def proxy(self) -> AsyncIterator[PodManager]:
+        async with PodManager(self.folder / "zds", self.toys) as manager:
+            yield manager
+
+    def start(self, *places: Place) -> None:
+        for number, place in enumerate(places, start=100 * (1 + len(list(self.proc.folder.iterdir())))):
+            self.proc.add(number, place.netns, UIDS[place.name])
+            self.cluster.run(place)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab({"w1": ["web", "db"]}) as lab:
+        yield lab
+
+
+def on_stage(lab: Lab, folder: Path, body: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main() -> None:
+        scene = Scene(lab, folder)
+        await body(scene)
+        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    asyncio.run(main())
+
+
+def phase_of(enroller: Enroller) -> Phase | None:
+    status = enroller.agent.pod(WEB)
+    return None if status is None else status.phase
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(WAIT_S * 2):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not in time: {what}") from None
+
+
+def test_labels_bring_a_pod_in_and_out_and_its_connections_live(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        loop, cluster = asyncio.get_running_loop(), scene.cluster
+        cluster.label("shop", {})
+        scene.start(scene.web)
+        async with app(scene.db), scene.enroller() as enroller, scene.proxy() as manager:
+            await until(lambda: manager.ready and enroller.synced, "ready")
+            direct = await connect((scene.db.ipv4, 8080), netns=scene.web.netns)
+            with direct:
+                assert (await loop.sock_recv(direct, 100)).startswith(b"app db")
+                cluster.label("shop", LABELLED)
+                await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+                tunnelled = await connect((scene.db.ipv4, 8080), netns=scene.web.netns)
+                with tunnelled:
+                    assert (await loop.sock_recv(tunnelled, 100)).startswith(b"15001")
+                    cluster.label("shop", {})
+                    await until(lambda: cluster.annotation("web") is None, "said out")
+                    await until(lambda: phase_of(enroller) is Phase.LEAVING, "leaves")
+                    async with asyncio.timeout(WAIT_S):
+                        while not (await ask(scene.web, scene.db.ipv4)).startswith("app db"):
+                            pass
+                    cluster.label("shop", LABELLED)
+                    await until(lambda: cluster.annotation("web") == "enabled", "in again")
+                    assert (await ask(scene.web, scene.db.ipv4)).startswith("15001")
+                    cluster.run(scene.web, labels={MODE: "none"})
+                    await until(lambda: cluster.annotation("web") is None, "said out again")
+                    for sock in (direct, tunnelled):
+                        await loop.sock_sendall(sock, b"still")
+                        assert await loop.sock_recv(sock, 100) == b"still"
+                await until(lambda: not enroller.agent.pods(), "released when its last connection ended")
+            assert cluster.annotations == [("web", value) for value in ("enabled", None, "enabled", None)]
+            assert cluster.events == []
+            assert len(scene.toys.started) == 1
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_pod_without_a_proxy_is_pending_and_says_why(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller() as enroller:
+            await until(lambda: cluster.annotation("web") == "pending", "pending")
+            async with app(scene.db):
+                with pytest.raises(ConnectFailed):
+                    await ask(scene.web, scene.db.ipv4)
+            async with scene.proxy():
+                await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            # A proxy that is away for a while may serve it all the same.
+            await until(lambda: enroller.agent.proxies == 0, "the proxy is gone")
+            assert cluster.annotation("web") == "enabled"
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_pod_that_ends_or_goes_is_dropped_at_once(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster, loop = scene.cluster, asyncio.get_running_loop()
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web, scene.db)
+        async with scene.enroller() as enroller, scene.proxy():
+            await until(lambda: len(enroller.agent.pods()) == 2, "both are in")
+            await until(lambda: {cluster.annotation(name) for name in UIDS} == {"enabled"}, "both say so")
+            sock = await connect((scene.db.ipv4, 8080), netns=scene.web.netns)
+            with sock:
+                assert (await loop.sock_recv(sock, 100)).startswith(b"15001")
+                cluster.run(scene.web, "Succeeded", addresses=False)
+                await until(lambda: WEB not in enroller.agent.pods(), "a job that has ended")
+                await until(lambda: cluster.annotation("web") is None, "and says so")
+            cluster.put("Pod", "shop", "db", None)
+            await until(lambda: not enroller.agent.pods(), "a pod that is gone")
+            cluster.put("Pod", "shop", "web", None)
+            await until(lambda: not enroller.pods() and not enroller.waiting, "nothing is remembered")
+            assert cluster.events == []
+        assert not has_rules(scene.web.netns)
+        assert not has_rules(scene.db.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_what_fails_is_tried_again_and_said(lab: Lab, tmp_path: Path) -> None:
+    """A namespace that nobody shows yet, an API server that does not take annotations, an odd annotation."""
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        cluster.away = True
+        odd = {REDIRECTION: "enabled", "ambient.istio.io/dns-capture": "perhaps"}
+        cluster.run(scene.web, annotations=odd)
+        async with scene.enroller() as enroller, scene.proxy():
+            await until(lambda: enroller.steps["enrol", "failed"] >= 3, "its namespace is looked for")
+            assert cluster.events[0][:2] == ("web", "MeshEnrollFailed")
+            assert f"no process of it is in a network namespace with {scene.web.ipv4}" in cluster.events[0][2]
+            # It is not in the mesh, whatever a forged or left-over annotation says.
+            await until(lambda: enroller.steps["say out", "failed"] >= 1, "the API is away")
+            cluster.away = False
+            await until(lambda: cluster.annotation("web") is None, "the annotation goes")
+            scene.start(scene.web)
+            await until(lambda: cluster.annotation("web") == "enabled", "enrolled at last")
+            assert "AnnotationIgnored" in [reason for _, reason, _ in cluster.events]
+            assert has_rules(scene.web.netns)
+            status = enroller.agent.pod(WEB)
+            assert status is not None
+            assert status.description.dns
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_successor_takes_over_without_a_gap_and_tidies_up(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster, loop = scene.cluster, asyncio.get_running_loop()
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web, scene.db)
+        async with scene.proxy() as manager:
+            async with scene.enroller():
+                await until(lambda: {cluster.annotation(name) for name in UIDS} == {"enabled"}, "both are in")
+            sock = await connect((scene.db.ipv4, 8080), netns=scene.web.netns)
+            with sock:
+                assert (await loop.sock_recv(sock, 100)).startswith(b"15001")
+                # While no agent runs, one is deleted and the other one's namespace is not labelled any more.
+                cluster.put("Pod", "shop", "db", None)
+                cluster.label("shop", {})
+                cluster.annotations.clear()
+                cluster.restarted()
+                async with scene.enroller() as enroller:
+                    await until(lambda: cluster.annotation("web") is None, "said out")
+                    await until(lambda: phase_of(enroller) is Phase.LEAVING, "drains")
+                    await until(lambda: manager.active_proxies == 1, "the other one is forgotten")
+                    await loop.sock_sendall(sock, b"still")
+                    assert await loop.sock_recv(sock, 100) == b"still"
+                    sock.close()
+                    await until(lambda: not enroller.agent.pods(), "released")
+                assert cluster.annotations == [("web", None)]
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_restart_changes_no_annotation(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.proxy() as manager:
+            for _ in range(3):
+                cluster.restarted()
+                async with scene.enroller() as enroller:
+                    await until(lambda enroller=enroller: WEB in enroller.agent.pods(), "enrolled")
+                    await until(lambda enroller=enroller: not enroller.waiting, "settled")
+                    assert cluster.annotation("web") == "enabled"
+            assert cluster.annotations == [("web", "enabled")]
+            assert (manager.proxies_started, manager.proxies_stopped) == (1, 0)
+        # The last agent of the node.
+        cluster.restarted()
+        async with scene.enroller() as enroller:
+            await until(lambda: WEB in enroller.agent.pods(), "enrolled")
+            await enroller.withdraw(0.1)
+        assert cluster.annotation("web") is None
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_new_sandbox_of_a_pod_is_found(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.05)
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller() as enroller, scene.proxy():
+            await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            # The process that its namespace was found by ends, another one stays: nothing happens to the pod.
+            status = enroller.agent.pod(WEB)
+            assert status is not None
+            first = Path(str(status.description.netns)).parents[1]
+            scene.proc.add(77, scene.web.netns, UIDS["web"])
+            first.rename(first.with_name("ended"))
+
+            def found() -> bool:
+                now = enroller.agent.pod(WEB)
+                return now is not None and str(now.description.netns).endswith("/77/ns/net")
+
+            await until(found, "found by another process")
+            assert len(scene.toys.started) == 1
+            # Its sandbox is made anew, with another address: rules and proxy follow.
+            (scene.proc.folder / "77").rename(scene.proc.folder / "ended-too")
+            scene.proc.add(78, scene.db.netns, UIDS["web"])
+            addresses = [{"ip": str(scene.db.ipv4)}]
+            value = cluster.objects[ObjectKey("Pod", "shop", "web")]
+            cluster.put("Pod", "shop", "web", {**value, "status": {"phase": "Running", "podIPs": addresses}})
+            await until(lambda: has_rules(scene.db.netns) and len(scene.toys.started) == 2, "in the new one")
+            assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        event = Added(namespace="shop", name="web", netns=f"/run/netns/{scene.web.netns.name}", uid=UIDS["web"])
+        async with scene.enroller() as enroller:
+            with pytest.raises(CannotAdd, match="the API server has not shown this pod"):
+                await enroller.added(event, 0.1)
+            cluster.run(scene.web, "Pending", addresses=False)
+            with pytest.raises(CannotAdd, match="no ztunnel connection"):
+                await enroller.added(event, 0.5)
+            assert not has_rules(scene.web.netns)
+            async with scene.proxy() as manager:
+                await until(lambda: manager.ready, "a proxy")
+                assert await enroller.added(event) == "pod shop/web: in the mesh"
+                assert has_rules(scene.web.netns)
+                assert await enroller.added(event) == "pod shop/web: in the mesh"  # multus announces each network
+                await until(lambda: cluster.annotation("web") == "enabled", "said")
+                cluster.run(scene.web)
+                await until(lambda: not enroller.waiting, "settled")
+                assert len(scene.toys.started) == 1
+                # Another uid is a pod that the API server has not shown yet.
+                other = Added(namespace="shop", name="web", netns=event.netns, uid=UIDS["db"])
+                with pytest.raises(CannotAdd, match="not shown"):
+                    await enroller.added(other, 0.1)
+                cluster.run(scene.db, labels={MODE: "none"}, addresses=False)
+                plain = Added(namespace="shop", name="db", netns=f"/run/netns/{scene.db.netns.name}")
+                assert "not in the mesh (pod-opted-out)" in await enroller.added(plain)
+                assert not has_rules(scene.db.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_misshapen_pods_are_said_and_left_alone(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.cluster.put("Pod", "shop", "odd", {"metadata": {"name": "odd", "namespace": "shop"}})
+        scene.start(scene.web)
+        async with scene.enroller(), scene.proxy():
+            await until(lambda: scene.cluster.annotation("web") == "enabled", "the other one")
+        assert "object=Pod/shop/odd: it has no uid" in caplog.text
+
+    on_stage(lab, tmp_path, body)

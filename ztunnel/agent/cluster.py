@@ -1,0 +1,75 @@
+"""Runs the agent of a node of a Kubernetes cluster: ``ztunnel agent --kube``."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import Final
+
+from ztunnel.agent.enroller import Enroller, annotating, selections
+from ztunnel.agent.enrolment import Settings
+from ztunnel.agent.scan import kubelet_user
+from ztunnel.kube.client import connect
+from ztunnel.kube.events import EventWriter
+from ztunnel.kube.informer import Informer
+
+log = logging.getLogger(__name__)
+
+#: Connections of pods that leave by their label go on for so long; it costs a listener until they end.
+_GRACE_S: Final = 3600.0
+#: A node's last agent must be done before kubelet kills it; the chart gives it 30 s.
+_WITHDRAW_S: Final = 10.0
+
+
+async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> None:
+    """Keep the node's pods in the mesh until ``stop``.
+
+    Args:
+        args: of ``ztunnel agent --kube``.
+        record: see :mod:`ztunnel.agent.record`.
+        stop: ends it; pods stay in the mesh for the next agent, unless the arguments say otherwise.
+
+    Raises:
+        BadKubeconfig: before anything else.
+        OSError: a socket cannot be bound.
+    """
+    settings = Settings(
+        excluded=frozenset(name.strip() for name in args.exclude.split(",") if name.strip()),
+        system_namespace=args.system_namespace,
+        dns=not args.no_dns_capture,
+        new_connections_only=args.established == "keep",
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connect(args.kubeconfig))
+        informer = await stack.enter_async_context(Informer(client, selections(args.node)))
+        events = await stack.enter_async_context(EventWriter(client, "ztunnel-agent", args.node, informer.known))
+        enroller = await stack.enter_async_context(
+            Enroller(
+                args.socket,
+                informer,
+                annotating(client),
+                events,
+                settings,
+                proc=args.proc,
+                record=record,
+                grace_s=_GRACE_S if args.grace is None else args.grace,
+                probe_user=_user_of_probes(args),
+            )
+        )
+        log.info("agent started node=%s socket=%s", args.node, args.socket)
+        await stop.wait()
+        if args.remove:
+            await enroller.withdraw(_WITHDRAW_S)
+
+
+def _user_of_probes(args: argparse.Namespace) -> int | None:
+    """Return the user whose connections from the node are not captured, None for none."""
+    if isinstance(args.probe_user, int):
+        return args.probe_user
+    if args.probe_user == "none":
+        return None
+    found = kubelet_user(args.proc)
+    if found is None:
+        log.warning("no kubelet below %s: its probes will be captured (--probe-user)", args.proc)
+    return found
