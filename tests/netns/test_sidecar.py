@@ -22,6 +22,7 @@ from tproxy.sidecar import PASSTHROUGH, USER
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"
+MESH = {name: {"mesh": True} for name in ("sidecar", "other", "rust")}
 AS_PROXY = (f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--bounding-set=-all")
 
 
@@ -83,14 +84,58 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+def test_it_sends_its_peers_away_and_ends_when_its_own_pod_says_so(folder: Path) -> None:
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            rig = mesh_of({"w1": ["sidecar"], "w2": ["rust", "plain"]}, folder, captured=[], pods=MESH)
+            mesh = await stack.enter_async_context(rig)
+            pod, rust = mesh.lab.pod("sidecar"), mesh.lab.pod("rust")
+            await stack.enter_async_context(app(pod))
+            proxy = await stack.enter_async_context(injected(mesh, "sidecar"))
+            ends = await stack.enter_async_context(HboneEnds(folder))
+            dialled = ends.connection(rust, pod.ipv4, "rust", expect="sidecar")
+            connection = await stack.enter_async_context(dialled)
+            loop = asyncio.get_running_loop()
+            with await ends.tunnel(connection, f"{pod.ipv4}:8080") as tunnel:
+                first = await loop.sock_recv(tunnel, 100)
+                # Strangers may ask, in the clear and through a tunnel, whose last part comes from loopback.
+                request = (
+                    b"POST /quitquitquit HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                )
+                said = await ask(mesh.lab.pod("plain"), pod.ipv4, 15020, request)
+                assert said.startswith(b"HTTP/1.1 403 ")
+                with await ends.tunnel(connection, f"{pod.ipv4}:15020") as stranger:
+                    await loop.sock_sendall(stranger, request)
+                    assert (await loop.sock_recv(stranger, 100)).startswith(b"HTTP/1.1 403 ")
+                # The preStop hook: the peer hears GOAWAY, what runs goes on, new connections are taken still.
+                waiting = pod.popen(
+                    [sys.executable, "-m", "ztunnel", "drain", "--wait=60", "--least=0"],
+                    env={"PYTHONPATH": str(ROOT)},
+                )
+                await eventually(lambda: not connection.accepts_streams, "the peer is sent away")
+                assert waiting.poll() is None
+                await loop.sock_sendall(tunnel, HELLO)
+                assert await loop.sock_recv(tunnel, 100) == HELLO
+                again = ends.connection(rust, pod.ipv4, "rust", expect="sidecar")
+                other = await stack.enter_async_context(again)
+                with await ends.tunnel(other, f"{pod.ipv4}:8080") as late:
+                    assert await loop.sock_recv(late, 100) == first
+            assert await asyncio.to_thread(waiting.wait, 30) == 0
+            # A job's own container: the proxy ends in order.
+            status, _ = proxy.get(15020, "/quitquitquit", "POST")
+            assert status == 200
+            assert await proxy.drained() == 0
+
+    asyncio.run(main())
+
+
 def test_an_injected_pod_talks_to_every_other_kind(folder: Path) -> None:
     async def main() -> None:
         nodes = {"w1": ["sidecar", "enrolled"], "w2": ["other", "plain", "far", "rust"]}
-        pods = {name: {"mesh": True} for name in ("sidecar", "other", "rust")}
         shop = {"addresses": ["10.96.0.10"], "ports": {"http": {"port": 80, "target": 8080}}, "pods": ["sidecar"]}
         async with contextlib.AsyncExitStack() as stack:
             rig = mesh_of(
-                nodes, folder, captured=["enrolled", "far"], pods=pods, mesh={"services": {"shop": shop}}
+                nodes, folder, captured=["enrolled", "far"], pods=MESH, mesh={"services": {"shop": shop}}
             )
             mesh = await stack.enter_async_context(rig)
             places = {name: mesh.lab.pod(name) for names in nodes.values() for name in names}

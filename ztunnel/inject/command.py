@@ -1,4 +1,4 @@
-"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and ``ztunnel gate``."""
+"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and what injected pods run: ``gate`` and ``drain``."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(subparsers: Any) -> None:
-    """Add ``inject`` and ``gate`` to ``argparse``'s sub-commands."""
+    """Add ``inject``, ``gate`` and ``drain`` to ``argparse``'s sub-commands."""
     text = "add to the pods of a file what puts them into the mesh, and print the file"
     parser: argparse.ArgumentParser = subparsers.add_parser("inject", help=text, description=text)
     parser.add_argument(
@@ -62,6 +62,26 @@ def add_arguments(subparsers: Any) -> None:
     )
     gate.add_argument("--fail-open", action="store_true", help="after that time let the application start anyway")
     gate.set_defaults(run=run_gate)
+    text = "have the proxy of this pod send its peers away; the preStop hook of a sidecar"
+    drain: argparse.ArgumentParser = subparsers.add_parser("drain", help=text, description=text)
+    drain.add_argument(
+        "--port", type=int, default=15020, metavar="PORT", help="metrics of the proxy (default 15020)"
+    )
+    drain.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="stay until no connection is left, at most so long (default 0)",
+    )
+    drain.add_argument(
+        "--least",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="with --wait, stay at least so long (default 5)",
+    )
+    drain.set_defaults(run=run_drain)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -155,6 +175,13 @@ def run_gate(args: argparse.Namespace) -> int:
     from ztunnel.inject.gate import wait
 
     return wait(args.timeout, fail_open=args.fail_open)
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """Drain; the exit status."""
+    from ztunnel.inject.drain import drain
+
+    return drain(args.wait, args.least, port=args.port)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -321,11 +321,14 @@ class IstioProxy:
         """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
         self._stop.set()
 
-    def say_goodbye(self) -> None:
-        """Ask the peers of a dedicated proxy to take new connections elsewhere; it serves on. Idempotent."""
-        for pod in self._own:
-            if isinstance(pod, PodProxy):  # a sidecar has no workers
-                pod.say_goodbye()
+    def say_goodbye(self) -> int:
+        """Ask the peers of a dedicated proxy to take new connections elsewhere; it serves on. Idempotent.
+
+        Returns:
+            How many connections it carries.
+        """
+        # A sidecar has no workers.
+        return sum(pod.say_goodbye() for pod in self._own if isinstance(pod, PodProxy))
 
     def _interrupted(self) -> None:
         """Handle SIGINT: the first one drains, the second one exits at once."""

@@ -100,13 +100,17 @@ class PodProxy:
         """Return ``connections`` of the dump."""
         return self._connections.dump()
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self) -> int:
         """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
 
         A pod that ends hears of it before the control plane has told everybody.
+
+        Returns:
+            How many connections are carried.
         """
         self._connections.begin_drain()
         self._connections.say_goodbye()
+        return len(self._connections.inbound) + len(self._connections.outbound)
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.

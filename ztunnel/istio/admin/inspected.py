@@ -70,8 +70,8 @@ class InspectedProxy(Protocol):
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log's filter, in workers, too."""
 
-    def say_goodbye(self) -> None:
-        """Ask peers to take their new connections elsewhere."""
+    def say_goodbye(self) -> int:
+        """Ask peers to take new connections elsewhere; the number of those that are open."""
 
     def shut_down(self) -> None:
         """Begin to drain, then end."""

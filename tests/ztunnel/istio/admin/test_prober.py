@@ -204,10 +204,15 @@ def test_kubelets_paths_are_on_the_metrics_port() -> None:
 def test_the_pods_own_containers_end_a_sidecar_and_nobody_else() -> None:
     async def check(rig: Rig) -> None:
         goodbyes: list[str] = []
-        rig.proxy.say_goodbye = lambda: goodbyes.append("drain")  # type: ignore[method-assign]
+
+        def say_goodbye() -> int:
+            goodbyes.append("drain")
+            return 3
+
+        rig.proxy.say_goodbye = say_goodbye  # type: ignore[method-assign]
         rig.proxy.shut_down = lambda: goodbyes.append("quit")  # type: ignore[method-assign]
         assert (await rig.ask("stats", "/drain")).status == 405
-        assert (await rig.ask("stats", "/drain", "POST")).status == 200
+        assert (await rig.ask("stats", "/drain", "POST")).text == "3 connections are open\n"
         assert (await rig.ask("stats", "/quitquitquit", "POST")).status == 200
         assert goodbyes == ["drain", "quit"]
 

@@ -1,0 +1,69 @@
+"""``ztunnel drain``: asks the proxy of this pod to send its peers away; the preStop hook of a sidecar.
+
+A native sidecar gets it when its pod begins to end, and SIGTERM after the application: it need not wait. A sidecar
+that is an ordinary container gets SIGTERM together with the application, which may still have connections to
+finish or to open; there the hook holds SIGTERM back (``wait_s``) until none is left, or its time is over.
+
+Imports are the standard library's, as the gate's.
+"""
+
+import http.client
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+#: The metrics port of a sidecar.
+PORT: Final = 15020
+_POLL_S: Final = 0.5
+_ANSWER_S: Final = 5.0
+
+
+def drain(
+    wait_s: float,
+    least_s: float,
+    *,
+    port: int = PORT,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Return 0 once the proxy drains, and nothing is left of its connections or the time is over; blocks.
+
+    Args:
+        wait_s: the longest wait for the ends of connections; 0: none.
+        least_s: the shortest, if there is one: what the application opens while it ends.
+        port: of the proxy.
+        say: gets a line for each result that is not plain.
+        monotonic, sleep: the clock.
+
+    Returns:
+        1 if no proxy answers: kubelet goes on with SIGTERM.
+    """
+    began_s = monotonic()
+    while True:
+        try:
+            left = _asked(port)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            say(f"drain: the proxy of this pod does not answer on port {port}: {error}")
+            return 1
+        passed_s = monotonic() - began_s
+        if passed_s >= wait_s or (not left and passed_s >= least_s):
+            if left and wait_s:
+                say(f"drain: {left} connections are left after {passed_s:.1f} s")
+            return 0
+        sleep(min(_POLL_S, max(wait_s - passed_s, 0.001)))
+
+
+def _asked(port: int) -> int:
+    """Return how many connections are open."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+    try:
+        connection.request("POST", "/drain", headers={"Content-Length": "0"})
+        answer = connection.getresponse()
+        said = answer.read(4096).decode("ascii", "replace")
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {said.strip()}")
+        return int(said.partition(" ")[0])
+    finally:
+        connection.close()
