@@ -3,30 +3,27 @@
 The template ``ambient`` adds the label by which node agents enrol a pod, and an init container, first of all, that
 waits until the proxy's listeners are in the pod: without it the first connections of an application may leave
 before its rules are there. Nothing else changes. The pod does not get the annotation ``sidecar.istio.io/status``:
-agents, Istio's and ours, leave out pods that have it.
+agents, Istio's and ours, leave out pods that have it. ``sidecar`` and ``sidecar-classic`` are in
+:mod:`ztunnel.inject.sidecar`.
 
-To inject a pod again changes nothing: what was added is found by name and made anew.
+To inject a pod again changes nothing: what was added is found, by name or by the status, and made anew.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ztunnel.inject.annotations import FALSE_WORDS, TRUE_WORDS, BadAnnotations, asked
 from ztunnel.inject.config import TEMPLATES, InjectConfig
 from ztunnel.inject.decision import Decision, decide, mapping
+from ztunnel.inject.sidecar import STATUS, BadPod, add, is_ours, strip
 from ztunnel.kube.objects import Object
 
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
-STATUS_ANNOTATION: Final = "sidecar.istio.io/status"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
 GATE: Final = "mesh-gate"
 #: Annotations that node agents read. They ignore a value that is no boolean, so that its author is told here.
 _BOOLEANS: Final = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
-#: strconv.ParseBool's words: the agents of Istio read them so.
-_BOOLEAN_WORDS: Final = frozenset(
-    ["1", "t", "T", "TRUE", "true", "True", "0", "f", "F", "FALSE", "false", "False"]
-)
 
 
 class Denied(Exception):
@@ -48,16 +45,19 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
 
-def inject(pod: Object, namespace: str, config: InjectConfig) -> Outcome:
+def inject(
+    pod: Object, namespace: str, config: InjectConfig, variables: Mapping[str, str] | None = None
+) -> Outcome:
     """Return the pod with what its templates add, or as it is.
 
     Args:
         pod: kept unchanged.
         namespace: the request's; a pod's own may be empty.
         config: the injector's.
+        variables: further environment of a sidecar, by the URL of the webhook.
 
     Raises:
-        Denied: an annotation that names no template, or a pod that is none.
+        Denied: an annotation that names no template or has a value that cannot be used, or a pod that is none.
     """
     decision = decide(pod, namespace, config.rules)
     warnings = [decision.warning] if decision.warning else []
@@ -66,18 +66,31 @@ def inject(pod: Object, namespace: str, config: InjectConfig) -> Outcome:
     metadata = mapping(pod, "metadata")
     annotations = mapping(metadata, "annotations")
     names = _templates(annotations, config)
-    if STATUS_ANNOTATION in annotations:
+    if STATUS in annotations and not is_ours(annotations):
         # Istio's injector was here first: agents would leave this pod out, and the gate would wait in vain.
-        warnings.append(f"the pod has a sidecar already ({STATUS_ANNOTATION}); nothing is injected")
+        warnings.append(f"the pod has a sidecar already ({STATUS}); nothing is injected")
         return Outcome(pod, Decision(False, decision.reason), tuple(warnings))
-    for name in _BOOLEANS:
-        value = annotations.get(name)
-        if value is not None and value not in _BOOLEAN_WORDS:
-            warnings.append(f"{name}={value!r} is ignored: it must be true or false")
-    made = copy.deepcopy(dict(pod))
+    try:
+        made = _unshared(pod)
+    except RecursionError as error:
+        raise Denied("the pod is nested too deeply") from error
+    strip(made)
     if "ambient" in names:
+        for name in _BOOLEANS:
+            value = annotations.get(name)
+            if value is not None and value not in TRUE_WORDS | FALSE_WORDS:
+                warnings.append(f"{name}={value!r} is ignored: it must be true or false")
         _ambient(made, config)
+    else:
+        warnings += _sidecar(made, config, variables or {}, native="sidecar" in names)
     return Outcome(made, decision, tuple(warnings))
+
+
+def _unshared(value: Any) -> Any:
+    """Return a copy in which nothing is in two places, as what YAML's anchors make is."""
+    if isinstance(value, Mapping):
+        return {key: _unshared(each) for key, each in value.items()}
+    return [_unshared(each) for each in value] if isinstance(value, list) else value
 
 
 def _templates(annotations: Mapping[str, Any], config: InjectConfig) -> tuple[str, ...]:
@@ -91,7 +104,26 @@ def _templates(annotations: Mapping[str, Any], config: InjectConfig) -> tuple[st
         known = ", ".join((*TEMPLATES, *config.aliases))
         what = ", ".join(repr(name) for name in unknown) or "an empty list"
         raise Denied(f"annotation {TEMPLATES_ANNOTATION} names {what}; known templates are {known}")
+    if len(set(expanded)) > 1:
+        what = " and ".join(sorted(set(expanded)))
+        raise Denied(f"annotation {TEMPLATES_ANNOTATION}: {what} exclude each other; name one")
     return expanded
+
+
+def _sidecar(
+    pod: dict[str, Any], config: InjectConfig, variables: Mapping[str, str], *, native: bool
+) -> list[str]:
+    try:
+        asks = asked(mapping(mapping(pod, "metadata"), "annotations"), config.sidecar)
+        spec = mapping(pod, "spec")
+        if isinstance(spec, dict) and isinstance(spec.get("initContainers"), list):
+            # A pod that was injected by the other template keeps no gate: its listeners come after it.
+            spec["initContainers"] = [
+                each for each in spec["initContainers"] if not isinstance(each, dict) or each.get("name") != GATE
+            ]
+        return add(pod, asks, config, variables, native=native if asks.native is None else asks.native)
+    except (BadAnnotations, BadPod) as error:
+        raise Denied(str(error)) from error
 
 
 def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import unquote
 
 from ztunnel.inject.config import InjectConfig
 from ztunnel.inject.decision import mapping
@@ -17,6 +18,7 @@ from ztunnel.inject.patch import diff
 
 #: etcd's limit for a request, twice, as Istio's: an object and its old state.
 MAX_BODY: Final = 3 * 1024 * 1024
+_URL_NAMES: Final = {"cluster": ("CLUSTER_ID", "ISTIO_META_CLUSTER_ID"), "net": ("NETWORK",)}
 _VERSIONS: Final = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
 
 
@@ -36,8 +38,8 @@ class Answer:
     about: str
 
 
-def answer(body: bytes, content_type: str, config: InjectConfig) -> Answer:
-    """Return the answer to a request's body."""
+def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "") -> Answer:
+    """Return the answer to a request's body; ``path`` is what follows ``/inject`` in the URL."""
     if content_type != "application/json":
         return _bad(415, f"Content-Type must be application/json, not {content_type!r}")
     if not body:
@@ -61,7 +63,7 @@ def answer(body: bytes, content_type: str, config: InjectConfig) -> Answer:
     namespace = str(request.get("namespace") or mapping(pod, "metadata").get("namespace") or "")
     name = f"{namespace}/{pod_name(pod)}"
     try:
-        outcome = inject(pod, namespace, config)
+        outcome = inject(pod, namespace, config, variables_of(path))
     except Denied as error:
         return _review(version, {"uid": uid, **_denial(str(error))}, name)
     response: dict[str, Any] = {"uid": uid, "allowed": True}
@@ -72,6 +74,21 @@ def answer(body: bytes, content_type: str, config: InjectConfig) -> Answer:
         response["patchType"] = "JSONPatch"
         response["patch"] = base64.b64encode(json.dumps(patch, separators=(",", ":")).encode()).decode()
     return _review(version, response, f"{name}: {outcome.decision.reason}")
+
+
+def variables_of(path: str) -> dict[str, str]:
+    """Return the environment that a webhook's URL gives to sidecars: ``/cluster/east/net/west``.
+
+    As in Istio: pairs of names and values, where ``--slash--`` in a value is ``/``; a name without a value is
+    passed over. ``cluster`` and ``net`` have variables of their own, others are these in capitals.
+    """
+    parts = [unquote(part) for part in path.split("/") if part]
+    found: dict[str, str] = {}
+    for name, value in zip(parts[::2], parts[1::2], strict=False):
+        text = value.replace("--slash--", "/")
+        for variable in _URL_NAMES.get(name, (name.upper(),)):
+            found[variable] = text
+    return found
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:

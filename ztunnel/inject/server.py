@@ -209,7 +209,8 @@ class InjectServer:
             body += piece
             if len(body) > MAX_BODY:
                 break
-        answered = answer(body, headers.get("content-type", ""), self._config)
+        path = str(scope["path"]).removeprefix("/inject")
+        answered = answer(body, headers.get("content-type", ""), self._config, path)
         self._requests.labels(answered.result).inc()
         level = logging.INFO if answered.status == 200 else logging.WARNING
         log.log(level, "inject: %s: %s", answered.result, answered.about)

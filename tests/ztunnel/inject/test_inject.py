@@ -123,7 +123,7 @@ def test_aliases_and_lists_of_templates() -> None:
 def test_an_unknown_template_denies_the_pod_and_lists_the_known(named: str) -> None:
     said = response(review(pod(annotations={TEMPLATES_ANNOTATION: named})))
     assert said["allowed"] is False
-    assert said["status"]["message"].endswith("known templates are ambient")
+    assert said["status"]["message"].endswith("known templates are ambient, sidecar, sidecar-classic")
     assert TEMPLATES_ANNOTATION in said["status"]["message"]
     with pytest.raises(Denied):
         inject(pod(annotations={TEMPLATES_ANNOTATION: named}), "shop", CONFIG)
