@@ -152,6 +152,31 @@ class Rbac:
     log_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimit:
+    """``envoy.filters.network.connection_limit``: connections of a chain at once.
+
+    Attributes:
+        delay_s: how long one too many is held before it is closed.
+    """
+
+    stat_prefix: str
+    most: int
+    delay_s: float = 0.0
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRateLimit:
+    """``envoy.filters.network.local_ratelimit``: a chain's new connections, by a token bucket that begins full."""
+
+    stat_prefix: str
+    most_tokens: int
+    tokens_per_fill: int
+    fill_interval_s: float
+    enabled: bool = True
+
+
 class SharedWithUpstream(StrEnum):
     """Whether a filter state object passes on through internal connections."""
 
@@ -244,6 +269,7 @@ class FilterChain:
     filter_state: tuple[SetFilterState, ...]
     terminal: TcpProxy | HttpConnectionManager
     content: str
+    limits: tuple[ConnectionLimit | LocalRateLimit, ...] = ()
     transport_connect_timeout_s: float = 0.0
 
     @property

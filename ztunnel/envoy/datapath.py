@@ -44,7 +44,7 @@ from ztunnel.envoy.listeners.filters import (
 )
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused, UpstreamFailed
+from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused, TooMany, UpstreamFailed
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.terminate import Answer, RequestRefused, Terminator
@@ -135,12 +135,15 @@ class Datapath:
                 info.listener = listener.name
             chain = self._choose_chain(listener, info)
             connection.chain = chain
+            if chain.manager is None:
+                hop.filter_sinks = chain.sinks
+            if chain.limits:
+                await self._admit(chain, info)
             if chain.manager is not None:
                 # As in Envoy, a manager's loggers write a line per request and none for the connection.
                 info.protocol = "HTTP/2"
                 await self._terminate(hop, connection, listener, chain, end)
             else:
-                hop.filter_sinks = chain.sinks
                 await self._proxy(hop, connection, listener, chain, end)
         except Refused as error:
             hop.refused(error)
@@ -158,6 +161,15 @@ class Datapath:
             connection.drain = None
             owner.closed()
             hop.finish()
+
+    @staticmethod
+    async def _admit(chain: LiveChain, info: StreamInfo) -> None:
+        """Apply the chain's limits of connections; one too many is held for a while first if that is wanted."""
+        try:
+            chain.admit(info)
+        except TooMany as error:
+            await asyncio.sleep(error.delay_s)
+            raise
 
     @staticmethod
     def _cancel_current(info: StreamInfo) -> Abort:

@@ -103,6 +103,7 @@ class InternalListeners:
         info.chain = chain.name
         hop.filter_sinks = chain.sinks
         try:
+            chain.admit(info)
             chain.judge(info)
         except Refused as error:
             hop.refused(error)
@@ -192,6 +193,7 @@ class InternalListeners:
         )
         listener.node_local.value += 1
         try:
+            chain.admit(info)
             chain.judge(info, port_known=not self.terminator.judges_ports)
         except Refused as error:
             hop.refused(error)

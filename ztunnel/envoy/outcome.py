@@ -5,6 +5,7 @@
     Refused                 the connection ends before bytes flow; carries flag and details
     ├── NoFilterChain       no filter chain of the listener matches
     ├── Denied              a policy denies it
+    ├── TooMany             one of the chain's limits is reached
     ├── NoCluster           the chain names a cluster that does not exist (NC)
     ├── NoHealthyHost       the cluster has no host for it (UH)
     ├── Overflow            a circuit breaker is full (UO)
@@ -32,6 +33,18 @@ class Refused(Exception):
     def __init__(self, details: str = "") -> None:
         super().__init__(details)
         self.details = details
+
+
+class TooMany(Refused):
+    """A chain's limit of connections is reached.
+
+    Attributes:
+        delay_s: how long the connection is held before it is closed.
+    """
+
+    def __init__(self, details: str = "", delay_s: float = 0.0) -> None:
+        super().__init__(details)
+        self.delay_s = delay_s
 
 
 class NoFilterChain(Refused):
@@ -108,9 +121,11 @@ class Hop:
             self.info.upstream_failure = error.reason
 
     def finish(self) -> None:
-        """Write the log lines; idempotent."""
+        """Give back what the hop held, and write its log lines; idempotent."""
         if self.finished:
             return
         self.finished = True
+        for give_back in self.info.held:
+            give_back()
         self.info.duration_s = self.clock.monotonic() - self.info.started
         write_all((*self.filter_sinks, *self.listener_sinks), self.info)

@@ -1,5 +1,6 @@
 """The facts about one hop of a connection, from accept to its log line."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -133,6 +134,8 @@ class StreamInfo:
     upstream_certificate: Certificate | None = None
     stream_id: str = ""
     attempts: int = 0
+    held: tuple[Callable[[], None], ...] = ()
+    """Called when the hop is over: they give its places among limited connections back."""
     bytes_received: int = 0
     bytes_sent: int = 0
     duration_s: float | None = None

@@ -57,6 +57,7 @@ IGNORED = {
     "envoy.config.core.v3.KeepaliveSettings.timeout": _OF_HTTP,
     "envoy.config.core.v3.Metadata.typed_filter_metadata": "nothing that is supported reads it",
     "envoy.config.core.v3.Pipe.mode": "of a socket that is made; endpoints are connected to",
+    "envoy.config.core.v3.RuntimeFeatureFlag.runtime_key": "the runtime's keys are refused",
     "envoy.config.core.v3.SocketAddress.ipv4_compat": "an unspecified IPv6 address takes IPv4 in any case",
     "envoy.config.core.v3.SocketOption.description": _LABEL,
     "envoy.config.core.v3.SubstitutionFormatString.content_type": "of bodies; a log line has no type",

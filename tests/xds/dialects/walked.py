@@ -255,6 +255,21 @@ LISTENER_FILTERS = [
     typed("istio.set_internal_dst_address.v1.Config"),
     {"name": "w", "config_discovery": {"config_source": ADS, "type_urls": ["x.Y"]}},
 ]
+ON = {"default_value": True, "runtime_key": "k"}
+LIMITS = [
+    typed(
+        "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit",
+        stat_prefix="c",
+        max_connections=2,
+        runtime_enabled=ON,
+    ),
+    typed(
+        "envoy.extensions.filters.network.local_ratelimit.v3.LocalRateLimit",
+        stat_prefix="l",
+        token_bucket={"max_tokens": 2, "tokens_per_fill": 2, "fill_interval": "1s"},
+        runtime_enabled=ON,
+    ),
+]
 LISTENER = {
     "name": "l",
     "address": socket(),
@@ -262,7 +277,7 @@ LISTENER = {
     "filter_chains": [
         {
             "name": "a",
-            "filters": [RBAC, STATE, TCP],
+            "filters": [*LIMITS, RBAC, STATE, TCP],
             "transport_socket": SERVER_TLS,
             "metadata": STRUCT,
             "filter_chain_match": {"prefix_ranges": [CIDR], "transport_protocol": "tls"},

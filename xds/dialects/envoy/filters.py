@@ -30,16 +30,28 @@ from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.filters.common.set_filter_state.v3 import set_filter_state_pb2 as state
 from xds.proto.envoy.extensions.filters.http.router.v3.router_pb2 import Router
+from xds.proto.envoy.extensions.filters.network.connection_limit.v3.connection_limit_pb2 import ConnectionLimit
 from xds.proto.envoy.extensions.filters.network.http_connection_manager.v3 import (
     http_connection_manager_pb2 as hcm,
 )
+from xds.proto.envoy.extensions.filters.network.local_ratelimit.v3.local_rate_limit_pb2 import LocalRateLimit
 from xds.proto.envoy.extensions.filters.network.rbac.v3.rbac_pb2 import RBAC
 from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_state_pb2 import (
     Config as SetFilterState,
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-NetworkFilter = model.Rbac | model.SetFilterState | model.TcpProxy | http_model.HttpConnectionManager
+#: Of the interval at which tokens come, as in Envoy.
+_LEAST_FILL_S = 0.05
+
+NetworkFilter = (
+    model.Rbac
+    | model.ConnectionLimit
+    | model.LocalRateLimit
+    | model.SetFilterState
+    | model.TcpProxy
+    | http_model.HttpConnectionManager
+)
 
 
 def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilter:
@@ -51,6 +63,10 @@ def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilte
     match message:
         case RBAC():
             return compile_rbac(message)
+        case ConnectionLimit():
+            return _connection_limit(message)
+        case LocalRateLimit():
+            return _local_rate_limit(message)
         case SetFilterState():
             return _set_filter_state(message, surroundings)
         case tcp.TcpProxy():
@@ -59,6 +75,53 @@ def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilte
             return _connection_manager(message, surroundings)
         case _:
             raise Unsupported(f"no such network filter: {message.DESCRIPTOR.full_name}")
+
+
+def _connection_limit(message: ConnectionLimit) -> model.ConnectionLimit:
+    only(message, "stat_prefix", "max_connections", "delay", "runtime_enabled")
+    required(message, "stat_prefix")
+    most = wrapped(message, "max_connections", 0)
+    if most < 1:
+        raise constraint(message, "max_connections", "value must be greater than or equal to 1")
+    return model.ConnectionLimit(
+        stat_prefix=message.stat_prefix,
+        most=most,
+        delay_s=seconds(message, "delay", 0.0),
+        enabled=_enabled(message),
+    )
+
+
+def _local_rate_limit(message: LocalRateLimit) -> model.LocalRateLimit:
+    only(message, "stat_prefix", "token_bucket", "runtime_enabled")
+    required(message, "stat_prefix")
+    required(message, "token_bucket")
+    bucket = message.token_bucket
+    with at("token_bucket"):
+        only(bucket, "max_tokens", "tokens_per_fill", "fill_interval")
+        per_fill = wrapped(bucket, "tokens_per_fill", 1)
+        for field, value in (("max_tokens", bucket.max_tokens), ("tokens_per_fill", per_fill)):
+            if value < 1:
+                raise constraint(bucket, field, "value must be greater than 0")
+        interval_s = seconds(bucket, "fill_interval", 0.0)
+        if interval_s < _LEAST_FILL_S:
+            raise ConfigError("local rate limit token bucket fill timer must be >= 50ms", "fill_interval")
+    return model.LocalRateLimit(
+        stat_prefix=message.stat_prefix,
+        most_tokens=bucket.max_tokens,
+        tokens_per_fill=per_fill,
+        fill_interval_s=interval_s,
+        enabled=_enabled(message),
+    )
+
+
+def _enabled(message: ConnectionLimit | LocalRateLimit) -> bool:
+    """Return whether a filter acts; runtime keys cannot be set, so that the default is the value."""
+    if not message.HasField("runtime_enabled"):
+        return True
+    with at("runtime_enabled"):
+        required(message.runtime_enabled, "default_value")
+        required(message.runtime_enabled, "runtime_key")
+    return message.runtime_enabled.default_value.value
 
 
 def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> model.SetFilterState:

@@ -261,6 +261,7 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
         "transport_socket_connect_timeout",
     )
     rbac: list[model.Rbac] = []
+    limits: list[model.ConnectionLimit | model.LocalRateLimit] = []
     state: list[model.SetFilterState] = []
     terminal: model.TcpProxy | HttpConnectionManager | None = None
     for index, entry in enumerate(message.filters):
@@ -274,6 +275,8 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
             match found:
                 case model.Rbac():
                     rbac.append(found)
+                case model.ConnectionLimit() | model.LocalRateLimit():
+                    limits.append(found)
                 case model.SetFilterState():
                     state.append(found)
                 case _:
@@ -293,6 +296,7 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
         match=match_,
         tls=tls,
         rbac=tuple(rbac),
+        limits=tuple(limits),
         filter_state=tuple(state),
         terminal=terminal,
         content=content,

@@ -1,5 +1,6 @@
 """Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters resolved."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hbone.settings import Role
@@ -7,6 +8,7 @@ from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
 from xds.model.listener import FilterChain, Rbac, SharedWithUpstream, TcpProxy
+from ztunnel.envoy.listeners.limits import live_limit
 from ztunnel.envoy.outcome import Denied
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.secrets.store import SecretStore
@@ -180,10 +182,12 @@ class LiveChain:
         secrets: SecretStore,
         ssl: LiveSsl,
         owner: str,
+        now: Callable[[], float],
     ) -> None:
         self.model = model
         self.name = model.name
         self.rbac = tuple(LiveRbac(rbac, stats) for rbac in model.rbac)
+        self.limits = tuple(live_limit(limit, stats, now) for limit in model.limits)
         self.filter_state = [
             LiveState(
                 value.key,
@@ -210,6 +214,15 @@ class LiveChain:
         if self.proxy is not None:
             return self.proxy.sinks
         return self.manager.sinks if self.manager is not None else ()
+
+    def admit(self, info: StreamInfo) -> None:
+        """Run the filters that limit connections, as Envoy before any byte, that of a handshake included.
+
+        Raises:
+            TooMany: by the first that has no room.
+        """
+        for limit in self.limits:
+            limit.check(info)
 
     def judge(self, info: StreamInfo, *, port_known: bool = True) -> None:
         """Run the RBAC filters in order.

@@ -131,7 +131,15 @@ class LiveListener:
                 return found
             owner = f"listener {model.name}: {place}.transport_socket.typed_config"
             with at(place, "transport_socket", "typed_config"):
-                return LiveChain(chain, stats=stats, logs=logs, secrets=secrets, ssl=self.ssl, owner=owner)
+                return LiveChain(
+                    chain,
+                    stats=stats,
+                    logs=logs,
+                    secrets=secrets,
+                    ssl=self.ssl,
+                    owner=owner,
+                    now=clock.monotonic,
+                )
 
         self.chains: dict[int, LiveChain] = {}
         try:
