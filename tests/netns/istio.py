@@ -49,7 +49,7 @@ class NodeProxy:
     """One running proxy, the agent of its node, and the pods it is for."""
 
     def __init__(
-        self, place: Place, folder: Path, process: "subprocess.Popen[bytes]", agent: NodeAgent, pods: list[str]
+        self, place: Place, folder: Path, process: "subprocess.Popen[bytes]", agent: Any, pods: list[str]
     ) -> None:
         self.place = place
         self.process = process
@@ -156,6 +156,7 @@ class AmbientMesh:
             only certificates from the control plane.
         dedicated: a proxy in each captured pod instead of one per node.
         resolv_conf: the proxies' ``/etc/resolv.conf``; the host's by default.
+        agents: false if the test runs agents of its own, at ``<node>.zds`` in the folder.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class AmbientMesh:
         local: Local | None = None,
         dedicated: bool = False,
         resolv_conf: Callable[["AmbientMesh"], str] | None = None,
+        agents: bool = True,
     ) -> None:
         self.lab = Lab(nodes)
         self.folder = folder
@@ -180,6 +182,7 @@ class AmbientMesh:
         self.local = local
         self.dedicated = dedicated
         self.resolv_conf = resolv_conf
+        self.agents = agents
         self.proxies: dict[str, NodeProxy] = {}
         self.control_plane: ControlPlane | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -285,6 +288,10 @@ class AmbientMesh:
 
     async def _start(self, stack: contextlib.AsyncExitStack, worker: Worker) -> None:
         name = worker.place.name
+        if not self.agents:
+            process = self.start_proxy(worker)
+            self.proxies[name] = NodeProxy(worker.place, self.folder, process, None, list(worker.pods))
+            return
         agent = await stack.enter_async_context(
             NodeAgent(self.folder / f"{name}.zds", grace_s=0.1, remove_on_exit=True)
         )

@@ -7,9 +7,13 @@ import logging
 from pathlib import Path
 from typing import Final
 
+from xds.model.address import SocketAddress
+from ztunnel.agent.cni_server import CniServer
+from ztunnel.agent.departure import is_last
 from ztunnel.agent.enroller import Enroller, annotating, selections
 from ztunnel.agent.enrolment import Settings
 from ztunnel.agent.scan import kubelet_user
+from ztunnel.agent.status import status_server
 from ztunnel.kube.client import connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
@@ -33,7 +37,12 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
     Raises:
         BadKubeconfig: before anything else.
         OSError: a socket cannot be bound.
+        ValueError: an argument is none; before anything else, too.
     """
+    address = _address(args.metrics)
+    own_namespace, _, own_name = (args.daemonset or "").partition("/")
+    if args.daemonset and not (own_namespace and own_name):
+        raise ValueError(f"--daemonset: {args.daemonset!r} is not namespace/name")
     settings = Settings(
         excluded=frozenset(name.strip() for name in args.exclude.split(",") if name.strip()),
         system_namespace=args.system_namespace,
@@ -57,10 +66,24 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
                 probe_user=_user_of_probes(args),
             )
         )
+        cni = None
+        if args.cni_socket is not None:
+            cni = await stack.enter_async_context(CniServer(args.cni_socket, enroller.added))
+        if address is not None:
+            await stack.enter_async_context(status_server(address, enroller, informer, cni))
         log.info("agent started node=%s socket=%s", args.node, args.socket)
         await stop.wait()
-        if args.remove:
+        if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
             await enroller.withdraw(_WITHDRAW_S)
+
+
+def _address(text: str | None) -> SocketAddress | None:
+    if text is None:
+        return None
+    try:
+        return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
+    except ValueError:
+        raise ValueError(f"--metrics: {text!r} is neither a port nor ip:port") from None
 
 
 def _user_of_probes(args: argparse.Namespace) -> int | None:

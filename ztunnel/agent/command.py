@@ -71,6 +71,18 @@ def add_arguments(subparsers: Any) -> None:
         "--system-namespace", default="istio-system", metavar="NS", help="of the proxies (default istio-system)"
     )
     cluster.add_argument(
+        "--cni-socket",
+        type=Path,
+        metavar="PATH",
+        help="answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
+    )
+    cluster.add_argument(
+        "--daemonset",
+        metavar="NS/NAME",
+        help="the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh",
+    )
+    cluster.add_argument("--metrics", metavar="[IP:]PORT", help="serve /healthz, /readyz and /metrics there")
+    cluster.add_argument(
         "--established",
         choices=("keep", "capture"),
         default="keep",
@@ -107,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         for fault in error.faults:
             print(f"{args.state}: {fault}", file=sys.stderr)
         return 1
-    except KubeError as error:
+    except (KubeError, ValueError) as error:
         print(f"ztunnel agent: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -31,7 +31,7 @@ from ztunnel.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
 # States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
-_LISTEN, _TIME_WAIT = "0A", "06"
+_LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
 
 
 def open_namespace(description: PodDescription) -> Netns:
@@ -135,6 +135,8 @@ def _connected_ports() -> Iterator[int]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
             for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state not in (_LISTEN, _TIME_WAIT):
+                _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+                # Nothing is left to be sent on a connection that its process closed and the peer has acknowledged.
+                orphaned = state == _FIN_WAIT2 and inode == "0"
+                if state not in (_LISTEN, _TIME_WAIT) and not orphaned:
                     yield int(local.rpartition(":")[2], 16)

@@ -33,3 +33,20 @@ def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("ztunnel agent: ")
     assert "missing" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kubeconfig=/nowhere"], "ztunnel agent: /nowhere: "),
+        (["--metrics=x"], "ztunnel agent: --metrics: 'x' is neither a port nor ip:port"),
+        (["--daemonset=x"], "ztunnel agent: --daemonset: 'x' is not namespace/name"),
+    ],
+)
+def test_what_an_agent_of_a_cluster_cannot_use_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["agent", "--kube", f"--socket={tmp_path}/zds.sock", *options]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+    assert not (tmp_path / "zds.sock").exists()

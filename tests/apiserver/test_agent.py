@@ -1,0 +1,289 @@
+"""The agent of a cluster's nodes against a real API server: namespaces as pods, the test as kubelet."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from deploy.lab import Lab, may_make_namespaces
+from tests.apiserver.mesh import annotation, create_namespace, proc_of, run_pod, told_control_plane
+from tests.apiserver.server import ApiServer
+from tests.netns.istio import ROOT, WAIT_S, AmbientMesh, ask, eventually, mesh_of
+from tests.netns.processes import Proc
+from tests.netns.test_agent import Toys, has_rules
+from tests.netns.toys import app
+from tests.ports import free_port
+from tests.ztunnel.agent.test_cni_server import asked
+from tproxy.aio.sockets import connect
+from ztunnel.agent.enrolment import MODE
+from ztunnel.istio.zds.manager import PodManager
+from ztunnel.kube.client import Client
+from ztunnel.kube.client import connect as connect_api
+from ztunnel.kube.kinds import DAEMON_SET as DAEMON_SETS
+from ztunnel.kube.kinds import NAMESPACE, POD
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not may_make_namespaces(), reason="NOT TESTED: network namespaces need root"),
+]
+
+
+class Agent:
+    """``ztunnel agent --kube`` of one node as a process, which a test may end in any way and start anew."""
+
+    def __init__(self, cluster: ApiServer, folder: Path, node: str, proc: Proc, *options: str) -> None:
+        self.log_path = folder / f"agent-{node}.log"
+        self.command = [
+            sys.executable, "-m", "ztunnel", "agent", "--kube", f"--kubeconfig={cluster.kubeconfig()}",
+            f"--node={node}", f"--socket={folder / node}.zds", f"--proc={proc.folder}", "--probe-user=none",
+            *options,
+        ]  # fmt: skip
+        self.process = self.start()
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=log)
+        return self.process
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+
+
+async def set_mode(client: Client, namespace: str, mode: str | None) -> None:
+    await client.merge_patch(NAMESPACE, "", namespace, {"metadata": {"labels": {MODE: mode}}})
+
+
+async def until_annotated(client: Client, names: list[str], wanted: str | None) -> None:
+    async with asyncio.timeout(WAIT_S):
+        for name in names:
+            while await annotation(client, "default", name) != wanted:
+                await asyncio.sleep(0.02)
+
+
+class Conversation:
+    """A connection that lasts, and is asked now and then whether it lives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.said = 0
+
+    async def lives(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.said += 1
+        line = f"line {self.said}\n".encode()
+        async with asyncio.timeout(WAIT_S):
+            await loop.sock_sendall(self.sock, line)
+            heard = b""
+            while not heard.endswith(line):
+                data = await loop.sock_recv(self.sock, 4096)
+                assert data, "the connection has ended"
+                heard += data
+
+
+async def tunnelled(mesh: AmbientMesh) -> bool:
+    """Make a connection, and return whether the client's proxy tunnelled it."""
+    before = len(mesh.proxies["w1"].access("outbound"))
+    await ask(mesh.lab.pod("client"), mesh.lab.pod("server").ipv4, 8080)
+    try:
+        lines = await mesh.proxies["w1"].lines("outbound", before + 1)
+    except AssertionError:
+        return False
+    return "dst.identity" in lines[-1]
+
+
+@contextlib.asynccontextmanager
+async def scene(cluster: ApiServer, folder: Path) -> AsyncIterator[tuple[AmbientMesh, dict[str, Agent], Client]]:
+    """Two nodes with agents and proxies, a pod on each, which runs an application; nobody is in the mesh."""
+    procs = {node: proc_of(folder / f"proc-{node}") for node in ("w1", "w2")}
+    agents = {node: Agent(cluster, folder, node, proc) for node, proc in procs.items()}
+    try:
+        async with (
+            connect_api(cluster.kubeconfig()) as client,
+            mesh_of({"w1": ["client"], "w2": ["server"]}, folder, captured=[], agents=False) as mesh,
+            app(mesh.lab.pod("server")),
+        ):
+            try:
+                for node, name in (("w1", "client"), ("w2", "server")):
+                    await run_pod(client, "default", mesh.lab.pod(name), node, procs[node])
+                async with told_control_plane(client, "default", mesh):
+                    yield mesh, agents, client
+            finally:
+                await set_mode(client, "default", None)
+    finally:
+        for agent in agents.values():
+            agent.close()
+            print(f"--- {agent.log_path.name}\n{agent.log_path.read_text()[-4000:]}")
+
+
+def test_a_label_brings_pods_in_and_out_and_restarts_break_nothing(cluster: ApiServer, tmp_path: Path) -> None:
+    """A connection from before the mesh and one through it stay open all the time."""
+
+    async def main() -> None:
+        async with scene(cluster, tmp_path) as (mesh, agents, client), contextlib.AsyncExitStack() as stack:
+
+            async def talk() -> Conversation:
+                sock = await connect((mesh.lab.pod("server").ipv4, 8080), netns=mesh.lab.pod("client").netns)
+                return Conversation(stack.enter_context(sock))
+
+            talks = [await talk()]
+            await talks[0].lives()
+            assert mesh.proxies["w1"].access() == []
+
+            await set_mode(client, "default", "ambient")
+            await until_annotated(client, ["client", "server"], "enabled")
+            await eventually(lambda: len(mesh.captured) == 2, "the control plane knows")
+            async with asyncio.timeout(WAIT_S):
+                while not await tunnelled(mesh):
+                    pass
+            line = mesh.proxies["w1"].access("outbound")[-1]
+            assert line["src.identity"] == "spiffe://cluster.local/ns/default/sa/client"
+            assert line["dst.identity"] == "spiffe://cluster.local/ns/default/sa/server"
+            talks.append(await talk())
+
+            async def all_is_well() -> None:
+                for each in talks:
+                    await each.lives()
+                assert await tunnelled(mesh)
+                for name in ("client", "server"):
+                    assert await annotation(client, "default", name) == "enabled"
+
+            await all_is_well()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for agent in agents.values():
+                    agent.end(number)
+                await all_is_well()
+                known = {agent: agent.log_path.read_text().count("pods known") for agent in agents.values()}
+                for agent in agents.values():
+                    agent.start()
+                await eventually(
+                    lambda known=known: all(
+                        agent.log_path.read_text().count("pods known") > count for agent, count in known.items()
+                    ),
+                    "the successors know their pods",
+                )
+                await all_is_well()
+
+            # A proxy that is killed takes its own connections with it, and no others; its successor serves on.
+            victim = mesh.proxies["w1"]
+            victim.process.kill()
+            victim.process.wait(WAIT_S)
+            await talks[0].lives()
+            talks.pop().sock.close()
+            victim.process = mesh.start_proxy(mesh.lab.worker("w1"))
+            await eventually(victim.ready, "the proxy's successor")
+            await all_is_well()
+            talks.append(await talk())
+            await all_is_well()
+
+            await set_mode(client, "default", None)
+            await until_annotated(client, ["client", "server"], None)
+            for each in talks:
+                await each.lives()
+            before = len(mesh.proxies["w1"].access("outbound"))
+            async with asyncio.timeout(WAIT_S):
+                while has_rules(mesh.lab.pod("server").netns) and len(mesh.captured):
+                    await asyncio.sleep(0.05)
+            await ask(mesh.lab.pod("client"), mesh.lab.pod("server").ipv4, 8080)
+            assert len(mesh.proxies["w1"].access("outbound")) == before
+            for each in talks:
+                await each.lives()
+                each.sock.close()
+            await eventually(lambda: not has_rules(mesh.lab.pod("client").netns), "released")
+            await eventually(lambda: not has_rules(mesh.lab.pod("server").netns), "released")
+
+    asyncio.run(main())
+
+
+DAEMON_SET = {
+    "apiVersion": "apps/v1",
+    "kind": "DaemonSet",
+    "metadata": {"name": "agent"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "agent"}},
+        "template": {
+            "metadata": {"labels": {"app": "agent"}},
+            "spec": {"containers": [{"name": "agent", "image": "agent"}]},
+        },
+    },
+}
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+def test_an_upgrade_leaves_pods_and_the_end_takes_them_out(cluster: ApiServer, tmp_path: Path) -> None:
+    """Beside it: readiness, the page of pods, and a sandbox that a plugin announces."""
+    space, port, plugin = "ending", free_port(), tmp_path / "cni" / "pluginevent.sock"
+
+    async def main(lab: Lab) -> None:
+        proc = proc_of(tmp_path / "proc")
+        options = (f"--daemonset={space}/agent", f"--metrics=127.0.0.1:{port}", f"--cni-socket={plugin}")
+        agent = Agent(cluster, tmp_path, "ending", proc, *options)
+        stack.callback(agent.close)
+        async with connect_api(cluster.kubeconfig()) as client:
+            await create_namespace(client, space, **{MODE: "ambient"})
+            await client.create(DAEMON_SETS, space, DAEMON_SET)
+
+            async def page(path: str, wanted: str) -> None:
+                async with asyncio.timeout(WAIT_S):
+                    while wanted not in (found := (await asyncio.to_thread(get, port, path))[1]):
+                        await asyncio.sleep(0.05)
+                assert found
+
+            await page("/readyz", "no ztunnel is connected")
+            await run_pod(client, space, lab.pod("web"), "ending", proc)
+            await page("/pods", '"phase": "pending"')
+            async with PodManager(tmp_path / "ending.zds", Toys()):
+                await page("/readyz", "ready")
+                await page("/pods", '"phase": "enabled"')
+                body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "new"},
+                        "spec": {"nodeName": "ending", "containers": [{"name": "a", "image": "a"}]}}  # fmt: skip
+                await client.create(POD, space, body)
+                event = {
+                    "Netns": f"/run/netns/{lab.pod('new').netns.name}",
+                    "PodName": "new",
+                    "PodNamespace": space,
+                }
+                answer = await asyncio.to_thread(asked, plugin, json.dumps(event).encode())
+                assert answer == (200, f"pod {space}/new: in the mesh\n")
+                assert has_rules(lab.pod("new").netns)
+                await page("/metrics", 'ztunnel_agent_sandboxes_total{status="200"} 1.0')
+                await page("/metrics", 'ztunnel_agent_pods{phase="enabled"} 2.0')
+
+                assert await asyncio.to_thread(agent.end) == 0
+                assert has_rules(lab.pod("web").netns)
+                assert await annotation(client, space, "web") == "enabled"
+                agent.start()
+                await page("/pods", '"phase": "enabled"')
+                await client.delete(DAEMON_SETS, space, "agent")
+                assert await asyncio.to_thread(agent.end) == 0
+                for name in ("web", "new"):
+                    assert await annotation(client, space, name) is None
+                    assert not has_rules(lab.pod(name).netns)
+
+    with Lab({"ending": ["web", "new"]}) as lab, contextlib.ExitStack() as stack:
+        asyncio.run(main(lab))

@@ -1,0 +1,67 @@
+"""Tells an agent that is stopped whether another one follows: an upgrade, or the end of the mesh on this node.
+
+A kubelet sends the same SIGTERM for both. The agent's own DaemonSet says which it is: if it is there, is not being
+deleted and still selects this node, a successor comes, and pods stay as they are; new ones wait for it. Otherwise
+pods must leave the mesh now, or they stay redirected to a proxy that never comes.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ztunnel.kube.client import Client
+from ztunnel.kube.errors import ApiRefused, KubeError
+from ztunnel.kube.kinds import DAEMON_SET, NODE
+from ztunnel.kube.objects import Object
+
+log = logging.getLogger(__name__)
+
+#: The account that asks is gone, or the DaemonSet is: what an uninstallation deletes first is left to chance.
+_GONE: Final = (401, 404)
+
+
+async def is_last(client: Client, namespace: str, name: str, node: str) -> bool:
+    """Return whether no agent follows this one on the node; false if that cannot be known. Never raises.
+
+    Args:
+        client: its role needs ``get`` of the DaemonSet, and of nodes if the DaemonSet selects some.
+        namespace: of the agent's own DaemonSet.
+        name: of it.
+        node: the name of this node.
+    """
+    try:
+        daemon_set = await client.get(DAEMON_SET, namespace, name)
+        if leaves := _leaves(daemon_set):
+            log.info("last agent of this node: %s", leaves)
+            return True
+        wanted = _node_selector(daemon_set)
+        if wanted:
+            labels = _mapping(_mapping(await client.get(NODE, "", node), "metadata"), "labels")
+            missing = [f"{key}={value}" for key, value in wanted.items() if labels.get(key) != value]
+            if missing:
+                log.info("last agent of this node: it lacks the label %s", ", ".join(missing))
+                return True
+    except ApiRefused as error:
+        if error.status in _GONE:
+            log.info("last agent of this node: %s", error)
+            return True
+        log.warning("pods stay in the mesh, for a successor may come: %s", error)
+    except KubeError as error:
+        log.warning("pods stay in the mesh, for a successor may come: %s", error)
+    return False
+
+
+def _leaves(daemon_set: Object) -> str:
+    if _mapping(daemon_set, "metadata").get("deletionTimestamp"):
+        return "the DaemonSet is being deleted"
+    return ""
+
+
+def _node_selector(daemon_set: Object) -> Mapping[str, Any]:
+    template = _mapping(_mapping(daemon_set, "spec"), "template")
+    return _mapping(_mapping(template, "spec"), "nodeSelector")
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = value.get(name)
+    return inner if isinstance(inner, Mapping) else {}
