@@ -7,7 +7,7 @@ protocol: :mod:`xds.protocol.snapshot`.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -51,10 +51,10 @@ class NotAdmitted(XdsError):
 
 
 #: Judges a client when its first request names its node; raises :class:`NotAdmitted` to end the stream.
-Admit = Callable[[Node, Caller], None]
+Admit = Callable[[Node, Caller], Awaitable[None] | None]
 
 #: Answers a request of another service on the same addresses; raises :class:`NotAdmitted` to refuse.
-Answer = Callable[[bytes, Caller], bytes]
+Answer = Callable[[bytes, Caller], Awaitable[bytes] | bytes]
 
 
 @dataclass(eq=False, slots=True)
@@ -151,7 +151,8 @@ class SnapshotServer:
         if request is None or await read(context) is not None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method takes exactly one message")
         try:
-            response = answer(request, self._caller(context))
+            answered = answer(request, self._caller(context))
+            response = answered if isinstance(answered, bytes) else await answered
         except (ConfigError, NotAdmitted) as error:
             logger.warning("request refused method=%s error=%s", path, error)
             await _refuse(context, error)
@@ -189,7 +190,9 @@ class SnapshotServer:
             answered = client.state.receive(request)
             if client.key is None and client.state.node is not None:
                 if self._admit is not None:
-                    self._admit(client.state.node, self._caller(context))
+                    judged = self._admit(client.state.node, self._caller(context))
+                    if judged is not None:
+                        await judged
                 client.key = self._key_of(client.state.node)
                 client.state.update(self._snapshots.get(client.key, Snapshot()))
             if answered is not None:

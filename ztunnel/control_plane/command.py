@@ -45,6 +45,21 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "--token-lifetime", type=float, default=365 * 86400.0, metavar="SECONDS", help="(default a year)"
     )
+    parser.add_argument(
+        "--kube", action="store_true", help="take tokens of service accounts, too: the API server reviews them"
+    )
+    parser.add_argument(
+        "--kubeconfig", type=Path, metavar="FILE", help="with --kube; default: the service account"
+    )
+    parser.add_argument(
+        "--token-audience", default="istio-ca", metavar="NAME", help="of these tokens (default istio-ca)"
+    )
+    parser.add_argument(
+        "--node-account",
+        action="append",
+        metavar="NAMESPACE/NAME",
+        help="of node proxies, which get certificates of their node's pods (default istio-system/ztunnel)",
+    )
     parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
     parser.set_defaults(run=run)
 
@@ -67,12 +82,24 @@ def refuse_exposed(addresses: list[str]) -> str | None:
     return None
 
 
+def _faulty(args: argparse.Namespace) -> str | None:
+    """Return what is wrong with the options of tokens."""
+    if not args.kube and (args.kubeconfig is not None or args.node_account):
+        return "--kubeconfig and --node-account need --kube"
+    for account in args.node_account or ():
+        if len(account.split("/")) != 2 or not all(account.split("/")):
+            return f"--node-account {account}: must be NAMESPACE/NAME"
+    return None
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     from xds.aio.grpc_server import ServeError
+    from ztunnel.control_plane.accounts import NODE_ACCOUNTS
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
-    from ztunnel.control_plane.server import ControlPlane
+    from ztunnel.control_plane.server import ControlPlane, Reviews
     from ztunnel.identity.authority import CaError
+    from ztunnel.kube.errors import KubeError
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
@@ -81,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
     exposed = None if args.tls_host else refuse_exposed(addresses)
     if exposed is not None:
         print(f"ztunnel control-plane: {exposed}", file=sys.stderr)
+        return 2
+    if fault := _faulty(args):
+        print(f"ztunnel control-plane: {fault}", file=sys.stderr)
         return 2
     ca_directory = args.ca_dir or args.mesh.parent / ".ztunnel-ca"
     try:
@@ -92,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             return _print_token(args, ca_directory)
         logging.getLogger(__name__).warning("embedded control plane: %s", _WARNING)
 
-        async def serve() -> None:
+        async def serve(reviews: Reviews | None) -> None:
             plane = ControlPlane(
                 args.mesh,
                 addresses,
@@ -101,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
                 access_log=args.access_log,
                 log_json=args.json_log,
                 tls_hosts=args.tls_host or (),
+                reviews=reviews,
             )
             task = asyncio.current_task()
             assert task is not None
@@ -108,14 +139,21 @@ def run(args: argparse.Namespace) -> int:
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
             await plane.run()
 
-        asyncio.run(serve())
+        async def serve_beside_a_cluster() -> None:
+            from ztunnel.kube.client import connect
+
+            async with connect(args.kubeconfig) as client:
+                accounts = args.node_account or NODE_ACCOUNTS
+                await serve(Reviews(api=client, audience=args.token_audience, node_accounts=accounts))
+
+        asyncio.run(serve_beside_a_cluster() if args.kube else serve(None))
     except asyncio.CancelledError:
         return 0
     except MeshFaults as error:
         for fault in error.faults:
             print(f"{args.mesh}: {fault}", file=sys.stderr)
         return 1
-    except (CaError, ServeError) as error:
+    except (CaError, KubeError, ServeError) as error:
         print(f"ztunnel control-plane: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -54,6 +54,21 @@ def is_node_proxy(node: Node) -> bool:
     return True
 
 
+def bearer_token(caller: Caller) -> str | None:
+    """Return a caller's token; ``None``: it shows none, and need not.
+
+    Raises:
+        NotAdmitted: it must show one.
+    """
+    authorization = caller.metadata.get("authorization", "")
+    scheme, _, token = authorization.partition(" ")
+    if not authorization and caller.local:
+        return None
+    if scheme.lower() != "bearer":
+        raise NotAdmitted("a bearer token is needed here (ztunnel control-plane MESH.YAML --token NODE)")
+    return token.strip()
+
+
 class Registrar:
     """Judges callers and signs their requests.
 
@@ -82,44 +97,94 @@ class Registrar:
     def admit(self, node: Node, caller: Caller) -> None:
         """See :data:`xds.aio.server.Admit`."""
         proven = self._proven_node(caller)
-        claimed = node_name(node)
-        if proven is not None and proven != claimed:
-            raise NotAdmitted(f"the token is for node {proven}, the caller says it is {claimed or 'none'}")
+        if proven is not None:
+            self._same_node(proven, node_name(node))
+
+    def check_node(self, proven: str, claimed: str) -> None:
+        """Judge a node proxy by the node that it is on and the one that it says it is.
+
+        Raises:
+            NotAdmitted: they differ, or the mesh has no such node.
+        """
+        self._known(proven)
+        self._same_node(proven, claimed)
 
     def create_certificate(self, data: bytes, caller: Caller) -> bytes:
         """See :data:`xds.aio.server.Answer`; this is ``CreateCertificate``."""
         node = self._proven_node(caller)
+        return self.certificate(data, lambda identity: self._check(identity, node), f"node {node or '-'}")
+
+    def certificate_for_node(self, data: bytes, proven: str) -> bytes:
+        """Answer the request of a node proxy.
+
+        Raises:
+            NotAdmitted: the mesh has no such node, or none of its pods has the identity.
+        """
+        self._known(proven)
+        return self.certificate(data, lambda identity: self._check(identity, proven), f"node {proven}")
+
+    def certificate_for_account(self, data: bytes, check: Callable[[SpiffeId], None], account: str) -> bytes:
+        """Answer the request of a proxy beside its application.
+
+        Args:
+            data: the request.
+            check: as of :meth:`certificate`.
+            account: whose token it has shown.
+
+        Raises:
+            NotAdmitted: no pod of the mesh has the identity.
+        """
+
+        def judge(identity: SpiffeId) -> None:
+            check(identity)
+            self._check(identity, None)
+
+        return self.certificate(data, judge, account)
+
+    def certificate(self, data: bytes, check: Callable[[SpiffeId], None], who: str) -> bytes:
+        """Answer a request for a certificate.
+
+        Args:
+            data: the request.
+            check: raises NotAdmitted for an identity that the caller may not have.
+            who: for the log.
+        """
         try:
             request = IstioCertificateRequest.FromString(data)
         except DecodeError:
             raise ConfigError("malformed request") from None
         csr = _csr(request.csr)
         identity = _identity(request, csr)
-        self._check(identity, node)
+        check(identity)
         wanted_s = request.validity_duration or self._lifetime.total_seconds()
         if wanted_s < 0:
             raise ConfigError(f"a certificate cannot be valid for {wanted_s} seconds")
         lifetime = min(timedelta(seconds=min(wanted_s, 10**9)), self._lifetime)
         leaf = self._authority.certify(_key(csr), identity, self._now(), lifetime)
-        log.info("certificate issued identity=%s node=%s", identity, node or "-")
+        log.info("certificate issued identity=%s for=%s", identity, who)
         chain = [leaf.public_bytes(Encoding.PEM).decode(), self._authority.root_pem.decode()]
         return IstioCertificateResponse(cert_chain=chain).SerializeToString()
 
     def _proven_node(self, caller: Caller) -> str | None:
         """The node a token proves; None: no token, and none needed."""
-        authorization = caller.metadata.get("authorization", "")
-        scheme, _, token = authorization.partition(" ")
-        if not authorization and caller.local:
+        token = bearer_token(caller)
+        if token is None:
             return None
-        if scheme.lower() != "bearer":
-            raise NotAdmitted("a bearer token is needed here (ztunnel control-plane MESH.YAML --token NODE)")
         try:
-            node = node_of_token(self._secret, token.strip(), self._now().timestamp())
+            node = node_of_token(self._secret, token, self._now().timestamp())
         except TokenError as error:
             raise NotAdmitted(str(error)) from None
+        self._known(node)
+        return node
+
+    def _known(self, node: str) -> None:
         if node not in self._mesh().nodes:
             raise NotAdmitted(f"the token is for node {node}, which the mesh does not have")
-        return node
+
+    @staticmethod
+    def _same_node(proven: str, claimed: str) -> None:
+        if proven != claimed:
+            raise NotAdmitted(f"the token is for node {proven}, the caller says it is {claimed or 'none'}")
 
     def _check(self, identity: SpiffeId, node: str | None) -> None:
         mesh = self._mesh()

@@ -24,9 +24,11 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.istio.workload.workload_pb2 import Address
 from xds.protocol.snapshot import Answered, Snapshot
+from ztunnel.control_plane.accounts import NODE_ACCOUNTS
 from ztunnel.control_plane.generate import Flavour, NodeConfig
 from ztunnel.control_plane.istio import METHOD, Registrar, is_node_proxy, node_name
 from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
+from ztunnel.control_plane.token_review import Api, KubeRegistrar
 from ztunnel.control_plane.workloads import WorkloadConfig
 from ztunnel.identity import authority as ca
 
@@ -37,6 +39,15 @@ _ROOT = "ROOTCA"
 _NODE_PROXY = "istio"
 _ADDRESS = registry.type_url(Address)
 _SERVING_LIFE = timedelta(days=3650)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reviews:
+    """How tokens of service accounts are judged; see :class:`KubeRegistrar`."""
+
+    api: Api
+    audience: str = "istio-ca"
+    node_accounts: Sequence[str] = NODE_ACCOUNTS
 
 
 @dataclass(slots=True)
@@ -56,6 +67,7 @@ class ControlPlane:
         access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
         tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.
+        reviews: of tokens of service accounts; None: they are refused.
         ready: set once serving.
     """
 
@@ -69,6 +81,7 @@ class ControlPlane:
         access_log: str = "/dev/stdout",
         log_json: bool = False,
         tls_hosts: Sequence[str] = (),
+        reviews: Reviews | None = None,
     ) -> None:
         self._path = path
         self._lifetime = lifetime
@@ -82,14 +95,23 @@ class ControlPlane:
         self._root_file = ca_directory / "root-cert.pem"
         self._node_proxies = {""}
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
+        judge: Registrar | KubeRegistrar = self._registrar
+        if reviews is not None:
+            judge = KubeRegistrar(
+                self._registrar,
+                reviews.api,
+                lambda: self._mesh.trust_domain,
+                audience=reviews.audience,
+                node_accounts=reviews.node_accounts,
+            )
         self._server = SnapshotServer(
             addresses,
             tls=self._serving_tls(tls_hosts) if tls_hosts else None,
             identifier="ztunnel control-plane",
             key_of=self._key_of,
             on_answer=self._answered,
-            admit=self._registrar.admit,
-            unary={METHOD: self._registrar.create_certificate},
+            admit=judge.admit,
+            unary={METHOD: judge.create_certificate},
         )
         self.ready = asyncio.Event()
 

@@ -24,6 +24,11 @@ def node_token(secret: bytes, node: str, expires_s: float) -> str:
     return f"{_VERSION}.{body}.{_signature(secret, body)}"
 
 
+def is_node_token(token: str) -> bool:
+    """Whether a token has the form of ours; it may be forged."""
+    return token.startswith(f"{_VERSION}.")
+
+
 def node_of_token(secret: bytes, token: str, now_s: float) -> str:
     """The node a token was made for.
 

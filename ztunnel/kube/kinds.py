@@ -61,6 +61,7 @@ MUTATING_WEBHOOK: Final = Kind(
     "mutatingwebhookconfigurations",
     namespaced=False,
 )
+TOKEN_REVIEW: Final = Kind("TokenReview", "authentication.k8s.io/v1", "tokenreviews", namespaced=False)
 DAEMON_SET: Final = Kind("DaemonSet", "apps/v1", "daemonsets")
 
 

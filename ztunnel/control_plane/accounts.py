@@ -1,0 +1,115 @@
+"""Tokens of Kubernetes' service accounts: what a reviewed one proves, and what its owner may have. Pure.
+
+The API server says whose a token is (TokenReview). A proxy beside its application shows the token of the pod's own
+account, and gets the certificate of that account and the description of the mesh, no more. The accounts of node
+proxies get certificates for the pods of the node that their token is bound to: such tokens name it since
+Kubernetes 1.30 (``authentication.kubernetes.io/node-name``).
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from xds.aio.server import NotAdmitted
+from xds.model.identity import SpiffeId
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+
+_USER_PREFIX: Final = "system:serviceaccount:"
+_NODE_NAME: Final = "authentication.kubernetes.io/node-name"
+_POD_NAME: Final = "authentication.kubernetes.io/pod-name"
+#: Accounts of node proxies where no other is named: that of Istio's chart, and ours.
+NODE_ACCOUNTS: Final = ("istio-system/ztunnel",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The owner of a token.
+
+    Attributes:
+        namespace, name: of the service account.
+        pod: that the token is bound to; empty: none.
+        node: where that pod is; empty: the API server did not say.
+    """
+
+    namespace: str
+    name: str
+    pod: str = ""
+    node: str = ""
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+def account_of(status: Mapping[str, Any], audience: str) -> Account:
+    """Return the owner of a token, by the status of its TokenReview.
+
+    Raises:
+        NotAdmitted: the API server does not know it, or it is for somebody else.
+    """
+    if status.get("authenticated") is not True:
+        said = str(status.get("error") or "it is not authenticated").partition("\n")[0]
+        raise NotAdmitted(f"the API server refuses the token: {said}")
+    audiences = status.get("audiences")
+    # An API server that knows nothing of audiences returns none: the token is its own, and not meant for us.
+    if not isinstance(audiences, list) or audience not in audiences:
+        raise NotAdmitted(f"the token is not for the audience {audience}")
+    user = status.get("user")
+    username = str(user.get("username", "")) if isinstance(user, Mapping) else ""
+    namespace, _, name = username.removeprefix(_USER_PREFIX).partition(":")
+    if not username.startswith(_USER_PREFIX) or not namespace or not name:
+        raise NotAdmitted(f"the token is of {username or 'nobody'}, which is no service account")
+    assert isinstance(user, Mapping)
+    extra = user.get("extra")
+    return Account(namespace=namespace, name=name, pod=_first(extra, _POD_NAME), node=_first(extra, _NODE_NAME))
+
+
+def _first(extra: object, name: str) -> str:
+    values = extra.get(name) if isinstance(extra, Mapping) else None
+    return str(values[0]) if isinstance(values, list) and values else ""
+
+
+def node_of(account: Account, node_accounts: Collection[str]) -> str | None:
+    """Return the node whose proxy shows a token; ``None``: a proxy beside its application does.
+
+    Raises:
+        NotAdmitted: a node proxy whose token names no node.
+    """
+    if account.key not in node_accounts:
+        return None
+    if not account.node:
+        raise NotAdmitted(
+            f"the token of node proxy {account.key} names no node: it must be a projected token of its pod, of"
+            " Kubernetes 1.30 or later"
+        )
+    return account.node
+
+
+def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> None:
+    """Judge the request of a proxy beside its application.
+
+    Raises:
+        NotAdmitted: it asks for another identity than its own.
+    """
+    own = SpiffeId(trust_domain, account.namespace, account.name)
+    if wanted != own:
+        raise NotAdmitted(f"the token is of {own}, which may not have the certificate of {wanted}")
+
+
+def check_stream(account: Account, node: Node) -> None:
+    """Judge the node that a proxy beside its application says it is.
+
+    Raises:
+        NotAdmitted: a dialect that brings the private keys of a node along, or the name of another pod.
+    """
+    kind, _, rest = node.id.partition("~")
+    if kind != "ztunnel":
+        raise NotAdmitted(
+            f"account {account.key} is no node proxy's: it may only follow the mesh as Istio's ztunnel"
+        )
+    name = rest.split("~")[1] if rest.count("~") == 2 else ""
+    pod, _, namespace = name.rpartition(".")
+    if namespace != account.namespace or (account.pod and pod != account.pod):
+        bound = f"{account.namespace}/{account.pod}" if account.pod else f"namespace {account.namespace}"
+        raise NotAdmitted(f"the token is for {bound}, the caller says it is {name or node.id!r}")

@@ -1,0 +1,112 @@
+"""Judges callers by tokens of service accounts as well, which the API server reviews.
+
+Tokens of :mod:`ztunnel.control_plane.tokens` are judged as without a cluster. Nothing is remembered of a review: a
+token is shown once for a stream and once for a certificate, and an account that was deleted is refused at the
+next.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import Final, Protocol
+
+from xds.aio.server import Caller, NotAdmitted
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
+from ztunnel.control_plane.accounts import Account, account_of, check_certificate, check_stream, node_of
+from ztunnel.control_plane.istio import Registrar, bearer_token, node_name
+from ztunnel.control_plane.tokens import is_node_token
+from ztunnel.kube.errors import KubeError
+from ztunnel.kube.kinds import TOKEN_REVIEW, Kind
+from ztunnel.kube.objects import Object
+
+log = logging.getLogger(__name__)
+
+#: Reviews at once: a flood of tokens must not become one at the API server.
+_AT_ONCE: Final = 16
+_TIMEOUT_S: Final = 10.0
+
+
+class Api(Protocol):
+    """The part of :class:`ztunnel.kube.client.Client` that is used here."""
+
+    async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
+        """Create an object and return it."""
+
+
+class KubeRegistrar:
+    """A :class:`Registrar` that takes tokens of service accounts, too.
+
+    Args:
+        registrar: judges everybody else, and signs.
+        api: its role needs ``create`` of tokenreviews (``system:auth-delegator``).
+        trust_domain: the current one.
+        audience: that tokens must be for.
+        node_accounts: ``namespace/name`` of node proxies.
+    """
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        api: Api,
+        trust_domain: Callable[[], str],
+        *,
+        audience: str,
+        node_accounts: Collection[str],
+    ) -> None:
+        self._registrar = registrar
+        self._api = api
+        self._trust_domain = trust_domain
+        self._audience = audience
+        self._node_accounts = frozenset(node_accounts)
+        self._reviewing = asyncio.Semaphore(_AT_ONCE)
+
+    async def admit(self, node: Node, caller: Caller) -> None:
+        """See :data:`xds.aio.server.Admit`."""
+        account = await self._account(caller)
+        if account is None:
+            self._registrar.admit(node, caller)
+            return
+        proven = node_of(account, self._node_accounts)
+        if proven is None:
+            check_stream(account, node)
+        else:
+            self._registrar.check_node(proven, node_name(node))
+
+    async def create_certificate(self, data: bytes, caller: Caller) -> bytes:
+        """See :data:`xds.aio.server.Answer`; this is ``CreateCertificate``."""
+        account = await self._account(caller)
+        if account is None:
+            return self._registrar.create_certificate(data, caller)
+        proven = node_of(account, self._node_accounts)
+        if proven is not None:
+            return self._registrar.certificate_for_node(data, proven)
+        domain = self._trust_domain()
+        return self._registrar.certificate_for_account(
+            data, lambda identity: check_certificate(account, identity, domain), account.key
+        )
+
+    async def _account(self, caller: Caller) -> Account | None:
+        """Return the owner of a caller's token; ``None``: it shows none, or one of a node.
+
+        Raises:
+            NotAdmitted: the token is refused, or the API server does not answer.
+        """
+        token = bearer_token(caller)
+        if not token or is_node_token(token):
+            return None
+        review = {
+            "apiVersion": TOKEN_REVIEW.api_version,
+            "kind": TOKEN_REVIEW.name,
+            "spec": {"token": token, "audiences": [self._audience]},
+        }
+        try:
+            async with self._reviewing, asyncio.timeout(_TIMEOUT_S):
+                reviewed = await self._api.create(TOKEN_REVIEW, "", review)
+        except KubeError as error:
+            log.error("tokens cannot be reviewed: %s", error)
+            raise NotAdmitted(f"the token cannot be reviewed now: {error}") from error
+        except TimeoutError as error:
+            log.error("tokens cannot be reviewed: no answer within %g s", _TIMEOUT_S)
+            raise NotAdmitted("the token cannot be reviewed now: the API server does not answer") from error
+        status = reviewed.get("status")
+        return account_of(status if isinstance(status, dict) else {}, self._audience)
