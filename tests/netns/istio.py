@@ -58,8 +58,8 @@ class NodeProxy:
         self.log_path = folder / f"{place.name}.log"
 
     def log(self) -> list[dict[str, Any]]:
-        """Every line so far."""
-        lines = self.log_path.read_text().splitlines()
+        """Every complete line so far; of the last one a part may be written."""
+        lines = self.log_path.read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def access(self, direction: str = "") -> list[dict[str, Any]]:

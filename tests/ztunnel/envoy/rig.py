@@ -143,7 +143,7 @@ class Rig:
         """The access log, once it has so many lines."""
         path = self.folder / "log"
         await self.until(lambda: path.exists() and path.read_text().count("\n") >= lines)
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
 
 def run(
