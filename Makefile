@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol
+.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -93,6 +93,9 @@ compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C c
 	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace
 	@$(PY) -c 'import hbone; print(hbone.build())'
 
+wheels: $(STAMP) ## a pure wheel, and a compiled one for each python3.11 to 3.14 here, into dist
+	$(PY) -m deploy.wheels
+
 pure: ## back to pure Python
 	find . -path ./$(VENV) -prune -o -name '*.so' -exec rm -f {} +
 	rm -rf build
@@ -120,6 +123,7 @@ lock: ## resolve requirements/*.lock anew
 	$(PY) -m pip install --quiet pip-tools
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/runtime.lock pyproject.toml
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/dev.lock pyproject.toml requirements/dev.in
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/compile.lock requirements/compile.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links -o requirements/fuzz.lock requirements/fuzz.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links $(foreach name,grpcio protobuf typing-extensions,--unsafe-package $(name)) -o requirements/rivals.lock requirements/rivals.in
 

@@ -6,18 +6,21 @@ expectation was met.
 
 import argparse
 import contextlib
+import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hbone
 from deploy.demo import policy
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected, print_logs
 from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
+from ztunnel import __version__
 
 #: Between two checks whether a demo that stays up was interrupted.
 _LOOK_S = 0.5
@@ -49,6 +52,7 @@ def main() -> int:
         become_root_of_own_namespaces()
         began = time.monotonic()
         with stage(MODES[args.mode], sys.stdout.isatty()) as demo:
+            print(f"ztunnel {__version__}, {hbone.build()}, Python {platform.python_version()}")
             print(f"Setting the stage: {demo.setting}")
             try:
                 demo.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from OpenSSL import SSL
 
+import hbone
 from ztunnel import __version__
 from ztunnel.envoy.admin.inspected import InspectedProxy
 
@@ -15,9 +16,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def version() -> str:
-    """Return the version as Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit."""
+    """Return the version as Envoy's ``<commit>/<version>/<tree>/<build>/<TLS library>``, without a commit.
+
+    The build is ``RELEASE`` with what the tunnel engine is: ``pure`` or ``compiled``.
+    """
     library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
-    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE/{library.replace(' ', '-')}"
+    return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE-{hbone.build()}/{library.replace(' ', '-')}"
 
 
 def memory() -> dict[str, int]:

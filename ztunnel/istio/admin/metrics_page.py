@@ -3,11 +3,14 @@
 Import this module with the first scrape, see :mod:`ztunnel.http.exposition`.
 """
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+import hbone
+from ztunnel import __version__
 from ztunnel.http.exposition import Family, LabelledValue, family, process_families
 from ztunnel.istio.metrics import SIDE_LABELS, TRAFFIC_LABELS, DnsDurations, Metrics, TrafficSeries
 
@@ -22,6 +25,13 @@ def families(metrics: Metrics) -> Iterator[Family]:
         "Istio component build info",
         [(("ztunnel", metrics.version), 1.0)],
         ("component", "tag"),
+    )
+    yield family(
+        "ztunnel_build",
+        "gauge",
+        "What runs: a pure or a compiled tunnel engine (unstable)",
+        [((__version__, hbone.build(), platform.python_version()), 1.0)],
+        ("version", "build", "python"),
     )
     yield from _traffic_families(metrics)
     yield from _other_families(metrics)
