@@ -109,6 +109,7 @@ PURE_APPLICATION = (
     "ztunnel/inject/inject.py",
     "ztunnel/inject/probes.py",
     "ztunnel/inject/sidecar.py",
+    "ztunnel/inject/webhooks.py",
     "ztunnel/inject/review.py",
     "ztunnel/inject/manual.py",
     "ztunnel/inject/bundle.py",

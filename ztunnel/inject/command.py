@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -45,12 +46,34 @@ def add_arguments(subparsers: Any) -> None:
     serve.add_argument("--config", type=Path, metavar="FILE", help="YAML; changes are taken up; default: ambient")
     serve.add_argument(
         "--webhook-config",
+        action="append",
         metavar="NAME",
-        help="the MutatingWebhookConfiguration whose caBundle is kept equal to --ca",
+        help="a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable",
     )
     serve.add_argument("--ca", type=Path, metavar="FILE", help="PEM, one or more, with --webhook-config")
     serve.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: the service account")
     serve.set_defaults(run=run_serve)
+    text = "print the configurations by which the API server calls the injector"
+    webhooks: argparse.ArgumentParser = actions.add_parser("webhooks", help=text, description=text)
+    webhooks.add_argument(
+        "--service", default="ztunnel-injector.istio-system", metavar="NAME.NAMESPACE", help="of the injector"
+    )
+    webhooks.add_argument(
+        "--ambient", action="store_true", help="for pods of an ambient mesh, instead of sidecars"
+    )
+    webhooks.add_argument(
+        "--revision", default="default", metavar="NAME", help="that pods ask for (default default)"
+    )
+    webhooks.add_argument(
+        "--tag", action="append", default=[], metavar="NAME", help="another name for the revision, repeatable"
+    )
+    webhooks.add_argument(
+        "--template", default="sidecar", metavar="NAME", help="of pods that name none (default sidecar)"
+    )
+    webhooks.add_argument(
+        "--every-namespace", action="store_true", help="also those that say nothing, but system namespaces"
+    )
+    webhooks.set_defaults(run=run_webhooks)
     text = "wait until the mesh's listeners are in this pod; the first init container of an injected pod"
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
     gate.add_argument(
@@ -155,8 +178,8 @@ async def _serve(args: argparse.Namespace) -> None:
         listener = _listener(args.address, args.port)
         stack.callback(listener.close)
         server = await stack.enter_async_context(InjectServer(listener, certificate, key, args.config))
-        if args.webhook_config is not None:
-            tasks.keep(lambda: keep_bundle(client, args.webhook_config, ca), "caBundle")
+        for name in args.webhook_config or ():
+            tasks.keep(functools.partial(keep_bundle, client, name, ca), f"caBundle of {name}")
         log.info("inject: answers on port %s", server.port)
         await stop.wait()
 
@@ -168,6 +191,37 @@ def _listener(address: str, port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=128)
+
+
+def run_webhooks(args: argparse.Namespace) -> int:
+    """Print the configurations; the exit status."""
+    import yaml
+
+    from ztunnel.inject.config import TEMPLATES, is_revision
+    from ztunnel.inject.webhooks import ambient, sidecars, tag
+
+    service, _, namespace = args.service.partition(".")
+    faults = [f"--service {args.service}: must be NAME.NAMESPACE"] if not (service and namespace) else []
+    names = [("--revision", args.revision), *(("--tag", name) for name in args.tag)]
+    faults += [
+        f"{flag} {name}: must be small letters, digits and hyphens"
+        for flag, name in names
+        if not is_revision(name)
+    ]
+    if args.template not in TEMPLATES:
+        faults.append(f"--template {args.template}: known are {', '.join(TEMPLATES)}")
+    if faults:
+        for fault in faults:
+            print(f"ztunnel inject webhooks: {fault}", file=sys.stderr)
+        return 2
+    if args.ambient:
+        made = [ambient(service, namespace)]
+    else:
+        every = args.every_namespace
+        made = [sidecars(args.revision, service, namespace, template=args.template, every_namespace=every)]
+        made += [tag(name, args.revision, service, namespace, template=args.template) for name in args.tag]
+    yaml.safe_dump_all(made, sys.stdout, sort_keys=False)
+    return 0
 
 
 def run_gate(args: argparse.Namespace) -> int:

@@ -93,6 +93,11 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _REVISION: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
+def is_revision(name: str) -> bool:
+    """Return whether a name can be a revision's: a label of DNS."""
+    return _REVISION.fullmatch(name) is not None
+
+
 class ConfigFaults(Faults):
     """The faults of a configuration, all of them."""
 
@@ -212,7 +217,7 @@ class _Reader(ConfigReader):
 
     def revision(self, document: Mapping[str, Any]) -> str:
         revision = self.text(document, "revision", "", "default")
-        if _REVISION.fullmatch(revision) is None:
+        if not is_revision(revision):
             self.fault("revision", f"must be small letters, digits and hyphens, not {revision!r}")
         return revision
 

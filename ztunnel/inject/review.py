@@ -7,7 +7,7 @@ with 200 always; a pod that must not be created so is refused inside the answer,
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -63,7 +63,9 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
     namespace = str(request.get("namespace") or mapping(pod, "metadata").get("namespace") or "")
     name = f"{namespace}/{pod_name(pod)}"
     try:
-        outcome = inject(pod, namespace, config, variables_of(path))
+        variables, templates = url_parts(path)
+        config = replace(config, templates=templates) if templates else config
+        outcome = inject(pod, namespace, config, variables)
     except Denied as error:
         return _review(version, {"uid": uid, **_denial(str(error))}, name)
     response: dict[str, Any] = {"uid": uid, "allowed": True}
@@ -76,19 +78,24 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
     return _review(version, response, f"{name}: {outcome.decision.reason}")
 
 
-def variables_of(path: str) -> dict[str, str]:
-    """Return the environment that a webhook's URL gives to sidecars: ``/cluster/east/net/west``.
+def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return what a webhook's URL says: environment of sidecars, and templates for pods that name none.
 
-    As in Istio: pairs of names and values, where ``--slash--`` in a value is ``/``; a name without a value is
-    passed over. ``cluster`` and ``net`` have variables of their own, others are these in capitals.
+    As in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
+    ``/``; a name without a value is passed over. ``cluster`` and ``net`` have variables of their own, others are
+    these in capitals. ``/templates/a,b`` is ours alone: two configurations may call one injector.
     """
     parts = [unquote(part) for part in path.split("/") if part]
     found: dict[str, str] = {}
+    templates: tuple[str, ...] = ()
     for name, value in zip(parts[::2], parts[1::2], strict=False):
+        if name == "templates":
+            templates = tuple(each.strip() for each in value.split(",") if each.strip())
+            continue
         text = value.replace("--slash--", "/")
         for variable in _URL_NAMES.get(name, (name.upper(),)):
             found[variable] = text
-    return found
+    return found, templates
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:

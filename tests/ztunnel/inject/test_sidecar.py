@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ztunnel.inject.config import InjectConfig, SidecarConfig, parse_config
 from ztunnel.inject.inject import GATE, TEMPLATES_ANNOTATION, Denied, Outcome, inject
 from ztunnel.inject.patch import diff
-from ztunnel.inject.review import answer, variables_of
+from ztunnel.inject.review import answer, url_parts
 from ztunnel.inject.sidecar import INIT, OVERRIDES, PROXY, STATUS, strip
 from ztunnel.istio.app_probes import parse_probers
 from ztunnel.istio.environment import config_from
@@ -195,7 +195,8 @@ def test_annotations_become_flags_and_the_proxys_own_ports_stay_out() -> None:
 
 def test_what_a_url_and_a_label_say_wins_over_the_configuration() -> None:
     config = InjectConfig(templates=("sidecar",), sidecar=SidecarConfig(network="one", env={"X": "1", "Y": "1"}))
-    variables = variables_of("/cluster/east/net/a--slash--b/x/2/odd")
+    variables, templates = url_parts("/cluster/east/net/a--slash--b/templates/a,b/x/2/odd")
+    assert templates == ("a", "b")
     assert variables == {"CLUSTER_ID": "east", "ISTIO_META_CLUSTER_ID": "east", "NETWORK": "a/b", "X": "2"}
     found = env(made(pod(), config, **variables))
     assert (found["ISTIO_META_CLUSTER_ID"], found["NETWORK"], found["X"], found["Y"]) == ("east", "a/b", "2", "1")
@@ -206,9 +207,10 @@ def test_what_a_url_and_a_label_say_wins_over_the_configuration() -> None:
 def test_the_url_of_a_request_counts() -> None:
     asked = {"uid": "u", "kind": {"kind": "Pod"}, "namespace": "shop", "object": pod()}
     body = json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": asked}).encode()
-    said = json.loads(answer(body, "application/json", CONFIG, "/cluster/east").body)["response"]
-    patch = json.loads(base64.b64decode(said["patch"]))
-    assert env(jsonpatch.apply_patch(pod(), patch))["CLUSTER_ID"] == "east"
+    for path, config in (("/cluster/east", CONFIG), ("/templates/sidecar/cluster/east", InjectConfig())):
+        said = json.loads(answer(body, "application/json", config, path).body)["response"]
+        patch = json.loads(base64.b64decode(said["patch"]))
+        assert env(jsonpatch.apply_patch(pod(), patch))["CLUSTER_ID"] == "east"
 
 
 # The author's changes
