@@ -23,7 +23,7 @@ def add_arguments(subparsers: Any) -> None:
         "-f",
         "--file",
         metavar="FILE",
-        help="YAML of pods, workloads, lists and anything else; - is standard input",
+        help="YAML or JSON of pods, workloads, lists and anything else; - is standard input",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the injector's configuration; default: ambient"
@@ -240,10 +240,8 @@ def run_drain(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the injected documents; the exit status. Nothing is printed if any of them cannot be injected."""
-    import yaml
-
     from ztunnel.inject.config import ConfigFaults, InjectConfig, parse_config
-    from ztunnel.inject.manual import BadDocument, inject_documents
+    from ztunnel.inject.manual import BadDocument, inject_text
     from ztunnel.runtime.settings import plain_reason
 
     if args.file is None:
@@ -253,19 +251,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = InjectConfig() if args.config is None else parse_config(args.config.read_text())
         source = sys.stdin.read() if args.file == "-" else Path(args.file).read_text()
-        documents = list(inject_documents(yaml.safe_load_all(source), args.namespace, config, notes))
+        made = inject_text(source, args.namespace, config, notes)
     except ConfigFaults as error:
         for fault in error.faults:
             print(f"ztunnel inject: {args.config}: {fault}", file=sys.stderr)
-        return 1
-    except yaml.YAMLError as error:
-        print(f"ztunnel inject: {args.file}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except (BadDocument, OSError, UnicodeDecodeError) as error:
         reason = plain_reason(error) if isinstance(error, OSError) else f"{args.file}: {error}"
         print(f"ztunnel inject: {reason}", file=sys.stderr)
         return 1
-    yaml.safe_dump_all(documents, sys.stdout, sort_keys=False, default_flow_style=False)
+    sys.stdout.write(made)
     for note in notes:
         print(note, file=sys.stderr)
     return 0
