@@ -2,12 +2,17 @@
 
 import asyncio
 import contextlib
+import re
+import socket
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +20,18 @@ from deploy.lab import Place
 from hbone.aio.connection import ConnectionSettings
 from hbone.settings import server_settings
 from tests.netns.hbone_ends import HboneEnds, greeting
-from tests.netns.istio import HELLO, ROOT, AmbientMesh, NodeProxy, ask, eventually, mesh_of
-from tests.netns.toys import app
+from tests.netns.istio import HELLO, ROOT, AmbientMesh, NodeProxy, ask, eventually, mesh_of, refused
+from tests.netns.toys import app, serving
 from tests.programs import needed
+from tproxy.aio.sockets import listen, peer_address
 from tproxy.sidecar import PASSTHROUGH, USER
+from ztunnel.inject.config import InjectConfig
+from ztunnel.inject.inject import inject
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"
+NATIVE = InjectConfig(templates=("sidecar",))
+CLASSIC = InjectConfig(templates=("sidecar-classic",))
 MESH = {name: {"mesh": True} for name in ("sidecar", "other", "rust")}
 AS_PROXY = (f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--bounding-set=-all")
 
@@ -46,25 +56,55 @@ class Sidecar(NodeProxy):
         return await asyncio.to_thread(self.process.wait, 30)
 
 
+def template(name: str, config: InjectConfig, **container: Any) -> dict[str, Any]:
+    """A pod as the injector makes it."""
+    written = {
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {"containers": [{"name": "app", **container}], "serviceAccountName": name},
+    }
+    return dict(inject(written, "default", config).pod)
+
+
+def part(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    spec = pod["spec"]
+    return next(each for each in (*spec["initContainers"], *spec["containers"]) if each["name"] == name)
+
+
+def variables(container: dict[str, Any], place: Place, node: str) -> dict[str, str]:
+    """The environment of a container, as kubelet makes it."""
+    fields = {
+        "metadata.name": place.name,
+        "metadata.namespace": "default",
+        "metadata.uid": f"uid-{place.name}",
+        "spec.serviceAccountName": place.name,
+        "spec.nodeName": node,
+        "status.podIP": str(place.ipv4),
+        "status.hostIP": "10.0.0.1",
+    }
+    made: dict[str, str] = {}
+    for each in container["env"]:
+        text = each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        made[each["name"]] = re.sub(r"\$\((\w+)\)", lambda found: made[found[1]], text)
+    return made
+
+
 @contextlib.asynccontextmanager
-async def injected(mesh: AmbientMesh, name: str, **env: str) -> AsyncIterator[Sidecar]:
-    """Run a pod's init container and its sidecar, as the injector's templates say."""
-    pod = mesh.lab.pod(name)
+async def injected(
+    mesh: AmbientMesh, name: str, config: InjectConfig = NATIVE, **container: Any
+) -> AsyncIterator[Sidecar]:
+    """Run a pod's init container and its sidecar as the injector has written them."""
+    place = mesh.lab.pod(name)
     node = next(worker for worker in mesh.lab.workers.values() if name in worker.pods)
-    ran(pod, "init", "-d", "15090,15021,15020")
+    pod = template(name, config, **container)
+    ran(place, *part(pod, "mesh-init")["args"])
+    given = variables(part(pod, "istio-proxy"), place, node.place.name)
     # A sidecar of a cluster has TCP to its control plane; here the socket is root's.
     (mesh.folder / "xds.sock").chmod(0o777)
+    socket = dict.fromkeys(("XDS_ADDRESS", "CA_ADDRESS"), f"unix:{mesh.folder}/xds.sock")
     process = mesh.start_proxy(
-        node,
-        pod,
-        prefix=(needed("setpriv"), *AS_PROXY),
-        PROXY_MODE="dedicated",
-        PROXY_WORKLOAD_INFO=f"default/{name}/{name}",
-        ZTUNNEL_SIDECAR="true",
-        INSTANCE_IP=str(pod.ipv4),
-        **env,
+        node, place, prefix=(needed("setpriv"), *AS_PROXY), **{**given, **socket, "RUST_LOG": "info"}
     )
-    proxy = Sidecar(pod, mesh.folder, process, mesh.proxies[node.place.name].agent, [name])
+    proxy = Sidecar(place, mesh.folder, process, mesh.proxies[node.place.name].agent, [name])
     await eventually(proxy.ready, f"the sidecar of {name} is ready")
     mesh.proxies[name] = proxy
     yield proxy
@@ -124,6 +164,73 @@ def test_it_sends_its_peers_away_and_ends_when_its_own_pod_says_so(folder: Path)
             # A job's own container: the proxy ends in order.
             status, _ = proxy.get(15020, "/quitquitquit", "POST")
             assert status == 200
+            assert await proxy.drained() == 0
+
+    asyncio.run(main())
+
+
+def fetched(place: Place, url: str) -> tuple[int, str]:
+    """A page, as kubelet asks for it."""
+
+    def fetch() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    return place.run(fetch)
+
+
+def test_kubelets_probes_pass_where_the_mesh_takes_tunnels_only(folder: Path) -> None:
+    async def main() -> None:
+        strict = {
+            "strict": {
+                "service_account": "sidecar",
+                "rules": [{"from": {"principals": [IDENTITY.format("other")]}}],
+            }
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            rig = mesh_of(
+                {"w1": ["sidecar"], "w2": ["plain"]}, folder, captured=[], pods=MESH, mesh={"policies": strict}
+            )
+            mesh = await stack.enter_async_context(rig)
+            pod, node = mesh.lab.pod("sidecar"), mesh.lab.worker("w1").place
+            probes = {
+                "readinessProbe": {"httpGet": {"path": "/ready", "port": 8080}},
+                "livenessProbe": {"tcpSocket": {"port": 8080}},
+                "startupProbe": {"httpGet": {"path": "/", "port": 9}},
+            }
+            seen: list[str] = []
+
+            async def ready(client: socket.socket) -> bytes:
+                seen.append(str(peer_address(client).ip))
+                return b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\nyes"
+
+            listener = listen("0.0.0.0", 8080, netns=pod.netns)
+            await stack.enter_async_context(serving(listener, ready))
+            proxy = await stack.enter_async_context(injected(mesh, "sidecar", CLASSIC, **probes))
+            injected_pod = template("sidecar", CLASSIC, **probes)
+            app_container = part(injected_pod, "app")
+            # The application's port itself is closed to who has no certificate, kubelet included.
+            assert await refused(node, pod.ipv4, 8080)
+            for key, expected in (("readinessProbe", (200, "yes")), ("livenessProbe", (200, ""))):
+                asked = app_container[key]["httpGet"]
+                url = f"http://{pod.ipv4}:{asked['port']}{asked['path']}"
+                assert await asyncio.to_thread(fetched, node, url) == expected
+            asked = app_container["startupProbe"]["httpGet"]
+            status, said = await asyncio.to_thread(
+                fetched, node, f"http://{pod.ipv4}:{asked['port']}{asked['path']}"
+            )
+            assert (status, "the application cannot be asked" in said) == (500, True)
+            assert set(seen) == {str(PASSTHROUGH[4])}
+            # The hooks of an ordinary container: it holds the others back, and lets go at the end.
+            hooks = part(injected_pod, "istio-proxy")["lifecycle"]
+            for hook in ("postStart", "preStop"):
+                program, *words = hooks[hook]["exec"]["command"]
+                assert program == "ztunnel"
+                await asyncio.to_thread(ran, pod, *words, *(["--least=0"] if hook == "preStop" else []))
+            proxy.process.terminate()
             assert await proxy.drained() == 0
 
     asyncio.run(main())
