@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dns.message
+import dns.rrset
 import pytest
 
 from deploy.lab import Place
@@ -25,7 +27,7 @@ from tests.netns.toys import app, serving
 from tests.programs import needed
 from tproxy.aio.sockets import listen, peer_address
 from tproxy.sidecar import PASSTHROUGH, USER
-from ztunnel.inject.config import InjectConfig
+from ztunnel.inject.config import InjectConfig, SidecarConfig
 from ztunnel.inject.inject import inject
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
@@ -232,6 +234,53 @@ def test_kubelets_probes_pass_where_the_mesh_takes_tunnels_only(folder: Path) ->
                 await asyncio.to_thread(ran, pod, *words, *(["--least=0"] if hook == "preStop" else []))
             proxy.process.terminate()
             assert await proxy.drained() == 0
+
+    asyncio.run(main())
+
+
+def test_names_of_the_mesh_are_answered_in_the_pod_and_others_asked_elsewhere(folder: Path) -> None:
+    async def main() -> None:
+        shop = {"addresses": ["10.96.0.10"], "ports": {"http": 80}, "pods": ["sidecar"]}
+        config = InjectConfig(templates=("sidecar",), sidecar=SidecarConfig(dns_capture=True))
+        async with contextlib.AsyncExitStack() as stack:
+            resolver = "10.244.2.10"  # the other pod
+            rig = mesh_of(
+                {"w1": ["sidecar"], "w2": ["plain"]},
+                folder,
+                captured=[],
+                pods=MESH,
+                mesh={"services": {"shop": shop}},
+                resolv_conf=lambda mesh: f"nameserver {mesh.lab.pod('plain').ipv4}\n",
+            )
+            mesh = await stack.enter_async_context(rig)
+            pod, plain = mesh.lab.pod("sidecar"), mesh.lab.pod("plain")
+            assert str(plain.ipv4) == resolver
+            await stack.enter_async_context(injected(mesh, "sidecar", config))
+            server = stack.enter_context(plain.socket(kind=socket.SOCK_DGRAM))
+            server.bind((resolver, 53))
+            server.settimeout(10)
+
+            def elsewhere() -> None:
+                query, peer = server.recvfrom(4096)
+                asked = dns.message.from_wire(query)
+                answer = dns.message.make_response(asked)
+                name = str(asked.question[0].name)
+                answer.answer.append(dns.rrset.from_text(name, 60, "IN", "A", "192.0.2.9"))
+                server.sendto(answer.to_wire(), peer)
+
+            def resolved(name: str) -> str:
+                with pod.socket(kind=socket.SOCK_DGRAM) as client:
+                    client.settimeout(10)
+                    # From a port of its own, as applications do; both flows have the same resolver.
+                    client.sendto(dns.message.make_query(name, "A").to_wire(), (resolver, 53))
+                    data, peer = client.recvfrom(4096)
+                    assert peer == (resolver, 53)
+                    return str(dns.message.from_wire(data).answer[0][0])
+
+            assert await asyncio.to_thread(resolved, "shop.default.svc.cluster.local.") == "10.96.0.10"
+            serving_elsewhere = asyncio.to_thread(elsewhere)
+            found, _ = await asyncio.gather(asyncio.to_thread(resolved, "example.com."), serving_elsewhere)
+            assert found == "192.0.2.9"
 
     asyncio.run(main())
 
