@@ -118,6 +118,7 @@ PURE_APPLICATION = (
     "ztunnel/istio/dns/message.py",
     "ztunnel/istio/zds/messages.py",
     "ztunnel/agent/cgroup.py",
+    "ztunnel/agent/comparison.py",
     "ztunnel/agent/description.py",
     "ztunnel/agent/enrolment.py",
     "ztunnel/agent/phase.py",

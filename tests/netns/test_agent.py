@@ -80,10 +80,12 @@ class Toys:
 
     def __init__(self) -> None:
         self.started: list[tuple[PodUid, PodInfo]] = []
+        self.pods: list[ToyPod] = []
 
     async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> ToyPod:
         self.started.append((uid, info))
-        return ToyPod(netns)
+        self.pods.append(ToyPod(netns))
+        return self.pods[-1]
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,14 @@ import pytest
 from deploy.lab import Lab, Place
 from tests.netns.processes import Proc
 from tests.netns.test_agent import Toys, has_rules
-from tests.netns.toys import WAIT_S, app, ask
-from tproxy.aio.sockets import connect
+from tests.netns.toys import WAIT_S, app, ask, serving
+from tproxy.aio.sockets import connect, listen
+from tproxy.aio.table import BlockingTable
 from tproxy.errors import ConnectFailed
+from tproxy.expressions import Family
+from tproxy.resources import Chain, Table
 from ztunnel.agent import node as node_module
+from ztunnel.agent.auditor import Auditor
 from ztunnel.agent.enroller import Added, Enroller
 from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.agent.errors import CannotAdd
@@ -398,5 +404,85 @@ def test_misshapen_pods_are_said_and_left_alone(
         async with scene.enroller(), scene.proxy():
             await until(lambda: scene.cluster.annotation("web") == "enabled", "the other one")
         assert "object=Pod/shop/odd: it has no uid" in caplog.text
+
+    on_stage(lab, tmp_path, body)
+
+
+def dump_of(*states: tuple[str, Place]) -> bytes:
+    pods = [place for _, place in states]
+    return json.dumps(
+        {
+            "workloadState": {UIDS[place.name]: {"state": state} for state, place in states},
+            "workloads": [
+                {"name": place.name, "namespace": "shop", "protocol": "HBONE", "workloadIps": [str(place.ipv4)]}
+                for place in pods
+            ],
+            "certificates": [{"identity": "spiffe://cluster.local/ns/shop/sa/default", "state": "Available"}],
+        }
+    ).encode()
+
+
+def test_a_comparison_finds_repairs_and_says(lab: Lab, tmp_path: Path) -> None:
+    """Listeners that are gone come back; what the proxy says against it, and a second agent, become events."""
+
+    async def body(scene: Scene) -> None:
+        cluster, page = scene.cluster, [dump_of(("Up", scene.web))]
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        # The proxy's pod: it answers on its own loopback only.
+        scene.proc.add(900, scene.db.netns, UIDS["db"])
+        metadata = {
+            "name": "ztunnel-x",
+            "namespace": "istio-system",
+            "uid": UIDS["db"],
+            "labels": {"app": "ztunnel"},
+        }
+        status = {"phase": "Running", "podIP": str(scene.db.ipv4)}
+        cluster.put("Pod", "istio-system", "ztunnel-x", {"metadata": metadata, "spec": {}, "status": status})
+
+        async def answer(client: socket.socket) -> bytes:
+            await asyncio.get_running_loop().sock_recv(client, 4096)
+            client.shutdown(socket.SHUT_RD)
+            return b"HTTP/1.0 200 OK\r\n\r\n" + page[0]
+
+        admin = listen("127.0.0.1", 15000, netns=scene.db.netns)
+        async with serving(admin, answer), scene.enroller() as enroller, scene.proxy():
+            auditor = Auditor(enroller, cluster, "w1")
+            await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            await until(lambda: not enroller.waiting, "settled")
+            await auditor.compare()
+            assert auditor.findings == {}
+
+            page[0] = dump_of(("Draining", scene.web))
+            for _ in range(2):
+                assert cluster.events == []
+                await auditor.compare()
+            assert cluster.events == [
+                ("web", "MeshNotServed", "the node's proxy does not serve this pod: Draining")
+            ]
+            page[0] = dump_of(("Up", scene.web))
+            await auditor.compare()
+            assert auditor.findings == {}
+
+            [toy] = scene.toys.pods
+            await toy.stop()
+            for _ in range(2):
+                await auditor.compare()
+            assert cluster.events[1][:2] == ("web", "MeshListenerMissing")
+            assert len(scene.toys.started) == 2
+            await auditor.compare()
+            assert auditor.findings == {}
+
+            # Somebody edits the annotation: it is status, and is put right.
+            value = cluster.objects[ObjectKey("Pod", "shop", "web")]
+            edited = {**value, "metadata": {**value["metadata"], "annotations": {REDIRECTION: "disabled"}}}
+            cluster.put("Pod", "shop", "web", edited)
+            await until(lambda: cluster.annotation("web") == "enabled", "put right")
+
+            with contextlib.closing(BlockingTable("istio-ambient-nat", scene.web.netns)) as table:
+                table.apply(Table("istio-ambient-nat", Family.INET, chains=(Chain("istio-output", ()),)))
+            for _ in range(2):
+                await auditor.compare()
+            assert cluster.events[2][:2] == ("web", "MeshTwoAgents")
 
     on_stage(lab, tmp_path, body)

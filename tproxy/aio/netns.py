@@ -149,6 +149,10 @@ class Netns:
             raise failures[0]
         return cls(fds[0], name or "unnamed")
 
+    def duplicate(self) -> "Netns":
+        """Return another object for the same namespace, which the caller closes."""
+        return type(self)(os.dup(self._fd), self.name)
+
     def remove_name(self) -> None:
         """Remove the name below /run/netns; the namespace lives on while anything uses it."""
         unpublish(self.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from xds.model.address import SocketAddress
+from ztunnel.agent.auditor import Auditor
 from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.departure import is_last
 from ztunnel.agent.enroller import Enroller, annotating, selections
@@ -66,11 +67,12 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
                 probe_user=_user_of_probes(args),
             )
         )
+        auditor = await stack.enter_async_context(Auditor(enroller, events, args.node))
         cni = None
         if args.cni_socket is not None:
             cni = await stack.enter_async_context(CniServer(args.cni_socket, enroller.added))
         if address is not None:
-            await stack.enter_async_context(status_server(address, enroller, informer, cni))
+            await stack.enter_async_context(status_server(address, enroller, informer, auditor, cni))
         log.info("agent started node=%s socket=%s", args.node, args.socket)
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):

@@ -458,15 +458,20 @@ class Enroller:
         left = self.agent.left_over.get(pod.uid)
         if left is not None and await self._in_thread(partial(is_pods, left.netns, left.inode, pod.addresses)):
             return left.netns
-        asked = self._looking.get(pod.uid)
+        found = await self.find(pod.uid)
+        if found is None:
+            raise NotFound(_named(pod), ", ".join(sorted(map(str, pod.addresses))))
+        return found
+
+    async def find(self, uid: PodUid) -> str | None:
+        """Return the path of a pod's namespace, found by its processes; None if it has none with its address."""
+        asked = self._looking.get(uid)
         if asked is None:
             if not self._looking:
                 self._tasks.start(self._look(), "look")
-            asked = self._looking[pod.uid] = asyncio.get_running_loop().create_future()
-        found = await asked
-        if found is None:
-            raise NotFound(_named(pod), ", ".join(sorted(map(str, pod.addresses))))
-        return found.path
+            asked = self._looking[uid] = asyncio.get_running_loop().create_future()
+        found = await asyncio.shield(asked)
+        return None if found is None else found.path
 
     async def _look(self) -> None:
         """Look at all processes for the pods that are asked for, until none is."""

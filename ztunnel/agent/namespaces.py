@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tproxy.aio import rtnetlink
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
+from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from tproxy.inpod import (
@@ -26,9 +26,12 @@ from tproxy.inpod import (
     pod,
     probes,
 )
+from tproxy.render import nf_tables, nftables
 from tproxy.resources import IpAddress, Namespace, State, Version
+from tproxy.wire import attribute_map, read_text
 from ztunnel.agent.description import PodDescription
 
+_NFGENMSG = 4  # struct nfgenmsg, before the attributes of a message
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
 # States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
@@ -125,18 +128,57 @@ def versions(netns: Netns) -> tuple[Version, ...]:
     return (4,) if disabled == "1" else Capture().versions
 
 
+def listening_ports(netns: Netns) -> set[int]:
+    """Return the TCP ports with a listener in the namespace."""
+    with netns.entered():
+        return {port for port, state, _ in _tcp_sockets() if state == _LISTEN}
+
+
+def foreign_rules(netns: Netns) -> set[str]:
+    """Return the nftables chains of istio-cni in the namespace, written by nft or iptables-nft.
+
+    Raises:
+        TproxyError: the kernel refused to list them.
+    """
+    message = nftables.nft_message(nftables.NFT_GETCHAIN, 0, nftables.DUMP, about="list chains")
+    found = set()
+    with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
+        for body in link.dump(message):
+            attributes = attribute_map(body[_NFGENMSG:])
+            table = read_text(attributes.get(nf_tables.NFTA_CHAIN_TABLE, b""))
+            chain = read_text(attributes.get(nf_tables.NFTA_CHAIN_NAME, b""))
+            if table.startswith("istio-ambient-") or chain.startswith("ISTIO_"):
+                found.add(f"{table} {chain}")
+    return found
+
+
+def device_names() -> list[str]:
+    """Return the names of the node's network devices.
+
+    Raises:
+        TproxyError: the kernel refused to list them.
+    """
+    with NetlinkSocket(NETLINK_ROUTE) as route:
+        bodies = route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))
+    return [rtnetlink.read_link(body).name for body in bodies]
+
+
 def proxied_connections(netns: Netns) -> int:
     """Return the number of open connections to the proxy's ports in this namespace."""
     with netns.entered():
-        return sum(1 for port in _connected_ports() if port in _PROXY_PORTS)
+        return sum(
+            port in _PROXY_PORTS
+            # Nothing is left to be sent on a connection that its process closed and the peer has acknowledged.
+            and state not in (_LISTEN, _TIME_WAIT)
+            and not (state == _FIN_WAIT2 and inode == "0")
+            for port, state, inode in _tcp_sockets()
+        )
 
 
-def _connected_ports() -> Iterator[int]:
+def _tcp_sockets() -> Iterator[tuple[int, str, str]]:
+    """Yield local port, state and inode of the TCP sockets in the thread's namespace; an orphan's inode is 0."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
             for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:
                 _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-                # Nothing is left to be sent on a connection that its process closed and the peer has acknowledged.
-                orphaned = state == _FIN_WAIT2 and inode == "0"
-                if state not in (_LISTEN, _TIME_WAIT) and not orphaned:
-                    yield int(local.rpartition(":")[2], 16)
+                yield int(local.rpartition(":")[2], 16), state, inode

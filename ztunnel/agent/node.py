@@ -296,6 +296,16 @@ class NodeAgent:
         else:
             self._answered(uid, "")
 
+    async def announce_anew(self, uid: PodUid) -> None:
+        """Have the proxies end and start the proxy of an enrolled pod, which has lost its listeners."""
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is None or pod.phase is Phase.LEAVING:
+                return
+            await self._server.delete(uid)
+            pod.phase = Phase.PENDING
+            await self._announce(pod)
+
     def _announced(self) -> Iterator[Announced]:
         for uid, pod in self._pods.items():
             if pod.announced:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from xds.model.address import SocketAddress
+from ztunnel.agent.auditor import Auditor
 from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.enroller import Enroller
 from ztunnel.http.exposition import Family, family, page, process_families
@@ -18,7 +19,11 @@ _PATHS = ("/healthz", "/readyz", "/metrics", "/pods")
 
 
 def status_server(
-    address: SocketAddress, enroller: Enroller, informer: Informer, cni: CniServer | None = None
+    address: SocketAddress,
+    enroller: Enroller,
+    informer: Informer,
+    auditor: Auditor,
+    cni: CniServer | None = None,
 ) -> PageServer:
     """Return a server of the agent's pages; it serves while entered."""
 
@@ -30,9 +35,9 @@ def status_server(
                 missing = unready(enroller, informer)
                 return text(f"{missing}\n", 503) if missing else text("ready\n")
             case "/metrics":
-                return page(families(enroller, informer, cni), request)
+                return page(families(enroller, informer, auditor, cni), request)
             case "/pods":
-                return text(json.dumps(pods(enroller), indent=1) + "\n", content_type=JSON)
+                return text(json.dumps(pods(enroller, auditor), indent=1) + "\n", content_type=JSON)
             case _:
                 return not_found(_PATHS)
 
@@ -48,7 +53,7 @@ def unready(enroller: Enroller, informer: Informer) -> str:
     return ""
 
 
-def pods(enroller: Enroller) -> dict[str, dict[str, Any]]:
+def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
     """Return each pod of the node: whether it is wanted and why, what it says, and what it is."""
     found = {}
     for uid, (pod, decision, fault) in sorted(enroller.pods().items()):
@@ -61,11 +66,12 @@ def pods(enroller: Enroller) -> dict[str, dict[str, Any]]:
             "phase": None if held is None else held.phase.value,
             "netns": None if held is None else held.description.netns,
             "fault": fault or ("" if held is None else held.error),
+            "findings": sorted(f"{each.reason}: {each.text}" for each in auditor.findings.get(uid, ())),
         }
     return found
 
 
-def families(enroller: Enroller, informer: Informer, cni: CniServer | None) -> Iterator[Family]:
+def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniServer | None) -> Iterator[Family]:
     """Yield the families of one scrape."""
     phases = Counter(held.phase.value for held in enroller.agent.pods().values())
     decided = Counter(decision.reason.value for _, decision, _ in enroller.pods().values())
@@ -81,6 +87,11 @@ def families(enroller: Enroller, informer: Informer, cni: CniServer | None) -> I
     yield family(
         "ztunnel_agent_pods", "gauge", "Pods with rules, by phase",
         [((phase,), float(count)) for phase, count in sorted(phases.items())], ("phase",),
+    )  # fmt: skip
+    wrong = Counter(each.reason for found in auditor.findings.values() for each in found)
+    yield family(
+        "ztunnel_agent_findings", "gauge", "Pods that the last comparison found wrong",
+        [((reason,), float(count)) for reason, count in sorted(wrong.items())], ("reason",),
     )  # fmt: skip
     yield family(
         "ztunnel_agent_decisions", "gauge", "Pods of the node, by what decided",
