@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol
+.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -85,6 +85,9 @@ bench-authz: $(STAMP) ## what Calico's policies cost: an evaluation, a change, a
 
 bench-netpol: $(STAMP) ## what network policy in the kernel costs: packets, the start, one change, memory
 	$(PY) -m bench.netpol
+
+bench-enrol: $(STAMP) ## 250 pods enrolled in one go; 10,000 that come and go, and what is left: ten minutes
+	$(PY) -m bench.enrol
 
 bench-pushes: $(STAMP) ## a control plane that pushes 5,000 times a second, SotW and delta: no stream lost
 	$(PY) -m bench.pushes
