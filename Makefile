@@ -19,7 +19,7 @@ $(STAMP): requirements/dev.lock requirements/rivals.lock pyproject.toml
 
 setup: $(STAMP) ## the virtual environment, from requirements/dev.lock
 
-demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it, MODE=policy Calico's; KEEP=1 stays up
+demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it, MODE=kube in a cluster, MODE=policy Calico's; KEEP=1 stays up
 	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(KEEP),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop

@@ -16,6 +16,7 @@ from pathlib import Path
 import hbone
 from deploy.demo import policy
 from deploy.demo.inpod import InPodDemo
+from deploy.demo.kube import KubeDemo, MissingPrograms, programs
 from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected, print_logs
 from deploy.lab import Lab, become_root_of_own_namespaces
@@ -25,7 +26,7 @@ from ztunnel import __version__
 #: Between two checks whether a demo that stays up was interrupted.
 _LOOK_S = 0.5
 
-MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo}
+MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": KubeDemo}
 
 
 @contextlib.contextmanager
@@ -42,13 +43,16 @@ def main() -> int:
         "--mode",
         choices=(*MODES, "policy"),
         default="node",
-        help="node: Envoy's dialect; inpod: today's Istio; policy: Calico's, beside Envoy (make demo MODE=policy)",
+        help="node: Envoy's dialect; inpod: today's Istio; kube: the same in a cluster, with a real API server; "
+        "policy: Calico's, beside Envoy (make demo MODE=policy)",
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards (make demo KEEP=1)")
     args = parser.parse_args()
     try:
         if args.mode == "policy":
             return policy.main()
+        if args.mode == "kube":
+            programs()
         become_root_of_own_namespaces()
         began = time.monotonic()
         with stage(MODES[args.mode], sys.stdout.isatty()) as demo:
@@ -72,7 +76,7 @@ def main() -> int:
                     while True:  # signal.pause() sleeps for ever on a signal that came just before it
                         time.sleep(_LOOK_S)
         return 1 if failures else 0
-    except TproxyError as error:
+    except (TproxyError, MissingPrograms) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

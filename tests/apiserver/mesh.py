@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.lab import Place
+from deploy.processes import Proc
 from tests.netns.istio import AmbientMesh
-from tests.netns.processes import Proc
 from ztunnel.agent.enrolment import REDIRECTION
 from ztunnel.kube.client import Client
 from ztunnel.kube.kinds import NAMESPACE, POD

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from deploy.lab import Lab, may_make_namespaces
+from deploy.processes import Proc
 from tests.apiserver.mesh import annotation, create_namespace, proc_of, run_pod, told_control_plane
 from tests.apiserver.server import ApiServer
 from tests.netns.istio import ROOT, WAIT_S, AmbientMesh, ask, eventually, mesh_of
-from tests.netns.processes import Proc
 from tests.netns.test_agent import Toys, has_rules
 from tests.netns.toys import app
 from tests.ports import free_port

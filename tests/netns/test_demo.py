@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.apiserver import PROGRAMS
+from tests.apiserver.programs import needed
 from tproxy.aio.netns import names
 
 pytestmark = pytest.mark.netns
@@ -54,6 +56,32 @@ def test_everything_comes_out_as_expected(tmp_path: Path, mode: str, expectation
     assert output.rstrip().endswith("Everything came out as expected.")
     assert output.count("  ok  ") == expectations
     assert left_behind(demo.pid, tmp_path) == []
+
+
+@pytest.mark.kube
+def test_the_demo_of_a_cluster_comes_out_as_expected(tmp_path: Path) -> None:
+    for name in PROGRAMS:
+        needed(name)
+    demo = start(tmp_path, "--mode", "kube")
+    output, _ = demo.communicate(timeout=120)
+    assert demo.returncode == 0, output
+    assert "FAIL" not in output
+    assert output.count("  ok  ") == 20
+    assert left_behind(demo.pid, tmp_path) == []
+
+
+def test_without_an_api_server_its_demo_says_how_to_get_one(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "/nowhere",
+        "ETCD": "",
+        "KUBE_APISERVER": "",
+    }
+    command = [sys.executable, "-m", "deploy.demo", "--mode", "kube"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert done.stderr.startswith("demo: this demo needs etcd and kube-apiserver: run `make kube` once")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.lab import Lab, Place
-from tests.netns.processes import Proc
+from deploy.processes import Proc
 from tests.netns.test_agent import Toys, has_rules
 from tests.netns.toys import WAIT_S, app, ask, serving
 from tproxy.aio.sockets import connect, listen

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.lab import Lab
-from tests.netns.processes import Proc
+from deploy.processes import Proc
 from ztunnel.agent.scan import kubelet_user, pod_namespaces
 
 pytestmark = pytest.mark.netns

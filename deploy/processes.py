@@ -7,7 +7,7 @@ from tproxy.aio.netns import Netns
 
 
 class Proc:
-    """A folder with processes."""
+    """A folder with processes, for ``ztunnel agent --proc``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
