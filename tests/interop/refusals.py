@@ -81,6 +81,15 @@ def endpoints(*priorities: int) -> Json:
 MONITORS = "envoy.extensions.resource_monitors"
 NOT_HERE = "not supported here, and obeying the rest would mean something else"
 SAN = {"match_typed_subject_alt_names": [{"san_type": "URI", "matcher": {"prefix": "spiffe://"}}]}
+
+
+def balanced(kind: str, **config: object) -> Json:
+    """A cluster with a load balancing policy extension."""
+    url = f"{T}envoy.extensions.load_balancing_policies.{kind}"
+    policy = {"typed_extension_config": {"name": kind, "typed_config": {"@type": url, **config}}}
+    return with_cluster(load_balancing_policy={"policies": [policy]})
+
+
 ROWS: dict[str, Row] = {
     "good": Row(lambda: over_tls({}), True, True),
     **{f"tls, {name}": Row(lambda make=case[0]: over_tls(make()), False, False) for name, case in BAD.items()},
@@ -213,6 +222,14 @@ ROWS: dict[str, Row] = {
         False,
         NOT_HERE,
     ),
+    "ring sizes of a policy": Row(lambda: balanced("ring_hash.v3.RingHash", minimum_ring_size=5), True, True),
+    "ring sizes that cross": Row(
+        lambda: balanced("ring_hash.v3.RingHash", minimum_ring_size=9, maximum_ring_size=8), False, False
+    ),
+    "maglev table that is no prime": Row(lambda: balanced("maglev.v3.Maglev", table_size=100), False, False),
+    "maglev table": Row(lambda: balanced("maglev.v3.Maglev", table_size=101), True, True),
+    "least request of one": Row(lambda: balanced("least_request.v3.LeastRequest", choice_count=1), True, True),
+    "no policy at all": Row(lambda: with_cluster(load_balancing_policy={"policies": []}), False, False),
     "limits of HTTP/2": Row(
         lambda: with_cluster(http2_protocol_options={"max_outbound_frames": 5}), True, False, NOT_HERE
     ),

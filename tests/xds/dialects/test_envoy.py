@@ -425,6 +425,11 @@ def test_a_listener_is_refused_by_name_and_place(document: dict[str, Any], words
     assert words in str(refused.value)
 
 
+def by_policy(kind: str, **config: Any) -> dict[str, Any]:
+    url = f"{T}envoy.extensions.load_balancing_policies.{kind}"
+    return {"policies": [{"typed_extension_config": {"name": kind, "typed_config": {"@type": url, **config}}}]}
+
+
 CHECKED = {"timeout": "1s", "interval": "1s", "unhealthy_threshold": 1, "healthy_threshold": 1}
 TCP_CHECK = {**CHECKED, "tcp_health_check": {}}
 BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
@@ -474,12 +479,41 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         "health_checks: an ORIGINAL_DST cluster has no endpoints to check",
     ),
     (
-        cluster_document(load_balancing_policy={"policies": [{}]}),
-        "load_balancing_policy: this proxy does not support",
+        cluster_document(lb_policy="LOAD_BALANCING_POLICY_CONFIG"),
+        "lb_policy: cluster: field load_balancing_policy need",
     ),
     (
-        cluster_document(lb_policy="LOAD_BALANCING_POLICY_CONFIG"),
-        "lb_policy: load_balancing_policy is not supported",
+        cluster_document(load_balancing_policy={"policies": []}),
+        "load_balancing_policy: cluster: didn't find a registered load balancer factory",
+    ),
+    (
+        cluster_document(load_balancing_policy={"policies": [{"typed_extension_config": {"name": "own.policy"}}]}),
+        "a registered load balancer factory with names from own.policy",
+    ),
+    (
+        cluster_document(load_balancing_policy=by_policy("ring_hash.v3.RingHash", hash_function="MURMUR_HASH_2")),
+        "load_balancing_policy.policies[0].typed_extension_config.typed_config.hash_function: rings are made",
+    ),
+    (
+        cluster_document(
+            load_balancing_policy=by_policy("ring_hash.v3.RingHash", minimum_ring_size=9, maximum_ring_size=8)
+        ),
+        "typed_config.minimum_ring_size: ring hash: minimum_ring_size (9) > maximum_ring_size (8)",
+    ),
+    (
+        cluster_document(load_balancing_policy=by_policy("maglev.v3.Maglev", table_size=65536)),
+        "typed_config.table_size: The table size of maglev must be prime number",
+    ),
+    (
+        cluster_document(load_balancing_policy=by_policy("cluster_provided.v3.ClusterProvided")),
+        "lb_policy: cluster: LB policy CLUSTER_PROVIDED cannot be combined with cluster type STATIC",
+    ),
+    (
+        cluster_document(
+            load_balancing_policy=by_policy("random.v3.Random"),
+            common_lb_config={"locality_weighted_lb_config": {}},
+        ),
+        "load_balancing_policy: localities are weighted by the policy's own locality_lb_config",
     ),
     (
         cluster_document(transport_socket={"name": "x", "typed_config": {"@type": T + "no.such.Socket"}}),
@@ -524,6 +558,41 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         "typed_extension_protocol_options['x']: Didn't find a registered",
     ),
 ]
+
+
+WEIGHTED = {"locality_lb_config": {"locality_weighted_lb_config": {}}}
+SLOW = {"slow_start_config": {"slow_start_window": "5s", "aggression": {"default_value": 2.0, "runtime_key": "k"}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("round_robin.v3.RoundRobin", {**SLOW, **WEIGHTED}, {"locality_weighted": True}),
+        ("least_request.v3.LeastRequest", {"choice_count": 3}, {"policy": "LEAST_REQUEST", "choice_count": 3}),
+        ("random.v3.Random", WEIGHTED, {"policy": "RANDOM", "locality_weighted": True}),
+        ("ring_hash.v3.RingHash", {"minimum_ring_size": 8}, {"policy": "RING_HASH", "ring_size_min": 8}),
+        ("maglev.v3.Maglev", {"table_size": 101}, {"policy": "MAGLEV", "maglev_table_size": 101}),
+    ],
+)
+def test_a_policy_extension(kind: str, config: dict[str, Any], expected: dict[str, Any]) -> None:
+    common = {"healthy_panic_threshold": {"value": 7}}
+    document = cluster_document(
+        lb_policy="LOAD_BALANCING_POLICY_CONFIG",
+        load_balancing_policy=by_policy(kind, **config),
+        common_lb_config=common,
+    )
+    balancing = compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS).balancing
+    found = {name: getattr(balancing, name) for name in expected}
+    assert {**found, "panic": balancing.panic_threshold} == {**expected, "panic": 7}
+    assert balancing.slow_start.window_s == (5 if SLOW.items() <= config.items() else 0)
+
+
+def test_the_first_policy_of_a_known_type_is_taken() -> None:
+    message = parse_value(cluster_document(load_balancing_policy=by_policy("random.v3.Random")), Cluster).message
+    policies = message.load_balancing_policy.policies
+    policies.insert(0, type(policies[0])())
+    policies[0].typed_extension_config.typed_config.type_url = f"{T}own.Policy"
+    assert compile_cluster(message, SURROUNDINGS).balancing.policy == "RANDOM"
 
 
 @pytest.mark.parametrize(("document", "words"), BAD_CLUSTERS, ids=[words[:40] for _, words in BAD_CLUSTERS])

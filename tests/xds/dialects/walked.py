@@ -311,6 +311,26 @@ ENDPOINTS = {
 }
 OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 LB = {"slow_start_config": {"slow_start_window": "1s", "aggression": {"default_value": 1}}}
+WEIGHTED = {"locality_lb_config": {"locality_weighted_lb_config": {}}}
+SLOW = {
+    "slow_start_config": {
+        "slow_start_window": "1s",
+        "aggression": {"default_value": 2, "runtime_key": "k"},
+        "min_weight_percent": {"value": 5},
+    }
+}
+BALANCED = {
+    kind: {"typed_extension_config": typed(f"envoy.extensions.load_balancing_policies.{kind}", **config)}
+    for kind, config in {
+        "round_robin.v3.RoundRobin": SLOW | WEIGHTED,
+        "least_request.v3.LeastRequest": {"active_request_bias": {"default_value": 2, "runtime_key": "k"}}
+        | SLOW
+        | WEIGHTED,
+        "random.v3.Random": WEIGHTED,
+        "ring_hash.v3.RingHash": {"minimum_ring_size": 8, "maximum_ring_size": 9},
+        "maglev.v3.Maglev": {"table_size": 101},
+    }.items()
+}
 CHECKED = {"timeout": "1s", "interval": "2s", "unhealthy_threshold": 2, "healthy_threshold": 3}
 STATUSES = [{"start": 200, "end": 300}]
 CHECKS = [
@@ -425,6 +445,13 @@ RESOURCES: dict[str, tuple[Any, Compile]] = {
     "listener": (_listener(), _with(compile_listener)),
     "listener with matcher": (_listener(filter_chain_matcher=MATCHER), _with(compile_listener)),
     "cluster": (parse_value(CLUSTER, Cluster).message, _with(compile_cluster)),
+    **{
+        f"cluster with {kind}": (
+            parse_value({"name": "b", "load_balancing_policy": {"policies": [policy]}}, Cluster).message,
+            _with(compile_cluster),
+        )
+        for kind, policy in BALANCED.items()
+    },
     **{
         f"cluster with {next(reversed(check))}": (
             parse_value({"name": "h", "health_checks": [check]}, Cluster).message,

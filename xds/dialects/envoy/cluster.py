@@ -4,6 +4,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from xds.dialects.envoy.balancing import compile_balancing
 from xds.dialects.envoy.endpoint import compile_assignment
 from xds.dialects.envoy.filters import compile_http2
 from xds.dialects.envoy.health_check import compile_health_check
@@ -58,6 +59,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "connect_timeout",
         "per_connection_buffer_limit_bytes",  # a soft limit of Envoy's buffers; ours hold less than its default
         "lb_policy",
+        "load_balancing_policy",
         "max_requests_per_connection",
         "circuit_breakers",
         "http_protocol_options",  # of HTTP/1.1, which no tunnel travels in
@@ -110,7 +112,7 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         name=message.name,
         discovery=discovery,
         connect_timeout_s=_positive(message, "connect_timeout", 5.0),
-        balancing=_balancing(message, discovery),
+        balancing=compile_balancing(message, discovery),
         subsets=_subsets(message),
         transport_socket=_own_socket(message, surroundings),
         socket_matches=_socket_matches(message, surroundings),
@@ -178,49 +180,6 @@ def _dns_failure_backoff(message: proto.Cluster) -> tuple[float, float] | None:
         if longest < base:
             raise ConfigError("must have max_interval greater than or equal to the base_interval")
     return base, longest
-
-
-def _balancing(message: proto.Cluster, discovery: model.Discovery) -> model.Balancing:
-    name = enum_name(message, "lb_policy")
-    if name == "LOAD_BALANCING_POLICY_CONFIG":
-        raise Unsupported("load_balancing_policy is not supported; use lb_policy", "lb_policy")
-    policy = model.LbPolicy(name)
-    provided = policy is model.LbPolicy.CLUSTER_PROVIDED
-    if discovery is model.Discovery.ORIGINAL_DST and not provided:
-        raise ConfigError(
-            f"cluster: LB policy {name} is not valid for Cluster type ORIGINAL_DST. Only 'CLUSTER_PROVIDED' is "
-            "allowed with cluster type 'ORIGINAL_DST'"
-        )
-    if provided and discovery is not model.Discovery.ORIGINAL_DST:
-        raise ConfigError(
-            f"cluster: LB policy CLUSTER_PROVIDED cannot be combined with cluster type {discovery}", "lb_policy"
-        )
-    # Runtime keys cannot be set (see the bootstrap), so that their default values are the values.
-    common = message.common_lb_config
-    least = message.least_request_lb_config
-    choices = wrapped(least, "choice_count", 2)
-    if choices < 2:
-        raise constraint(least, "choice_count", "value must be greater than or equal to 2")
-    panic = 50.0
-    if common.HasField("healthy_panic_threshold"):
-        panic = common.healthy_panic_threshold.value
-    slow = message.round_robin_lb_config.slow_start_config
-    if message.HasField("least_request_lb_config"):
-        slow = least.slow_start_config
-    return model.Balancing(
-        policy=policy,
-        choice_count=choices,
-        active_request_bias=(
-            least.active_request_bias.default_value if least.HasField("active_request_bias") else 1.0
-        ),
-        slow_start=model.SlowStart(
-            window_s=seconds(slow, "slow_start_window", 0.0),
-            aggression=slow.aggression.default_value if slow.HasField("aggression") else 1.0,
-            min_weight_percent=slow.min_weight_percent.value if slow.HasField("min_weight_percent") else 10.0,
-        ),
-        panic_threshold=panic,
-        locality_weighted=common.HasField("locality_weighted_lb_config"),
-    )
 
 
 def _subsets(message: proto.Cluster) -> model.Subsets | None:

@@ -489,39 +489,19 @@ class Cluster(_message.Message):
         @_builtins.property
         def slow_start_window(self) -> _duration_pb2.Duration: ...
         @_builtins.property
-        def aggression(self) -> Global___Cluster.RuntimeDouble: ...
+        def aggression(self) -> _core_pb2.RuntimeDouble: ...
         @_builtins.property
         def min_weight_percent(self) -> _type_pb2.Percent: ...
         def __init__(
             self,
             *,
             slow_start_window: _duration_pb2.Duration | None = ...,
-            aggression: Global___Cluster.RuntimeDouble | None = ...,
+            aggression: _core_pb2.RuntimeDouble | None = ...,
             min_weight_percent: _type_pb2.Percent | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["aggression", b"aggression", "min_weight_percent", b"min_weight_percent", "slow_start_window", b"slow_start_window"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
         _ClearFieldArgType: _TypeAlias = _typing.Literal["aggression", b"aggression", "min_weight_percent", b"min_weight_percent", "slow_start_window", b"slow_start_window"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class RuntimeDouble(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
-        RUNTIME_KEY_FIELD_NUMBER: _builtins.int
-        default_value: _builtins.float
-        runtime_key: _builtins.str
-        def __init__(
-            self,
-            *,
-            default_value: _builtins.float = ...,
-            runtime_key: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["default_value", b"default_value", "runtime_key", b"runtime_key"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,14 +533,14 @@ class Cluster(_message.Message):
         @_builtins.property
         def choice_count(self) -> _wrappers_pb2.UInt32Value: ...
         @_builtins.property
-        def active_request_bias(self) -> Global___Cluster.RuntimeDouble: ...
+        def active_request_bias(self) -> _core_pb2.RuntimeDouble: ...
         @_builtins.property
         def slow_start_config(self) -> Global___Cluster.SlowStartConfig: ...
         def __init__(
             self,
             *,
             choice_count: _wrappers_pb2.UInt32Value | None = ...,
-            active_request_bias: Global___Cluster.RuntimeDouble | None = ...,
+            active_request_bias: _core_pb2.RuntimeDouble | None = ...,
             slow_start_config: Global___Cluster.SlowStartConfig | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["active_request_bias", b"active_request_bias", "choice_count", b"choice_count", "slow_start_config", b"slow_start_config"]  # noqa: Y015

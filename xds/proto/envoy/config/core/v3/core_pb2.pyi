@@ -919,6 +919,28 @@ class RuntimeFractionalPercent(_message.Message):
 Global___RuntimeFractionalPercent: _TypeAlias = RuntimeFractionalPercent  # noqa: Y015
 
 @_typing.final
+class RuntimeDouble(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
+    RUNTIME_KEY_FIELD_NUMBER: _builtins.int
+    default_value: _builtins.float
+    runtime_key: _builtins.str
+    def __init__(
+        self,
+        *,
+        default_value: _builtins.float = ...,
+        runtime_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_value", b"default_value", "runtime_key", b"runtime_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuntimeDouble: _TypeAlias = RuntimeDouble  # noqa: Y015
+
+@_typing.final
 class RuntimeFeatureFlag(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
