@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.lab import Lab, may_make_namespaces
 from deploy.processes import Proc
 from tests.apiserver.mesh import annotation, create_namespace, proc_of, run_pod, told_control_plane
-from tests.apiserver.server import ApiServer
+from tests.apiserver.server import ADMIN, ApiServer
 from tests.netns.istio import ROOT, WAIT_S, AmbientMesh, ask, eventually, mesh_of
 from tests.netns.test_agent import Toys, has_rules
 from tests.netns.toys import app
@@ -29,8 +30,9 @@ from ztunnel.agent.enrolment import MODE
 from ztunnel.istio.zds.manager import PodManager
 from ztunnel.kube.client import Client
 from ztunnel.kube.client import connect as connect_api
+from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import DAEMON_SET as DAEMON_SETS
-from ztunnel.kube.kinds import NAMESPACE, POD
+from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE_ACCOUNT, Kind
 
 pytestmark = [
     pytest.mark.netns,
@@ -42,10 +44,12 @@ pytestmark = [
 class Agent:
     """``ztunnel agent --kube`` of one node as a process, which a test may end in any way and start anew."""
 
-    def __init__(self, cluster: ApiServer, folder: Path, node: str, proc: Proc, *options: str) -> None:
+    def __init__(
+        self, cluster: ApiServer, folder: Path, node: str, proc: Proc, *options: str, token: str = ADMIN
+    ) -> None:
         self.log_path = folder / f"agent-{node}.log"
         self.command = [
-            sys.executable, "-m", "ztunnel", "agent", "--kube", f"--kubeconfig={cluster.kubeconfig()}",
+            sys.executable, "-m", "ztunnel", "agent", "--kube", f"--kubeconfig={cluster.kubeconfig(token)}",
             f"--node={node}", f"--socket={folder / node}.zds", f"--proc={proc.folder}", "--probe-user=none",
             *options,
         ]  # fmt: skip
@@ -211,18 +215,34 @@ def test_a_label_brings_pods_in_and_out_and_restarts_break_nothing(cluster: ApiS
     asyncio.run(main())
 
 
-DAEMON_SET = {
-    "apiVersion": "apps/v1",
-    "kind": "DaemonSet",
-    "metadata": {"name": "agent"},
-    "spec": {
-        "selector": {"matchLabels": {"app": "agent"}},
-        "template": {
-            "metadata": {"labels": {"app": "agent"}},
-            "spec": {"containers": [{"name": "agent", "image": "agent"}]},
-        },
-    },
+FOLDER = ROOT / "deploy" / "kustomize" / "agent"
+RBAC = "rbac.authorization.k8s.io/v1"
+KINDS = {
+    "ServiceAccount": SERVICE_ACCOUNT,
+    "ClusterRole": Kind("ClusterRole", RBAC, "clusterroles", namespaced=False),
+    "ClusterRoleBinding": Kind("ClusterRoleBinding", RBAC, "clusterrolebindings", namespaced=False),
+    "Role": Kind("Role", RBAC, "roles"),
+    "RoleBinding": Kind("RoleBinding", RBAC, "rolebindings"),
+    "DaemonSet": DAEMON_SETS,
 }
+SYSTEM = "istio-system"
+
+
+async def deployed(client: Client) -> tuple[str, list[str]]:
+    """Create what is deployed; return its account's token and its arguments."""
+    with contextlib.suppress(ApiRefused):  # another test has it already
+        await create_namespace(client, SYSTEM)
+    arguments: list[str] = []
+    for name in yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]:
+        for document in yaml.safe_load_all((FOLDER / name).read_text()):
+            made = await client.create(
+                KINDS[document["kind"]], document["metadata"].get("namespace", ""), document
+            )
+            if document["kind"] == "DaemonSet":
+                arguments = made["spec"]["template"]["spec"]["containers"][0]["args"]
+    account = Kind("TokenRequest", "v1", "serviceaccounts/ztunnel-agent/token")
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    return (await client.create(account, SYSTEM, request))["status"]["token"], arguments
 
 
 def get(port: int, path: str) -> tuple[int, str]:
@@ -235,18 +255,30 @@ def get(port: int, path: str) -> tuple[int, str]:
         return 0, str(error)
 
 
-def test_an_upgrade_leaves_pods_and_the_end_takes_them_out(cluster: ApiServer, tmp_path: Path) -> None:
-    """Beside it: readiness, the page of pods, and a sandbox that a plugin announces."""
+def test_as_deployed_an_upgrade_leaves_pods_and_the_end_takes_them_out(cluster: ApiServer, tmp_path: Path) -> None:
+    """With the deployed arguments and role. Beside it: readiness, the page of pods, and a plugin's sandbox."""
     space, port, plugin = "ending", free_port(), tmp_path / "cni" / "pluginevent.sock"
 
     async def main(lab: Lab) -> None:
         proc = proc_of(tmp_path / "proc")
-        options = (f"--daemonset={space}/agent", f"--metrics=127.0.0.1:{port}", f"--cni-socket={plugin}")
-        agent = Agent(cluster, tmp_path, "ending", proc, *options)
-        stack.callback(agent.close)
         async with connect_api(cluster.kubeconfig()) as client:
             await create_namespace(client, space, **{MODE: "ambient"})
-            await client.create(DAEMON_SETS, space, DAEMON_SET)
+            labels = {"kubernetes.io/os": "linux"}
+            await client.create(
+                NODE, "", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "ending", "labels": labels}}
+            )
+            token, arguments = await deployed(client)
+            here = {
+                "--node=$(NODE_NAME)": "--node=ending",
+                "--proc=/host/proc": f"--proc={proc.folder}",
+                "--daemonset=$(POD_NAMESPACE)/ztunnel-agent": f"--daemonset={SYSTEM}/ztunnel-agent",
+                "--system-namespace=$(POD_NAMESPACE)": f"--system-namespace={SYSTEM}",
+                "--cni-socket=/var/run/istio-cni/pluginevent.sock": f"--cni-socket={plugin}",
+                "--metrics=15014": f"--metrics=127.0.0.1:{port}",
+            }
+            assert arguments == ["agent", "--kube", *here]
+            agent = Agent(cluster, tmp_path, "ending", proc, *here.values(), token=token)
+            stack.callback(agent.close)
 
             async def page(path: str, wanted: str) -> None:
                 async with asyncio.timeout(WAIT_S):
@@ -279,11 +311,13 @@ def test_an_upgrade_leaves_pods_and_the_end_takes_them_out(cluster: ApiServer, t
                 assert await annotation(client, space, "web") == "enabled"
                 agent.start()
                 await page("/pods", '"phase": "enabled"')
-                await client.delete(DAEMON_SETS, space, "agent")
+                await client.delete(DAEMON_SETS, SYSTEM, "ztunnel-agent")
                 assert await asyncio.to_thread(agent.end) == 0
                 for name in ("web", "new"):
                     assert await annotation(client, space, name) is None
                     assert not has_rules(lab.pod(name).netns)
+            assert "RBAC" not in agent.log_path.read_text()
+            assert "the DaemonSet is being deleted" in (log := agent.log_path.read_text()) or "not found" in log
 
     with Lab({"ending": ["web", "new"]}) as lab, contextlib.ExitStack() as stack:
         asyncio.run(main(lab))
