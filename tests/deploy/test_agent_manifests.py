@@ -1,10 +1,13 @@
 """deploy/kustomize/agent: the role is what the agent asks of the API server, and no more."""
 
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import jsonpatch
 import yaml
 
+from ztunnel.agent import add_arguments
 from ztunnel.agent.enroller import selections
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "agent"
@@ -55,3 +58,20 @@ def test_the_container_has_what_its_work_needs_and_nothing_else() -> None:
     # The agent's own pods are never enrolled, whatever their namespace says.
     labels = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
     assert labels["istio.io/dataplane-mode"] == "none"
+
+
+def test_the_arguments_are_the_commands_with_and_without_the_plugin() -> None:
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    plain = documents("daemonset.yaml")["DaemonSet"]
+    patch = yaml.safe_load((FOLDER.parent / "agent-cni" / "plugin.yaml").read_text())
+    patched = jsonpatch.apply_patch(plain, patch)
+    for daemon_set, folders in ((plain, None), (patched, "/host/opt/cni/bin:/host/etc/cni/net.d")):
+        pod = daemon_set["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        args = parser.parse_args(container["args"])
+        assert args.kube
+        assert args.install_cni == folders
+        assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert folders is None or set(folders.split(":")) <= mounts

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tproxy.expressions import Family
 from tproxy.resources import Chain, Table
 from ztunnel.agent import node as node_module
 from ztunnel.agent.auditor import Auditor
+from ztunnel.agent.cni.installer import Installation, install
+from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.enroller import Added, Enroller
 from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.agent.errors import CannotAdd
@@ -390,6 +393,43 @@ def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path
                 plain = Added(namespace="shop", name="db", netns=f"/run/netns/{scene.db.netns.name}")
                 assert "not in the mesh (pod-opted-out)" in await enroller.added(plain)
                 assert not has_rules(scene.db.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="NOT TESTED: no /usr/bin/python3 here")
+def test_a_runtime_runs_the_plugin_in_a_new_sandbox(lab: Lab, tmp_path: Path) -> None:
+    """The whole way: what is installed on the host, its socket, rules in the sandbox before the pod starts."""
+    for name in ("bin", "net.d"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "net.d/10-net.conflist").write_text('{"name": "net", "plugins": [{"type": "bridge"}]}')
+    plugin = tmp_path / "plugin.sock"
+    options = {"socket": str(plugin)}
+    install(Installation(binaries=tmp_path / "bin", configurations=tmp_path / "net.d", options=options))
+
+    def run(netns: str) -> "subprocess.CompletedProcess[str]":
+        [_, entry] = json.loads((tmp_path / "net.d/10-net.conflist").read_text())["plugins"]
+        environment = {
+            "CNI_COMMAND": "ADD",
+            "CNI_NETNS": f"/run/netns/{netns}",
+            "CNI_ARGS": f"K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web;K8S_POD_UID={WEB}",
+        }
+        given = json.dumps({"cniVersion": "1.0.0", "prevResult": {"ips": []}, **entry})
+        program = [tmp_path / "bin/ztunnel-cni"]
+        return subprocess.run(program, input=given, env=environment, capture_output=True, text=True)
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.cluster.run(scene.web, "Pending", addresses=False)
+        async with scene.enroller() as enroller, CniServer(plugin, enroller.added), scene.proxy() as manager:
+            await until(lambda: manager.ready, "a proxy")
+            done = await asyncio.to_thread(run, scene.web.netns.name)
+            assert (done.returncode, json.loads(done.stdout)) == (0, {"ips": []})
+            assert has_rules(scene.web.netns)
+            # The runtime makes the sandbox anew, in another namespace.
+            assert (await asyncio.to_thread(run, scene.db.netns.name)).returncode == 0
+            assert has_rules(scene.db.netns)
+            assert not has_rules(scene.web.netns)
 
     on_stage(lab, tmp_path, body)
 

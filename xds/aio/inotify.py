@@ -12,7 +12,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Self
 
+IN_CLOSE_WRITE = 0x0000_0008
 IN_MOVED_TO = 0x0000_0080
+IN_DELETE = 0x0000_0200
 IN_Q_OVERFLOW = 0x0000_4000
 IN_ONLYDIR = 0x0100_0000
 
@@ -46,14 +48,19 @@ class RenameWatcher:
         os.close(self._fd)
         self._fd = -1
 
-    def watch(self, directory: str, on_moved: OnMoved) -> Callable[[], None]:
+    def watch(self, directory: str, on_moved: OnMoved, events: int = IN_MOVED_TO) -> Callable[[], None]:
         """Begin; the result ends it.
+
+        Args:
+            directory: where.
+            on_moved: see :data:`OnMoved`.
+            events: what counts; with IN_CLOSE_WRITE and IN_DELETE also what others do without renames.
 
         Raises:
             OSError: the directory is missing or unreadable, or ``fs.inotify.max_user_watches`` is reached.
         """
         descriptor = _checked(
-            _libc().inotify_add_watch(self._fd, os.fsencode(directory), IN_MOVED_TO | IN_ONLYDIR), directory
+            _libc().inotify_add_watch(self._fd, os.fsencode(directory), events | IN_ONLYDIR), directory
         )
         # The kernel gives one descriptor per directory, however it is spelled.
         self._callbacks.setdefault(descriptor, []).append(on_moved)
@@ -78,7 +85,7 @@ class RenameWatcher:
                 for callbacks in list(self._callbacks.values()):
                     for callback in list(callbacks):
                         callback(None)
-            elif mask & IN_MOVED_TO:
+            elif mask & (IN_MOVED_TO | IN_CLOSE_WRITE | IN_DELETE):
                 for callback in list(self._callbacks.get(descriptor, ())):
                     callback(name)
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from xds.model.address import SocketAddress
 from ztunnel.agent.auditor import Auditor
+from ztunnel.agent.cni.installer import Installation, Installer, uninstall
 from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.departure import is_last
 from ztunnel.agent.enroller import Enroller, annotating, selections
@@ -18,6 +19,7 @@ from ztunnel.agent.status import status_server
 from ztunnel.kube.client import connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
+from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
     own_namespace, _, own_name = (args.daemonset or "").partition("/")
     if args.daemonset and not (own_namespace and own_name):
         raise ValueError(f"--daemonset: {args.daemonset!r} is not namespace/name")
+    installation = _installation(args, own_namespace)
     settings = Settings(
         excluded=frozenset(name.strip() for name in args.exclude.split(",") if name.strip()),
         system_namespace=args.system_namespace,
@@ -71,12 +74,37 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         cni = None
         if args.cni_socket is not None:
             cni = await stack.enter_async_context(CniServer(args.cni_socket, enroller.added))
+        if installation is not None:
+            tasks = Tasks("cni")
+            stack.push_async_callback(tasks.close)
+            tasks.keep(Installer(installation).run, "installer", first_s=5.0)
         if address is not None:
             await stack.enter_async_context(status_server(address, enroller, informer, auditor, cni))
         log.info("agent started node=%s socket=%s", args.node, args.socket)
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
+            if installation is not None:
+                # First, so that no sandbox waits for an agent that is not there any more.
+                log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
             await enroller.withdraw(_WITHDRAW_S)
+
+
+def _installation(args: argparse.Namespace, own_namespace: str) -> Installation | None:
+    if args.install_cni is None:
+        return None
+    binaries, _, configurations = args.install_cni.partition(":")
+    if not (binaries and configurations) or args.cni_socket is None:
+        raise ValueError("--install-cni: needs BIN:CONF, two folders, and --cni-socket")
+    return Installation(
+        binaries=Path(binaries),
+        configurations=Path(configurations),
+        owned=args.cni_owned,
+        options={
+            "socket": str(args.cni_socket),
+            "exclude_namespaces": sorted(name.strip() for name in args.exclude.split(",") if name.strip()),
+            "agent_namespace": own_namespace or args.system_namespace,
+        },
+    )
 
 
 def _address(text: str | None) -> SocketAddress | None:

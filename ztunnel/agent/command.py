@@ -77,6 +77,17 @@ def add_arguments(subparsers: Any) -> None:
         help="answer a CNI plugin there (POST /cmdadd, as istio-cni's: /var/run/istio-cni/pluginevent.sock)",
     )
     cluster.add_argument(
+        "--install-cni",
+        metavar="BIN:CONF",
+        help="keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
+        "it needs python3 on the host, and --cni-socket",
+    )
+    cluster.add_argument(
+        "--cni-owned",
+        action="store_true",
+        help="the plugin is in a network configuration of its own, which survives a reboot of the node",
+    )
+    cluster.add_argument(
         "--daemonset",
         metavar="NS/NAME",
         help="the agent's own: when it is gone or leaves this node, SIGTERM takes all pods out of the mesh",

@@ -40,6 +40,10 @@ def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.
     [
         (["--kubeconfig=/nowhere"], "ztunnel agent: /nowhere: "),
         (["--metrics=x"], "ztunnel agent: --metrics: 'x' is neither a port nor ip:port"),
+        (
+            ["--install-cni=/opt/cni/bin"],
+            "ztunnel agent: --install-cni: needs BIN:CONF, two folders, and --cni-socket",
+        ),
         (["--daemonset=x"], "ztunnel agent: --daemonset: 'x' is not namespace/name"),
     ],
 )

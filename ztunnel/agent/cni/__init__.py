@@ -1,0 +1,1 @@
+"""The CNI plugin: a file for the host, and what puts it there."""
