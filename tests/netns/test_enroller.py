@@ -19,6 +19,7 @@ from tproxy.aio.sockets import connect, listen
 from tproxy.aio.table import BlockingTable
 from tproxy.errors import ConnectFailed
 from tproxy.expressions import Family
+from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Chain, Table
 from ztunnel.agent import node as node_module
 from ztunnel.agent.auditor import Auditor
@@ -27,6 +28,7 @@ from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.enroller import Added, Enroller
 from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.agent.errors import CannotAdd
+from ztunnel.agent.namespaces import remove_probes
 from ztunnel.agent.phase import Phase
 from ztunnel.istio.zds.manager import PodManager
 from ztunnel.istio.zds.pods import PodUid
@@ -328,6 +330,33 @@ def test_a_restart_changes_no_annotation(lab: Lab, tmp_path: Path) -> None:
         assert not has_rules(scene.web.netns)
 
     on_stage(lab, tmp_path, body)
+
+
+def test_a_successor_lets_kubelet_probe_all_pods_before_it_enrols_the_first(lab: Lab, tmp_path: Path) -> None:
+    """In the node's namespace, whose table it is. The successor finds no process, so that it enrols nothing."""
+
+    def probed() -> set[bytes]:
+        with contextlib.closing(BlockingTable(PROBE_TABLE)) as kept:
+            table = kept.read()
+        return set() if table is None else {element.key for item in table.sets for element in item.elements}
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web, scene.db)
+        everyone = {address.packed for place in (scene.web, scene.db) for address in place.addresses}
+        async with scene.enroller(probe_user=0, record=None), scene.proxy():
+            await until(lambda: {cluster.annotation(name) for name in UIDS} == {"enabled"}, "both are in")
+            assert probed() == everyone
+        remove_probes()
+        cluster.restarted()
+        async with scene.enroller(probe_user=0, record=None, proc=tmp_path) as enroller:
+            await until(lambda: enroller.synced, "synced")
+            assert enroller.agent.pods() == {}
+            assert probed() == everyone
+
+    with lab.worker("w1").place.netns.entered():
+        on_stage(lab, tmp_path, body)
 
 
 def test_a_new_sandbox_of_a_pod_is_found(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
