@@ -1,16 +1,21 @@
 """deploy/kustomize/agent: the role is what the agent asks of the API server, and no more."""
 
+import json
+import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import jsonpatch
+import pytest
 import yaml
 
+from tests.programs import needed
 from ztunnel.agent import add_arguments
 from ztunnel.agent.enroller import selections
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "agent"
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel-agent"
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -75,3 +80,58 @@ def test_the_arguments_are_the_commands_with_and_without_the_plugin() -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert folders is None or set(folders.split(":")) <= mounts
+
+
+def rendered(*options: str) -> dict[str, Any]:
+    """The chart's objects; of two of a kind the last one."""
+    command = [needed("helm"), "template", "agent", str(CHART), "--namespace", "istio-system", *options]
+    built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {document["kind"]: document for document in yaml.safe_load_all(built)}
+
+
+def test_the_chart_is_what_kustomize_deploys() -> None:
+    objects = rendered()
+    for name in ("rbac.yaml", "daemonset.yaml"):
+        for kind, wanted in documents(name).items():
+            assert objects[kind] == wanted
+
+
+def test_the_chart_with_the_plugin_is_the_overlay() -> None:
+    plain = documents("daemonset.yaml")["DaemonSet"]
+    patch = yaml.safe_load((FOLDER.parent / "agent-cni" / "plugin.yaml").read_text())
+    assert rendered("--set=cni.install=true")["DaemonSet"] == jsonpatch.apply_patch(plain, patch)
+
+
+def test_the_charts_values_become_arguments_that_are_read() -> None:
+    values = {
+        "systemNamespace": "mesh", "excludeNamespaces": "{kube-system,mesh}", "established": "capture",
+        "dnsCapture": "false", "graceSeconds": "60", "probeUser": "0", "cni.install": "true", "cni.owned": "true",
+        "cni.socket": "/run/x/plugin.sock", "cni.binDir": "/home/cni/bin",
+    }  # fmt: skip
+    pod = rendered(*(f"--set={key}={value}" for key, value in values.items()))["DaemonSet"]["spec"]["template"][
+        "spec"
+    ]
+    [container] = pod["containers"]
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    args = parser.parse_args(container["args"])
+    assert (args.exclude, args.system_namespace, args.established) == ("kube-system,mesh", "mesh", "capture")
+    assert (args.no_dns_capture, args.grace, args.probe_user, args.cni_owned) == (True, 60.0, 0, True)
+    assert args.install_cni == "/host/home/cni/bin:/host/etc/cni/net.d"
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {"/run/x", "/host/home/cni/bin"} <= mounts
+
+
+@pytest.mark.parametrize("option", ["established=reset", "probeUser=kubelet", "cni.socket=x", "typo=1"])
+def test_the_chart_refuses_values_that_are_none(option: str) -> None:
+    command = [needed("helm"), "template", "agent", str(CHART), f"--set={option}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert option.partition("=")[0].rpartition(".")[2] in done.stderr
+
+
+def test_the_charts_defaults_are_in_its_schema_and_nothing_else() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    assert set(values) == set(schema) - {"global"}
+    assert set(values["cni"]) == set(schema["cni"]["properties"])
