@@ -417,6 +417,22 @@ def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> No
     assert not heavy & loaded
 
 
+@pytest.mark.parametrize(
+    ("line", "heavy"),
+    [
+        ("gate --timeout=0.01", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml", "google.protobuf"}),
+        ("drain --port=1", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml", "google.protobuf"}),
+        ("init --print", {"hbone", "cryptography", "h2", "grpc", "yaml", "google.protobuf"}),
+    ],
+)
+def test_a_command_of_every_pod_imports_no_other(line: str, heavy: set[str]) -> None:
+    program = f"import sys; from ztunnel.cli import main; main({line.split()}); print(); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = set(printed.stdout.splitlines()[-1].split())
+    assert "ztunnel.cli" in loaded
+    assert not heavy & loaded
+
+
 def test_there_is_something_to_check() -> None:
     assert len(pure_modules()) > 60
     assert "asyncio" in set(imports(ROOT / "ztunnel/envoy/datapath.py"))

@@ -15,9 +15,7 @@ from ztunnel.envoy.settings import (
     names_a_source,
     settings_from,
 )
-from ztunnel.runtime import heap
 from ztunnel.runtime.settings import SettingsError
-from ztunnel.runtime.tasks import errors_of
 
 log = logging.getLogger("ztunnel")
 
@@ -72,7 +70,16 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
-    if argv[:1] != ["proxy"]:  # the proxy would keep the other commands' modules in memory for its whole life
+    named = argv[0] if argv else ""
+    if named in ("drain", "gate"):  # in every pod: they import no other command
+        from ztunnel import inject
+
+        inject.add_arguments(commands)
+    elif named == "init":
+        from ztunnel import init
+
+        init.add_arguments(commands)
+    elif named != "proxy":  # it would keep the other commands' modules in memory for its whole life
         from ztunnel import (
             agent,
             authz,
@@ -146,6 +153,8 @@ async def _result(status: Awaitable[int]) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
+    from ztunnel.runtime import heap
+
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
@@ -210,6 +219,7 @@ def run_proxy(settings: Settings, *, validate: bool) -> int:
     from ztunnel.envoy.app import Proxy
     from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
     from ztunnel.envoy.validate import Findings, findings_of, findings_of_file
+    from ztunnel.runtime.tasks import errors_of
 
     status = 0
     try:
