@@ -2,16 +2,23 @@
 
 import asyncio
 import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 import yaml
 
 from tests.apiserver.server import ApiServer
 from tests.ztunnel.control_plane.meshes import document
+from tests.ztunnel.control_plane.test_istio import ADDRESS, Stream
 from xds.model.identity import SpiffeId
-from ztunnel.control_plane.server import ControlPlane, Reviews
+from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from ztunnel.identity.csr import IdentityError
 from ztunnel.istio.certificates.ca_client import IstioCertificateAuthority
 from ztunnel.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
@@ -19,6 +26,7 @@ from ztunnel.kube.client import Client, connect
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE_ACCOUNT, Kind
 
+WAIT_S = 60
 REVIEWS = SpiffeId("cluster.local", "identity", "reviews")
 PRODUCTPAGE = SpiffeId("cluster.local", "identity", "productpage")
 RBAC = "rbac.authorization.k8s.io/v1"
@@ -65,6 +73,32 @@ async def own_token(client: Client) -> str:
     return str(made["status"]["token"])
 
 
+@contextlib.asynccontextmanager
+async def control_plane(mesh: Path, folder: Path, kubeconfig: Path) -> AsyncIterator[str]:
+    """The command as it is documented; the address where it serves."""
+    words = [
+        "control-plane",
+        str(mesh),
+        "--listen=127.0.0.1:0",
+        "--tls-host=127.0.0.1",
+        f"--ca-dir={folder / 'ca'}",
+    ]
+    said = folder / "control-plane.log"
+    with said.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ztunnel", *words, "--kube", f"--kubeconfig={kubeconfig}"], stderr=log
+        )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while (found := re.search(r"serving \S+ on (\S+)", said.read_text())) is None:
+                assert process.poll() is None, said.read_text()
+                await asyncio.sleep(0.05)
+        yield found[1]
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
 def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: ApiServer, tmp_path: Path) -> None:
     pods: dict[str, Any] = {
         "identity/reviews": {"node": "worker", "addresses": ["10.244.1.23"], "service_account": "reviews"},
@@ -78,16 +112,11 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
             admin = await stack.enter_async_context(connect(cluster.kubeconfig()))
             await account(admin, "identity", "reviews", "worker")
             await account(admin, "istio-system", "ztunnel", "worker")
-            api = await stack.enter_async_context(connect(cluster.kubeconfig(await own_token(admin))))
-            plane = ControlPlane(
-                path, ["127.0.0.1:0"], tmp_path / "ca", tls_hosts=["127.0.0.1"], reviews=Reviews(api=api)
+            address = await stack.enter_async_context(
+                control_plane(path, tmp_path, cluster.kubeconfig(await own_token(admin)))
             )
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            serving = tasks.create_task(plane.run())
-            stack.callback(serving.cancel)
-            await plane.ready.wait()
             roots = Roots(str(tmp_path / "ca/root-cert.pem"))
-            target = Endpoint.parse(f"https://{plane.addresses[0]}")
+            target = Endpoint.parse(f"https://{address}")
 
             async def issued(shown: str, identity: SpiffeId, *, impersonate: bool = False) -> None:
                 file = tmp_path / "token"
@@ -100,13 +129,29 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
                 finally:
                     await authority.close()
 
+            async def followed(shown: str, pod: str, node: str) -> int:
+                """How many workloads a proxy is told of."""
+                message = Node(id=f"ztunnel~10.0.0.1~{pod}~svc.cluster.local")
+                message.metadata.update({"NODE_NAME": node})
+                credentials = grpc.ssl_channel_credentials(roots.read())
+                async with grpc.aio.secure_channel(address, credentials) as channel:
+                    stream = Stream(channel, (("authorization", f"Bearer {shown}"),))
+                    await stream.send(ADDRESS, node=message)
+                    return len((await stream.next()).resources)
+
             sidecar = await token(admin, "identity", "reviews")
             await issued(sidecar, REVIEWS)
+            assert await followed(sidecar, "reviews.identity", "worker") == 2
+            with pytest.raises(grpc.aio.AioRpcError, match="the token is for identity/reviews, the caller says"):
+                await followed(sidecar, "productpage.identity", "worker2")
             with pytest.raises(IdentityError, match="may not have the certificate of"):
                 await issued(sidecar, PRODUCTPAGE, impersonate=True)
             # The token names the node: an API server of 1.30 or later says so by itself.
             node_proxy = await token(admin, "istio-system", "ztunnel")
             await issued(node_proxy, REVIEWS, impersonate=True)
+            assert await followed(node_proxy, "ztunnel.istio-system", "worker") == 2
+            with pytest.raises(grpc.aio.AioRpcError, match="the token is for node worker, the caller says"):
+                await followed(node_proxy, "ztunnel.istio-system", "worker2")
             with pytest.raises(IdentityError, match="no pod on node worker is"):
                 await issued(node_proxy, PRODUCTPAGE, impersonate=True)
             other = await token(admin, "identity", "reviews", "vault")
