@@ -51,6 +51,30 @@ def test_the_local_mesh() -> None:
     assert [workload.name for workload in read.workloads] == ["productpage", "reviews"]
 
 
+@pytest.mark.parametrize("options", [["--template", "sidecar"], ["--config", str(EXAMPLES / "injector.yaml")]])
+def test_the_application_gets_what_belongs_to_the_mesh(options: list[str]) -> None:
+    done = ztunnel("inject", "-f", str(EXAMPLES / "app.yaml"), *options)
+    assert (done.returncode, done.stderr) == (0, "Deployment web: policy\n")
+    text = (EXAMPLES / "app.yaml").read_text()
+    before, comment = "\n---\n", "# What belongs to a pod is in the template of its workload.\n"
+    assert done.stdout.startswith(text[: text.index(before)] + before + comment)
+    _, deployment = yaml.safe_load_all(done.stdout)
+    pod = deployment["spec"]["template"]["spec"]
+    added = [each["name"] for each in pod["initContainers"]]
+    if options[0] == "--config":
+        assert added == ["mesh-gate"]
+        return
+    assert added == ["mesh-init", "istio-proxy"]
+    assert pod["initContainers"][0]["args"][-2:] == ["-d", "15090,15021,15020"]
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/app-health/web/readyz"
+
+
+def test_an_unknown_template_of_the_command_line_is_named() -> None:
+    done = ztunnel("inject", "-f", str(EXAMPLES / "app.yaml"), "--template", "nope")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "document 1, Deployment web: there is no template 'nope'" in done.stderr
+
+
 def test_the_bootstrap_carries_a_connection() -> None:
     path = EXAMPLES / "bootstrap.yaml"
     assert ztunnel("proxy", "--bootstrap", str(path), "--validate").returncode == 0

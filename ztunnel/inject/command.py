@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def add_arguments(subparsers: Any) -> None:
     )
     parser.add_argument(
         "-n", "--namespace", default="default", metavar="NAME", help="of objects that name none (default default)"
+    )
+    parser.add_argument(
+        "--template", metavar="NAME", help="of pods that name none, instead of the configuration's"
     )
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="serve")
@@ -250,6 +254,8 @@ def run(args: argparse.Namespace) -> int:
     notes: list[str] = []
     try:
         config = InjectConfig() if args.config is None else parse_config(args.config.read_text())
+        if args.template is not None:
+            config = replace(config, templates=(args.template,))
         source = sys.stdin.read() if args.file == "-" else Path(args.file).read_text()
         made = inject_text(source, args.namespace, config, notes)
     except ConfigFaults as error:

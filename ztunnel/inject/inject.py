@@ -103,6 +103,8 @@ def _templates(annotations: Mapping[str, Any], config: InjectConfig) -> tuple[st
     if unknown or not expanded:
         known = ", ".join((*TEMPLATES, *config.aliases))
         what = ", ".join(repr(name) for name in unknown) or "an empty list"
+        if named is None:
+            raise Denied(f"there is no template {what}; known templates are {known}")
         raise Denied(f"annotation {TEMPLATES_ANNOTATION} names {what}; known templates are {known}")
     if len(set(expanded)) > 1:
         what = " and ".join(sorted(set(expanded)))
