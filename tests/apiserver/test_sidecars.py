@@ -16,7 +16,7 @@ from tests.apiserver.server import ApiServer
 from tests.ztunnel.inject.test_webhooks import NAMESPACES, PODS
 from tests.ztunnel.kube.certificates import Pair, self_signed
 from ztunnel.inject.server import InjectServer
-from ztunnel.inject.webhooks import sidecars, tag
+from ztunnel.inject.webhooks import ambient, sidecars, tag
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.errors import ApiRefused
 from ztunnel.kube.kinds import MUTATING_WEBHOOK, NAMESPACE, POD
@@ -89,6 +89,7 @@ def test_the_four_entries_and_a_tag_and_what_the_api_server_makes_of_sidecars(
             await namespace(client, "sidecars-tag", {"istio.io/rev": "prod"})
             where = ("ztunnel-injector", "istio-system")
             ca = pair.certificate.read_bytes()
+            await register(client, ambient(*where), port, ca)
             await register(client, sidecars("default", *where), port, ca)
             await register(client, tag("prod", "default", *where, template="sidecar-classic"), port, ca)
             await until(client, "sidecars-1", pod(), lambda made: "istio-proxy" in names(made, "initContainers"))
@@ -102,6 +103,11 @@ def test_the_four_entries_and_a_tag_and_what_the_api_server_makes_of_sidecars(
                     made = await tried(client, f"sidecars-{number}", pod(labels))
                     found += "I" if "istio-proxy" in names(made, "initContainers") else "."
                 assert found == expected, NAMESPACES[number]
+            # Two configurations are for this one: the gate of the first makes way for the second's sidecar.
+            both = await tried(client, "sidecars-1", pod({"istio.io/dataplane-mode": "ambient"}))
+            assert names(both, "initContainers") == ["mesh-init", "istio-proxy", "own"]
+            gated = await tried(client, "sidecars-0", pod({"istio.io/dataplane-mode": "ambient"}))
+            assert names(gated, "initContainers") == ["mesh-gate", "own"]
             # Stored, not only tried: the API server validates every field.
             stored = await client.create(POD, "sidecars-1", pod())
             assert names(stored, "initContainers") == ["mesh-init", "istio-proxy", "own"]
@@ -130,7 +136,7 @@ def test_the_four_entries_and_a_tag_and_what_the_api_server_makes_of_sidecars(
             assert "annotation sidecar.istio.io/proxyCPU: must be a quantity" in said
             # The same pod where nobody asked for injection.
             assert names(await tried(client, "sidecars-0", pod(annotations=bad)), "initContainers") == ["own"]
-            for name in ("ztunnel-sidecar-injector", "ztunnel-revision-tag-prod"):
+            for name in ("ztunnel-injector", "ztunnel-sidecar-injector", "ztunnel-revision-tag-prod"):
                 await client.delete(MUTATING_WEBHOOK, "", name)
 
     asyncio.run(main())

@@ -5,6 +5,9 @@ injector, or by ``istio-injection`` and ``sidecar.istio.io/inject``, for the def
 configuration of its own that leads another name to a revision. For the template ``ambient`` two entries follow
 ``istio.io/dataplane-mode``. Which template a pod gets that names none, the path of the URL says.
 
+API servers call configurations in the order of their names. Those of sidecars come after that of the gate, so that
+a pod that both are for gets a sidecar: the later injection takes the gate away.
+
 The entries' names do not end as Istio's do: istiod puts its own CA into every entry that does, in configurations
 of its revision.
 """

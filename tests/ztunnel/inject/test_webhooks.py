@@ -103,6 +103,12 @@ def test_system_namespaces_are_never_asked_about(name: str) -> None:
             assert not any(called(made, labels, pod, name) for pod in PODS)
 
 
+def test_a_pod_that_two_configurations_are_for_gets_a_sidecar() -> None:
+    made = [tag("a", "default", *WHERE), sidecars("default", *WHERE), sidecars("a", *WHERE)]
+    gate = ambient(*WHERE)["metadata"]["name"]
+    assert all(each["metadata"]["name"] > gate for each in made)
+
+
 def test_no_entry_is_one_that_istiod_would_give_its_own_ca() -> None:
     for made in (sidecars("default", *WHERE), tag("prod", "default", *WHERE), ambient(*WHERE)):
         names = [entry["name"] for entry in made["webhooks"]]
