@@ -279,7 +279,7 @@ def test_with_the_capabilities_and_users_of_the_containers(member: Place) -> Non
         said, _ = process.communicate(timeout=30)
         return process.returncode, said
 
-    capable = result("--bounding-set=-all,+net_admin,+net_raw", *command)
+    capable = result("--bounding-set=-all,+net_admin", *command)
     assert capable[0] == DONE, capable[1]
     incapable = result("--bounding-set=-all", *command, "--drop-invalid")
     assert incapable[0] == 1

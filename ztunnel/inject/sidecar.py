@@ -197,7 +197,7 @@ def _init(asked: Asked, config: InjectConfig, user: int, group: int) -> dict[str
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
-            "capabilities": {"add": ["NET_ADMIN", "NET_RAW"], "drop": ["ALL"]},
+            "capabilities": {"add": ["NET_ADMIN"], "drop": ["ALL"]},
             "privileged": False,
             "readOnlyRootFilesystem": True,
             "runAsGroup": 0,
