@@ -46,7 +46,12 @@ class Outcome:
 
 
 def inject(
-    pod: Object, namespace: str, config: InjectConfig, variables: Mapping[str, str] | None = None
+    pod: Object,
+    namespace: str,
+    config: InjectConfig,
+    variables: Mapping[str, str] | None = None,
+    *,
+    workload: str = "",
 ) -> Outcome:
     """Return the pod with what its templates add, or as it is.
 
@@ -55,6 +60,7 @@ def inject(
         namespace: the request's; a pod's own may be empty.
         config: the injector's.
         variables: further environment of a sidecar, by the URL of the webhook.
+        workload: whose template the pod is; empty: its owner says.
 
     Raises:
         Denied: an annotation that names no template or has a value that cannot be used, or a pod that is none.
@@ -82,7 +88,7 @@ def inject(
                 warnings.append(f"{name}={value!r} is ignored: it must be true or false")
         _ambient(made, config)
     else:
-        warnings += _sidecar(made, config, variables or {}, native="sidecar" in names)
+        warnings += _sidecar(made, config, variables or {}, native="sidecar" in names, workload=workload)
     return Outcome(made, decision, tuple(warnings))
 
 
@@ -113,7 +119,7 @@ def _templates(annotations: Mapping[str, Any], config: InjectConfig) -> tuple[st
 
 
 def _sidecar(
-    pod: dict[str, Any], config: InjectConfig, variables: Mapping[str, str], *, native: bool
+    pod: dict[str, Any], config: InjectConfig, variables: Mapping[str, str], *, native: bool, workload: str
 ) -> list[str]:
     try:
         asks = asked(mapping(mapping(pod, "metadata"), "annotations"), config.sidecar)
@@ -123,7 +129,8 @@ def _sidecar(
             spec["initContainers"] = [
                 each for each in spec["initContainers"] if not isinstance(each, dict) or each.get("name") != GATE
             ]
-        return add(pod, asks, config, variables, native=native if asks.native is None else asks.native)
+        native = native if asks.native is None else asks.native
+        return add(pod, asks, config, variables, native=native, workload=workload)
     except (BadAnnotations, BadPod) as error:
         raise Denied(str(error)) from error
 

@@ -147,7 +147,8 @@ def _injected(document: Any, namespace: str, config: InjectConfig, notes: list[s
             raise BadDocument(f"{place}, {name}: has no {'.'.join(path)}")
     own = mapping(document, "metadata").get("namespace")
     try:
-        outcome = inject(holder[key], str(own or namespace), config)
+        workload = str(mapping(document, "metadata").get("name") or "") if path else ""
+        outcome = inject(holder[key], str(own or namespace), config, workload=workload)
     except Denied as error:
         raise BadDocument(f"{place}, {name}: {error}") from error
     if outcome.pod is not holder[key]:

@@ -90,7 +90,13 @@ def strip(pod: dict[str, Any]) -> None:
 
 
 def add(
-    pod: dict[str, Any], asked: Asked, config: InjectConfig, variables: Mapping[str, str], *, native: bool
+    pod: dict[str, Any],
+    asked: Asked,
+    config: InjectConfig,
+    variables: Mapping[str, str],
+    *,
+    native: bool,
+    workload: str = "",
 ) -> list[str]:
     """Put a sidecar into a pod without one, in place, and return warnings for its author.
 
@@ -100,6 +106,7 @@ def add(
         config: the injector's.
         variables: further environment of the proxy, which wins over the configuration's.
         native: else an ordinary container.
+        workload: whose pod it is; empty: its owner says.
 
     Raises:
         BadPod: the pod is misshapen, or its changes to our containers cannot be obeyed.
@@ -150,7 +157,7 @@ def add(
         # Tunnels end in the pod; no proxy of the node captures it.
         _TUNNEL: "http",
         _MODE: "none",
-        **_canonical(mapping(metadata, "labels"), str(metadata.get("name") or metadata.get("generateName") or "")),
+        **_canonical(mapping(metadata, "labels"), workload or _workload(metadata)),
     }
     first = str(containers[0].get("name", ""))
     annotations = {
@@ -333,10 +340,24 @@ def _volumes(config: InjectConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _canonical(labels: Mapping[str, Any], pod_name: str) -> dict[str, str]:
+def _workload(metadata: Mapping[str, Any]) -> str:
+    """Return the name of the workload that a pod belongs to, as in Istio: it outlives pods and revisions."""
+    owners = metadata.get("ownerReferences")
+    listed = [each for each in owners if isinstance(each, Mapping)] if isinstance(owners, list) else []
+    owner = next((each for each in listed if each.get("controller") is True), {})
+    kind, name = owner.get("kind"), str(owner.get("name") or "")
+    template_hash = mapping(metadata, "labels").get("pod-template-hash")
+    if kind == "ReplicaSet" and template_hash:
+        return name.removesuffix(f"-{template_hash}")  # the Deployment's
+    if kind == "Job":
+        return re.sub(r"-\d{8,}$", "", name)  # a CronJob's, which appends minutes
+    return name or str(metadata.get("name") or metadata.get("generateName") or "").rstrip("-")
+
+
+def _canonical(labels: Mapping[str, Any], workload: str) -> dict[str, str]:
     """Return the names by which metrics know the workload, by its labels as in Istio."""
     named = [labels.get(key) for key in (_CANONICAL_NAME, "app.kubernetes.io/name", "app")]
-    name = next((each for each in named if isinstance(each, str) and each), pod_name.rstrip("-"))
+    name = next((each for each in named if isinstance(each, str) and each), workload)
     revised = [labels.get(key) for key in (_CANONICAL_REVISION, "app.kubernetes.io/version", "version")]
     revision = next((each for each in revised if isinstance(each, str) and each), "latest")
     found = {_CANONICAL_REVISION: revision[:_LABEL_LENGTH].strip("-_.")}

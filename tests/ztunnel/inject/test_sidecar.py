@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ztunnel.inject.config import InjectConfig, SidecarConfig, parse_config
 from ztunnel.inject.inject import GATE, TEMPLATES_ANNOTATION, Denied, Outcome, inject
+from ztunnel.inject.manual import inject_documents
 from ztunnel.inject.patch import diff
 from ztunnel.inject.review import answer, url_parts
 from ztunnel.inject.sidecar import INIT, OVERRIDES, PROXY, STATUS, strip
@@ -376,6 +377,38 @@ def test_any_pod_is_injected_once_and_can_be_undone(given_pod: dict[str, Any], c
     undone = copy.deepcopy(once)
     strip(undone)
     assert made(undone, config) == once
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        ({"labels": {"app.kubernetes.io/name": "shop", "app": "web"}}, "shop"),
+        ({"labels": {"app": "-" + "a" * 70}}, "a" * 62),
+        ({"name": "web-1", "labels": {}}, "web-1"),
+        ({"name": None, "generateName": "web-5d8f9c-", "labels": {}}, "web-5d8f9c"),
+        ({"labels": {"pod-template-hash": "5d8f9c"}, "ownerReferences": [("ReplicaSet", "web-5d8f9c")]}, "web"),
+        ({"labels": {}, "ownerReferences": [("ReplicaSet", "web-5d8f9c")]}, "web-5d8f9c"),
+        ({"labels": {}, "ownerReferences": [("Job", "backup-28712345")]}, "backup"),
+        ({"labels": {}, "ownerReferences": [("Job", "backup-1")]}, "backup-1"),
+        ({"labels": {}, "ownerReferences": [("StatefulSet", "db")]}, "db"),
+        ({"labels": {}, "ownerReferences": 3}, "web-1"),
+    ],
+)
+def test_metrics_know_the_workload_and_not_the_pod(metadata: dict[str, Any], name: str) -> None:
+    owners = metadata.get("ownerReferences")
+    if isinstance(owners, list):
+        listed = [{"kind": kind, "name": each, "controller": True} for kind, each in owners]
+        metadata = {**metadata, "ownerReferences": [{"kind": "Other"}, *listed]}
+    labels = made(pod(**metadata))["metadata"]["labels"]
+    assert labels["service.istio.io/canonical-name"] == name
+    assert labels["service.istio.io/canonical-revision"] == "latest"
+
+
+def test_a_template_of_pods_has_its_workloads_name() -> None:
+    template = {"spec": {"containers": [{"name": "app"}]}}
+    document = {"kind": "Deployment", "metadata": {"name": "web"}, "spec": {"template": template}}
+    [found] = inject_documents([document], "shop", CONFIG, [])
+    assert found["spec"]["template"]["metadata"]["labels"]["service.istio.io/canonical-name"] == "web"
 
 
 def test_a_configuration_of_sidecars_is_read() -> None:
