@@ -373,6 +373,13 @@ def _merged(made: dict[str, Any], written: Mapping[str, Any] | None, config: Inj
     """Return a container of ours with what the pod's author has written over it."""
     if written is None:
         return made
+    for name, key in _KEYS.items():
+        listed = written.get(name)
+        fine = isinstance(listed, list) and all(
+            isinstance(each, Mapping) and isinstance(each.get(key), (str, int)) for each in listed
+        )
+        if listed is not None and not fine:
+            raise BadPod(f"container {made['name']}: {name} must be a list whose elements have a {key}")
     changes = {name: value for name, value in written.items() if not (name == "image" and value in ("auto", ""))}
     result = _over(made, changes)
     assert isinstance(result, dict)
@@ -459,7 +466,7 @@ def _added(spec: dict[str, Any], kind: str, wanted: Sequence[Mapping[str, Any]])
     """Add what is not there under its name, and return the names."""
     if spec.get(kind) is not None and not isinstance(spec[kind], list):
         raise BadPod(f"spec.{kind}: must be a list")
-    there = {each.get("name") for each in _listed(spec, kind)}
+    there = [each.get("name") for each in _listed(spec, kind)]
     new = [copy.deepcopy(dict(each)) for each in wanted if each["name"] not in there]
     if new:
         spec[kind] = [*(spec.get(kind) or []), *new]

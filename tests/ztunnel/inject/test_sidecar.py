@@ -1,6 +1,7 @@
 """The templates with a proxy beside the application: reviewed pods, the author's changes, and to inject again."""
 
 import base64
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -409,6 +410,49 @@ def test_a_template_of_pods_has_its_workloads_name() -> None:
     document = {"kind": "Deployment", "metadata": {"name": "web"}, "spec": {"template": template}}
     [found] = inject_documents([document], "shop", CONFIG, [])
     assert found["spec"]["template"]["metadata"]["labels"]["service.istio.io/canonical-name"] == "web"
+
+
+KEYS = [
+    "name",
+    "env",
+    "ports",
+    "volumeMounts",
+    "resources",
+    "securityContext",
+    "runAsUser",
+    "value",
+    "mountPath",
+    "containerPort",
+    "lifecycle",
+    "readinessProbe",
+    "httpGet",
+    "port",
+    "preStop",
+    "image",
+    "ownerReferences",
+    "controller",
+    "kind",
+    "labels",
+    "annotations",
+]
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 90000) | st.sampled_from([PROXY, INIT, "a", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(of_container=st.dictionaries(st.sampled_from(KEYS), junk, max_size=5), of_spec=junk, of_metadata=junk)
+def test_a_misshapen_pod_is_injected_or_refused_with_a_text(
+    of_container: dict[str, Any], of_spec: Any, of_metadata: Any
+) -> None:
+    spec = {"containers": [{"name": "a"}, of_container], "initContainers": of_spec, "securityContext": of_spec}
+    for kind in ("volumes", "imagePullSecrets"):
+        # Strategies share objects, JSON does not.
+        given_pod = json.loads(json.dumps({"metadata": of_metadata, "spec": {**spec, kind: of_spec}}))
+        with contextlib.suppress(Denied):
+            outcome = inject(given_pod, "shop", CONFIG)
+            assert jsonpatch.apply_patch(copy.deepcopy(given_pod), diff(given_pod, outcome.pod)) == outcome.pod
 
 
 def test_a_configuration_of_sidecars_is_read() -> None:
