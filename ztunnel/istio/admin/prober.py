@@ -37,9 +37,12 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     Args:
         probe: what to ask.
         address: of the application, unless the probe names another host.
-        source: where to connect from, so that the pod's rules leave the connection alone.
+        source: where to connect to that address from, so that the pod's rules leave the connection alone.
     """
     host = probe.host or address
+    if host != address:
+        # Only a connection to the pod's own address could be taken for the application's call of itself.
+        source = None
     try:
         async with asyncio.timeout(probe.timeout_s):
             match probe.kind:

@@ -82,6 +82,19 @@ def test_status_body_headers_and_source_are_as_asked_for() -> None:
     probing(check)
 
 
+def test_a_host_of_its_own_is_asked_from_where_the_kernel_chooses() -> None:
+    async def check() -> None:
+        async with application(lambda _: OK) as (port, seen):
+            # "localhost" may be ::1 first, for which there is no IPv4 source.
+            probe = AppProbe(kind="http", port=port, host="localhost")
+            assert (await answer(probe, "192.0.2.1", "127.0.0.6")).status == 200
+            same = AppProbe(kind="http", port=port, host="127.0.0.1")
+            assert (await answer(same, "127.0.0.1", "127.0.0.6")).status == 200
+            assert [source for source, _ in seen] == ["127.0.0.1", "127.0.0.6"]
+
+    probing(check)
+
+
 def test_a_redirect_is_followed_on_the_host_and_is_a_success_elsewhere() -> None:
     def respond(head: bytes) -> bytes:
         where = {b"/": b"/next", b"/away": b"https://example.com/", b"/for-ever": b"/for-ever"}
