@@ -18,15 +18,14 @@ import yaml
 
 from tests.netns import netpol_scenarios as s
 from tests.netns.dumps import everything, without_generation
+from tests.netns.foreign import foreign_tables
 from tests.netns.netpol_rig import Cluster, probes
 from tests.programs import needed
-from tproxy import expressions as e
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.table import BlockingTable
 from tproxy.expressions import Family
-from tproxy.operations import AddChain, AddElements, AddSet, AddTable, AppendRule, DeleteElements, FlushChain
+from tproxy.operations import DeleteElements, FlushChain
 from tproxy.render import nftables
-from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from ztunnel.calico.follower import Follower
@@ -101,26 +100,9 @@ def ask(*words: str) -> tuple[int, str]:
 ONLY_B = s.Step({"x/p": s.ingress(s.A, s.sources(s.of_pods("b")))}, "+x/b>x/a:80 -y/a>x/a:80 -x/c>x/a:80")
 
 
-def foreign_tables(cluster: Cluster) -> None:
-    """Tables as kube-proxy and Docker have them: chains at the same hook, maps, sets."""
-    hook = Hook(kind="filter", point=HookPoint.FORWARD, priority=0)
-    steps = []
-    for family, name in ((Family.INET, "kube-proxy"), (Family.IPV4, "filter"), (Family.IPV6, "filter")):
-        steps += [
-            AddTable(family, name),
-            AddSet(family, name, Set("services", SetKey.IPV4_ADDRESS)),
-            AddElements(family, name, "services", (Element(bytes((10, 96, 0, 1))),)),
-            AddChain(family, name, Chain("DOCKER-USER")),
-            AddChain(family, name, Chain("FORWARD", hook=hook)),
-            AppendRule(family, name, "FORWARD", Rule(e.jump("DOCKER-USER"), "theirs")),
-        ]
-    with NetlinkSocket(NETLINK_NETFILTER, cluster.lab.worker("w1").place.netns) as nft:
-        nft.batch(nftables.nft_batch(steps))
-
-
 def test_it_comes_and_goes_without_a_trace_beside_foreign_tables(clean: Cluster, tmp_path: Path) -> None:
-    foreign_tables(clean)
     place = clean.lab.worker("w1").place
+    foreign_tables(place.netns)
     before = without_generation(everything(place.netns))
     write(clean, tmp_path, ONLY_B)
     process = start(clean, tmp_path, "--once")
@@ -234,6 +216,27 @@ def test_two_controllers_on_a_node_agree(clean: Cluster, tmp_path: Path) -> None
     until(lambda: not clean.wrong(probes("+x/b>x/a:80")), "the second policy")
     assert clean.wrong(probes(ONLY_B.probes)) == []
     assert all(process.poll() is None for process in both)
+
+
+def test_a_second_controller_that_is_behind_undoes_nothing_and_takes_over(clean: Cluster, tmp_path: Path) -> None:
+    ahead, behind = tmp_path / "ahead", tmp_path / "behind"
+    for folder, step in ((ahead, ONLY_B), (behind, s.Step({}, ""))):
+        folder.mkdir()
+        write(clean, folder, step)
+    first = start(clean, ahead)
+    until(lambda: table(clean) is not None, "the first table")
+    second = start(clean, behind)
+    assert second.stderr is not None
+    while b"keeps table" not in (line := second.stderr.readline()):
+        assert line
+        assert b"table applied" not in line
+    assert f"(pid {first.pid})".encode() in line
+    assert clean.wrong(probes(ONLY_B.probes)) == []
+    refused = start(clean, behind, "--once")
+    _, errors = refused.communicate(timeout=WAIT_S)
+    assert (refused.returncode, errors.count(b"keeps table")) == (FAILED, 1)
+    first.kill()
+    until(lambda: not clean.wrong(probes("+x/b>x/a:80 +y/a>x/a:80")), "the second one's table")
 
 
 def test_killed_in_the_middle_of_applies_the_table_is_whole(clean: Cluster, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -125,25 +126,32 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
 
 
 async def _run(args: argparse.Namespace, out: TextIO) -> int:
+    """Keep the table until SIGINT or SIGTERM; all that happens once the lock is ours can be stopped likewise."""
     from tproxy.aio.table import KeptTable
     from ztunnel.netpol.controller import Controller
+    from ztunnel.netpol.lock import NodeLock
     from ztunnel.netpol.table import TABLE
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     metrics = _address(args.metrics)
+    tunnels = args.tunnels == "allow"
     async with contextlib.AsyncExitStack() as stack:
         source, events = await _source(args, stack)
         if args.print:
-            return await _print(source, args.node, out, tunnels=args.tunnels == "allow")
+            return await _print(source, args.node, out, tunnels=tunnels)
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
-        proxies = await _proxies(args.policy_sync, stack)
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
-        tunnels = args.tunnels == "allow"
-        controller = Controller(source, table, args.node, events, tunnels=tunnels, netns=netns, proxies=proxies)
-        if metrics is not None:
-            await stack.enter_async_context(_metrics(controller, table, metrics))
-        await _until_stopped(controller, once=args.once)
+        with _until_signal():
+            # Before the socket and the port of metrics, which another controller of the node would have.
+            await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
+            proxies = await _proxies(args.policy_sync, stack)
+            controller = Controller(
+                source, table, args.node, events, tunnels=tunnels, netns=netns, proxies=proxies
+            )
+            if metrics is not None:
+                await stack.enter_async_context(_metrics(controller, table, metrics))
+            await controller.run(once=args.once)
     return DONE
 
 
@@ -189,17 +197,27 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
     return server
 
 
-async def _until_stopped(controller: "Controller", *, once: bool) -> None:
+@contextlib.contextmanager
+def _until_signal() -> Iterator[None]:
+    """Cancel what runs inside at SIGINT or SIGTERM, and go on after it; errors and other cancellations pass."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    running = asyncio.current_task()
+    assert running is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        running.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop)
     try:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(controller.run(once=once), name="netpol")
-            running.add_done_callback(lambda _: stop.set())
-            await stop.wait()
-            running.cancel()
+        yield
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        running.uncancel()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -268,35 +286,12 @@ async def _trace(args: argparse.Namespace, out: TextIO) -> int:
     """Print until SIGINT or SIGTERM; the marks go with the command."""
     from ztunnel.netpol.trace import trace
 
-    async def printed(stack: contextlib.AsyncExitStack) -> None:
-        lines = trace(args.source, args.destination, _opened(args.netns, stack))
-        async with contextlib.aclosing(lines):
-            async for line in lines:
-                print(line, file=out, flush=True)
-
-    loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        # Errors end the command, signals cancel what prints.
-        printing = asyncio.current_task()
-        assert printing is not None
-        stopped = False
-
-        def stop() -> None:
-            nonlocal stopped
-            stopped = True
-            printing.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
-        try:
-            await printed(stack)
-        except asyncio.CancelledError:
-            if not stopped:
-                raise
-            printing.uncancel()
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        lines = trace(args.source, args.destination, _opened(args.netns, stack))
+        with _until_signal():
+            async with contextlib.aclosing(lines):
+                async for line in lines:
+                    print(line, file=out, flush=True)
     return DONE
 
 

@@ -1,0 +1,103 @@
+"""One controller of a table per network namespace; others wait until it is gone.
+
+Two that follow the API server at different speeds would undo each other's changes, and open what the faster one
+has just closed. The lock is an abstract Unix socket: its name belongs to the network namespace, as the table does,
+so that it holds between containers that share nothing else, and the kernel frees it when its owner dies. Any local
+user may bind such a name, so one whose owner has another user id counts for nothing.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+from typing import Self
+
+from tproxy.aio.netns import Netns
+
+log = logging.getLogger(__name__)
+
+#: A waiter that cannot even wait in the owner's queue looks again after this time.
+_AGAIN_S = 1.0
+_WAITERS = 16
+
+
+class Held(OSError):
+    """Another process has the lock, and the caller did not want to wait."""
+
+
+class NodeLock:
+    """The right to change a table, from the moment when ``async with`` has it until it ends.
+
+    Args:
+        name: of the table.
+        netns: where it is; None is the caller's own.
+        wait: False raises instead.
+
+    Raises:
+        Held: ``wait`` is False and another process has it.
+    """
+
+    def __init__(self, name: str, netns: Netns | None = None, *, wait: bool = True) -> None:
+        self._address = b"\0" + name.encode()
+        self._name = name
+        self._netns = netns
+        self._wait = wait
+        self._held: socket.socket | None = None
+
+    async def __aenter__(self) -> Self:
+        said = False
+        while True:
+            mine = self._socket()
+            try:
+                mine.bind(self._address)
+                mine.listen(_WAITERS)
+            except OSError as error:
+                mine.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                self._held = mine
+                return self
+            with self._socket() as other:
+                owner = await self._owner(other)
+                if owner is None:
+                    continue
+                pid, uid = owner
+                if uid != os.geteuid():
+                    log.warning("lock of table %s is held by pid %d of user %d: ignored", self._name, pid, uid)
+                    return self
+                if not self._wait:
+                    raise Held(errno.EBUSY, f"another process (pid {pid}) keeps table {self._name}")
+                if not said:
+                    log.info(
+                        "another process (pid %d) keeps table %s; takes over when it is gone", pid, self._name
+                    )
+                said = True
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.get_running_loop().sock_recv(other, 1)
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _socket(self) -> socket.socket:
+        with self._netns.entered() if self._netns is not None else contextlib.nullcontext():
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.setblocking(False)
+        return found
+
+    async def _owner(self, other: socket.socket) -> tuple[int, int] | None:
+        """Connect to the owner and return its pid and user; None if it is worth trying again."""
+        try:
+            other.connect(self._address)
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # its queue is full
+            await asyncio.sleep(_AGAIN_S)
+            return None
+        pid, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return pid, uid
