@@ -284,7 +284,7 @@ def test_every_value_is_used() -> None:
 
 
 def test_the_values_are_named_as_in_istios_chart() -> None:
-    assert set(values()) == set(ISTIOS_VALUES.split())
+    assert set(values()) == {*ISTIOS_VALUES.split(), "netpol"}  # which is our own
 
 
 @pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)
@@ -308,7 +308,8 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
     text = (CHART / "templates" / "daemonset.yaml").read_text()
     env = text[text.index("        env:\n") : text.index("        volumeMounts:\n")]
     named = set(re.findall(r"- name: ([A-Z_]+)$", env, re.MULTILINE))
-    assert named == {*environment(container), "LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT"}
+    optional = {"LOG_FORMAT", "NETWORK", "CRL_PATH", "ZTUNNEL_RESOURCE_CPU_LIMIT", "POLICY_SYNC"}
+    assert named == {*environment(container), *optional}
 
 
 def rendered(values_file: Path | None = None) -> dict[str, Object]:
@@ -453,6 +454,7 @@ def test_the_schema_has_every_value_and_no_other() -> None:
         ({"terminationGracePeriodSeconds": "long"}, "terminationGracePeriodSeconds"),
         ({"resourceScope": "all"}, "resourceScope"),
         ({"peerCaCrl": {"enable": True}}, "enable"),
+        ({"netpol": {"tunnels": "ignore"}}, "tunnels"),
         ({"env": {"A": {"valueFrom": {}}}}, "env"),
     ],
 )

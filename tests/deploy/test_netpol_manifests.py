@@ -1,15 +1,20 @@
-"""deploy/kustomize/netpol: the role is what the command asks of the API server and no more; arguments are read."""
+"""Manifests of network policy: the role is what the command asks for, and the chart is as the kustomization."""
 
+import json
+import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from tests.programs import needed
 from ztunnel.netpol import add_arguments
 from ztunnel.netpol.kinds import SELECTIONS
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "netpol"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FOLDER = DEPLOY / "kustomize" / "netpol"
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -66,3 +71,58 @@ def test_the_arguments_are_the_commands() -> None:
     assert [entry["name"] for entry in container["env"]] == ["NODE_NAME"]
     [port] = container["ports"]
     assert str(port["containerPort"]) == args.metrics
+
+
+# The chart
+
+
+def rendered(tmp_path: Path, **values: Any) -> dict[tuple[str, str], Any]:
+    """Return what the chart makes, by kind and name."""
+    path = tmp_path / "values.yaml"
+    path.write_text(json.dumps(values))
+    command = [needed("helm"), "template", "ztunnel", str(DEPLOY / "helm" / "ztunnel"), "--values", str(path)]
+    made = subprocess.run([*command, "--namespace", "kube-system"], check=True, capture_output=True, text=True)
+    found = [document for document in yaml.safe_load_all(made.stdout) if document]
+    return {(document["kind"], document["metadata"]["name"]): document for document in found}
+
+
+def test_the_chart_makes_what_the_kustomization_does(tmp_path: Path) -> None:
+    made = rendered(tmp_path, netpol={"enabled": True})
+    named = {key: value for key, value in made.items() if key[1] == "ztunnel-netpol"}
+    wanted = {**documents("rbac.yaml"), **documents("daemonset.yaml")}
+    assert {kind for kind, _ in named} == set(wanted)
+    for kind, document in wanted.items():
+        document["metadata"]["labels"] = {"app": "ztunnel-netpol", "app.kubernetes.io/name": "ztunnel-netpol"}
+        assert named[kind, "ztunnel-netpol"] == document
+    assert rendered(tmp_path) == {key: value for key, value in made.items() if key not in named}
+
+
+def test_the_chart_connects_proxies_with_netpol(tmp_path: Path) -> None:
+    made = rendered(
+        tmp_path, netpol={"enabled": True, "tunnels": "allow"}, podMonitor={"enabled": True}, resourceName="mine"
+    )
+    netpol, proxy = (made["DaemonSet", name]["spec"]["template"]["spec"] for name in ("mine-netpol", "mine"))
+    [container], [tunnels] = netpol["containers"], proxy["containers"]
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    args = parser.parse_args(container["args"])
+    [socket] = [entry["value"] for entry in tunnels["env"] if entry["name"] == "POLICY_SYNC"]
+    assert (args.tunnels, args.policy_sync) == ("allow", socket)
+    folders = []
+    for pod, of in ((netpol, container), (proxy, tunnels)):
+        [mount] = [mount for mount in of["volumeMounts"] if socket.startswith(mount["mountPath"] + "/")]
+        folders += [volume["hostPath"] for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    assert folders[0] == folders[1]
+    monitor = made["PodMonitor", "mine-netpol"]["spec"]
+    labels = made["DaemonSet", "mine-netpol"]["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert [end["port"] for end in monitor["podMetricsEndpoints"]] == [port["name"] for port in container["ports"]]
+
+
+@pytest.mark.parametrize(
+    ("scope", "kinds"),
+    [("CLUSTER", {"ClusterRole", "ClusterRoleBinding"}), ("NAMESPACE", {"DaemonSet", "ServiceAccount"})],
+)
+def test_two_accounts_can_install_it(tmp_path: Path, scope: str, kinds: set[str]) -> None:
+    made = rendered(tmp_path, netpol={"enabled": True}, resourceScope=scope)
+    assert {kind for kind, name in made if name == "ztunnel-netpol"} == kinds

@@ -25,6 +25,18 @@ istio.io/rev: {{ . | quote }}
 {{- end }}
 {{- end }}
 
+{{- define "ztunnel.netpol-labels" -}}
+app: ztunnel-netpol
+app.kubernetes.io/name: ztunnel-netpol
+{{- with .Values.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "ztunnel.netpol-in-tunnels" -}}
+{{ if and .Values.netpol.enabled (eq .Values.netpol.tunnels "allow") }}yes{{ end }}
+{{- end }}
+
 {{- define "ztunnel.platform" -}}
 {{ .Values.platform | default .Values.global.platform }}
 {{- end }}
