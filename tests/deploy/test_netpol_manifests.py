@@ -39,7 +39,7 @@ def test_the_role_is_what_the_command_asks_for() -> None:
         for selection in SELECTIONS
         for verb in ("list", "watch")
     }
-    assert given == asked | {("", "events", "create"), ("", "events", "patch")}
+    assert given == asked | {("", "events", "create"), ("", "events", "patch"), ("", "nodes", "get")}
 
 
 def test_the_account_is_the_bound_one() -> None:
@@ -99,7 +99,10 @@ def test_the_chart_makes_what_the_kustomization_does(tmp_path: Path) -> None:
 
 def test_the_chart_connects_proxies_with_netpol(tmp_path: Path) -> None:
     made = rendered(
-        tmp_path, netpol={"enabled": True, "tunnels": "allow"}, podMonitor={"enabled": True}, resourceName="mine"
+        tmp_path,
+        netpol={"enabled": True, "tunnels": "allow", "closedAtBirth": True},
+        podMonitor={"enabled": True},
+        resourceName="mine",
     )
     netpol, proxy = (made["DaemonSet", name]["spec"]["template"]["spec"] for name in ("mine-netpol", "mine"))
     [container], [tunnels] = netpol["containers"], proxy["containers"]
@@ -107,7 +110,7 @@ def test_the_chart_connects_proxies_with_netpol(tmp_path: Path) -> None:
     add_arguments(parser.add_subparsers())
     args = parser.parse_args(container["args"])
     [socket] = [entry["value"] for entry in tunnels["env"] if entry["name"] == "POLICY_SYNC"]
-    assert (args.tunnels, args.policy_sync) == ("allow", socket)
+    assert (args.tunnels, args.policy_sync, args.pod_cidr) == ("allow", socket, ["node"])
     folders = []
     for pod, of in ((netpol, container), (proxy, tunnels)):
         [mount] = [mount for mount in of["volumeMounts"] if socket.startswith(mount["mountPath"] + "/")]

@@ -239,6 +239,24 @@ def test_a_second_controller_that_is_behind_undoes_nothing_and_takes_over(clean:
     until(lambda: not clean.wrong(probes("+x/b>x/a:80 +y/a>x/a:80")), "the second one's table")
 
 
+def test_a_pod_is_closed_from_its_first_packet_until_its_policies_are_there(
+    clean: Cluster, tmp_path: Path
+) -> None:
+    worker = clean.lab.worker("w1")
+    ranges = [f"--pod-cidr={worker.gateway(4)}/24", f"--pod-cidr={worker.gateway(6)}/64"]
+    objects = clean.step(s.Step({"x/p": s.ingress(s.pods("b"), s.sources(s.of_spaces("y")))}, ""))
+    new = objects.pop(next(key for key in objects if (key.kind, key.namespace, key.name) == ("Pod", "x", "b")))
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(list(objects.values())))
+    start(clean, tmp_path, *ranges)
+    until(lambda: table(clean) is not None, "the first table")
+    # It has its address, and the API server has not told of it.
+    closed = "-y/b>x/b:80 -x/b>y/b:80 -x/a>x/b:80 -x/b>x/a:81/udp +w1>x/b:80"
+    assert clean.wrong(probes(f"{closed} +y/b>x/a:80 +x/a>y/b:80 +x/c>x/a:80/udp")) == []
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(new))
+    until(lambda: "x/b" in str(table(clean)), "the pod's address in a map")
+    assert clean.wrong(probes("+y/b>x/b:80 +x/b>y/b:80 -z/a>x/b:80 -x/a>x/b:80 +x/b>x/a:81/udp")) == []
+
+
 def test_killed_in_the_middle_of_applies_the_table_is_whole(clean: Cluster, tmp_path: Path) -> None:
     """A transaction is all or nothing: whenever the process dies, one of both policies is in force."""
     other = s.Step({"x/q": s.ingress(s.A, s.sources(s.of_pods("b", "c")))}, "")

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
     from tproxy.operations import NftStep
-    from xds.model.address import SocketAddress
+    from xds.model.address import IpNetwork, SocketAddress
     from ztunnel.http.page import Page, PageRequest
+    from ztunnel.kube.client import Client
     from ztunnel.kube.objects import EventSink, ObjectSource
     from ztunnel.netpol.controller import Controller
+    from ztunnel.netpol.table import TableBuilder
     from ztunnel.policysync.server import PolicySyncServer
 
 DONE, DENIED, FAILED = 0, 1, 2
@@ -64,6 +66,14 @@ def add_arguments(subparsers: Any) -> None:
         metavar="PATH",
         help="tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
         "tunnels by the same policies",
+    )
+    follow.add_argument(
+        "--pod-cidr",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
+        '"node": those that the Node object has',
     )
     ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
     _add_objects(ask)
@@ -130,15 +140,17 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from ztunnel.netpol.controller import Controller
     from ztunnel.netpol.lock import NodeLock
-    from ztunnel.netpol.table import TABLE
+    from ztunnel.netpol.table import TABLE, TableBuilder
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     metrics = _address(args.metrics)
     tunnels = args.tunnels == "allow"
     async with contextlib.AsyncExitStack() as stack:
-        source, events = await _source(args, stack)
+        source, events, client = await _source(args, stack)
+        pod_cidrs = await _pod_cidrs(args, client)
         if args.print:
-            return await _print(source, args.node, out, tunnels=tunnels)
+            builder = TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs)
+            return await _print(source, args.node, out, builder)
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
@@ -147,7 +159,14 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
             proxies = await _proxies(args.policy_sync, stack)
             controller = Controller(
-                source, table, args.node, events, tunnels=tunnels, netns=netns, proxies=proxies
+                source,
+                table,
+                args.node,
+                events,
+                tunnels=tunnels,
+                netns=netns,
+                proxies=proxies,
+                pod_cidrs=pod_cidrs,
             )
             if metrics is not None:
                 await stack.enter_async_context(_metrics(controller, table, metrics))
@@ -155,8 +174,34 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
     return DONE
 
 
-async def _source(args: argparse.Namespace, stack: contextlib.AsyncExitStack) -> "tuple[ObjectSource, EventSink]":
-    """Return where objects come from, and where faults of them go: files and lines, or the API server."""
+async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tuple[IpNetwork, ...]":
+    """Return the node's ranges of pod addresses; those of a Node object never change once it has them.
+
+    Raises:
+        ValueError: one is no network, or the Node has none.
+        KubeError: the Node cannot be read.
+    """
+    texts: list[str] = []
+    for text in args.pod_cidr:
+        if text != "node":
+            texts.append(text)
+            continue
+        if client is None:
+            raise ValueError("--pod-cidr node: needs the API server, not --objects")
+        from ztunnel.kube.kinds import NODE
+
+        spec = (await client.get(NODE, "", args.node)).get("spec") or {}
+        found = spec.get("podCIDRs") or ([spec["podCIDR"]] if spec.get("podCIDR") else [])
+        if not found:
+            raise ValueError(f"--pod-cidr node: Node {args.node} has no spec.podCIDRs; give its ranges instead")
+        texts += found
+    return tuple(_network(text) for text in texts)
+
+
+async def _source(
+    args: argparse.Namespace, stack: contextlib.AsyncExitStack
+) -> "tuple[ObjectSource, EventSink, Client | None]":
+    """Return where objects come from, and where faults of them go: files and lines, or the API server's client."""
     from ztunnel.netpol.controller import LoggedEvents
 
     if args.objects is not None:
@@ -165,7 +210,7 @@ async def _source(args: argparse.Namespace, stack: contextlib.AsyncExitStack) ->
 
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
-        return FileObjects(args.objects, KINDS), LoggedEvents()
+        return FileObjects(args.objects, KINDS), LoggedEvents(), None
     from ztunnel.kube.client import connect
     from ztunnel.kube.events import EventWriter
     from ztunnel.kube.informer import Informer
@@ -174,7 +219,7 @@ async def _source(args: argparse.Namespace, stack: contextlib.AsyncExitStack) ->
     client = await stack.enter_async_context(connect(args.kubeconfig))
     informer = await stack.enter_async_context(Informer(client, SELECTIONS))
     writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
-    return informer, LoggedEvents(await stack.enter_async_context(writer))
+    return informer, LoggedEvents(await stack.enter_async_context(writer)), client
 
 
 async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
@@ -239,12 +284,11 @@ def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> 
     return PageServer("metrics", address, pages, SystemClock())
 
 
-async def _print(source: Any, node: str, out: TextIO, *, tunnels: bool) -> int:
+async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder") -> int:
     from tproxy.render.text import table_text
     from ztunnel.calico.incremental import Compiler
     from ztunnel.kube.files import FileObjects
     from ztunnel.netpol.objects import PolicyObjects
-    from ztunnel.netpol.table import TableBuilder
 
     objects, compiler = PolicyObjects(), Compiler()
     synced = False
@@ -254,7 +298,7 @@ async def _print(source: Any, node: str, out: TextIO, *, tunnels: bool) -> int:
         synced = changes.synced
         if not synced and isinstance(source, FileObjects):
             break  # a file cannot be read, and has been reported
-    built = TableBuilder(tunnels=tunnels).build(compiler.compiled, node)
+    built = builder.build(compiler.compiled, node)
     for key, problem in objects.problems.items():
         print(f"# {key}: {problem}", file=out)
     for unseen in built.unseen:
@@ -350,6 +394,15 @@ def _address(text: str | None) -> "SocketAddress | None":
         return SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")
     except ValueError:
         raise ValueError(f"{text!r} is neither a port nor ip:port") from None
+
+
+def _network(text: str) -> "IpNetwork":
+    from ipaddress import ip_network
+
+    try:
+        return ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"--pod-cidr: {text!r} is no network") from None
 
 
 def _warn_of_bridges() -> None:

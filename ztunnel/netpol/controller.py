@@ -20,6 +20,7 @@ from tproxy.errors import MissingFeature, TproxyError
 from tproxy.expressions import IpAddress
 from tproxy.packets import Interpreter, Packet
 from xds.model import calico as c
+from xds.model.address import IpNetwork
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
@@ -87,7 +88,7 @@ class Controller:
     Args:
         node: name of this node; its pods are policed.
         events: is told of objects that cannot be applied as they are.
-        tunnels: see :class:`~ztunnel.netpol.table.TableBuilder`.
+        tunnels, pod_cidrs: see :class:`~ztunnel.netpol.table.TableBuilder`.
         netns: where the table is, and whose connections are judged.
         proxies: is given the policies of this node's pods once all objects have been told, and after each change,
             also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
@@ -108,6 +109,7 @@ class Controller:
         tunnels: bool = False,
         netns: Netns | None = None,
         proxies: Publisher | None = None,
+        pod_cidrs: tuple[IpNetwork, ...] = (),
     ) -> None:
         self._proxies = proxies
         self._published = True
@@ -115,7 +117,7 @@ class Controller:
         self._table = table
         self._events = events
         self._netns = netns
-        self._work = _Work(node, TableBuilder(tunnels=tunnels))
+        self._work = _Work(node, TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs))
         self._reported: dict[ObjectKey, str] = {}
         self._unseen: set[Unseen] = set()
         self._failure = ""

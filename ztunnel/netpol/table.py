@@ -29,6 +29,7 @@ from tproxy import expressions as e
 from tproxy.expressions import Family, Phrase, Verdict, VerdictCode
 from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey, Table
 from xds.model import calico as c
+from xds.model.address import IpNetwork
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.ip_sets import MalformedMember
 from ztunnel.netpol.intervals import Interval, merged, ranges_of, without
@@ -125,10 +126,13 @@ class TableBuilder:
 
     Args:
         tunnels: let tunnels to and from captured pods through, because the node's proxy judges what is in them.
+        pod_cidrs: the node's ranges of pod addresses. One in them that no known pod has is closed: it may be that
+            of a pod whose policies have not been looked up yet.
     """
 
-    def __init__(self, *, tunnels: bool = False) -> None:
+    def __init__(self, *, tunnels: bool = False, pod_cidrs: tuple[IpNetwork, ...] = ()) -> None:
         self._tunnels = tunnels
+        self._pod_cidrs = pod_cidrs
         self._ip_sets: dict[str, _IpSet] = {}
         self._policies: dict[tuple[object, ...], _Policy] = {}
         self._tier_chains: dict[str, Chain] = {}
@@ -138,6 +142,7 @@ class TableBuilder:
         """Return the table for the pods of one node."""
         local = {key: compiled.endpoints[key] for key in sorted(local_endpoints(compiled, node), key=str)}
         versions = {net.version for endpoint in local.values() for net in endpoint.addresses}
+        versions |= {network.version for network in self._pod_cidrs}
         families = tuple(family for family in _FAMILIES if _VERSIONS[family] in versions)
         if families != self._families:
             self._families = families
@@ -186,9 +191,17 @@ class TableBuilder:
             ours = {address for pod in policed for address in _packed(local[pod], version)}
             yield Set(f"policed{version}", key, frozenset(map(Element, ours)))
             yield Set(f"self{version}", pair, frozenset(Element(address * 2) for address in ours))
+            if self._pod_cidrs:
+                yield Set(f"unknown{version}", key, frozenset(self._unknown(local, version)), interval=True)
             if captured:
                 theirs = {address for pod in captured for address in _packed(local[pod], version)}
                 yield Set(f"captured{version}", key, frozenset(map(Element, theirs)))
+
+    def _unknown(self, local: dict[c.EndpointId, c.Endpoint], version: int) -> Iterator[Element]:
+        taken = ranges_of((net for endpoint in local.values() for net in endpoint.addresses), version)
+        octets = 4 if version == 4 else 16
+        for first, last in without(ranges_of(self._pod_cidrs, version), taken):
+            yield Element(first.to_bytes(octets, "big"), last=last.to_bytes(octets, "big"))
 
     def _base_chains(self, captured: bool) -> Iterator[Chain]:
         for direction, priority in (
@@ -203,6 +216,9 @@ class TableBuilder:
                 rules.append(Rule((*e.neighbour_discovery(), *e.accept()), "neighbour discovery"))
             for family in self._families:
                 version = _VERSIONS[family]
+                if self._pod_cidrs:
+                    whose = e.address_in(family, f"unknown{version}", source=out)
+                    rules.append(Rule((*whose, e.Counter(), *e.drop()), "no pod that is known"))
                 itself = (*e.addresses_in(family, f"self{version}"), *e.accept())
                 rules.append(Rule(itself, "a pod to itself"))
                 if out:

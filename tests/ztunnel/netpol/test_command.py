@@ -66,6 +66,34 @@ def test_a_kubeconfig_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert "none" in text
 
 
+def test_the_ranges_of_the_node_are_those_of_its_object(tmp_path: Path) -> None:
+    async def main(**spec: Any) -> tuple[int, str]:
+        api = FakeApi()
+        async with api.serve():
+            await api.put("nodes", "", "n1", spec=spec)
+            config = str(api.kubeconfig(tmp_path))
+            return await _run("run", "--kubeconfig", config, "--node", "n1", "--pod-cidr", "node", "--print")
+
+    status, text = asyncio.run(main(podCIDR="10.1.0.0/24", podCIDRs=["10.1.0.0/24", "fd00:1::/64"]))
+    assert status == DONE, text
+    assert "10.1.0.0-10.1.0.255" in text
+    assert "fd00:1::-fd00:1::ffff:ffff:ffff:ffff" in text
+    assert asyncio.run(main()) == (
+        FAILED,
+        "ztunnel netpol: --pod-cidr node: Node n1 has no spec.podCIDRs; give its ranges instead\n",
+    )
+
+
+def test_the_ranges_of_a_node_need_an_api_server(tmp_path: Path) -> None:
+    status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--pod-cidr", "node"))
+    assert (status, text) == (FAILED, "ztunnel netpol: --pod-cidr node: needs the API server, not --objects\n")
+
+
+def test_a_range_that_is_none_is_one_line(tmp_path: Path) -> None:
+    status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--pod-cidr", "10.0.0.0/33"))
+    assert (status, text) == (FAILED, "ztunnel netpol: --pod-cidr: '10.0.0.0/33' is no network\n")
+
+
 def test_a_socket_for_proxies_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--policy-sync", f"{tmp_path}/no/socket"))
     assert status == FAILED

@@ -172,6 +172,31 @@ def test_only_pods_of_this_node_are_judged() -> None:
     assert accepts(made, "192.0.2.1", "10.0.0.3")
 
 
+def test_an_address_of_the_nodes_range_is_closed_until_its_pod_is_known() -> None:
+    cidrs = (ip_network("10.0.0.0/29"), ip_network("fd00::/126"))
+    made = TableBuilder(pod_cidrs=cidrs).build(compiled(""), "n1")
+    known, elsewhere = ("10.0.0.1", "10.0.0.2"), ("10.0.0.8", "10.0.9.9", "192.0.2.1")
+    for new in ("10.0.0.3", "10.0.0.7", "10.0.0.0"):  # one of them is a pod of another node, by mistake
+        for other in (*known, *elsewhere):
+            assert not accepts(made, new, other)
+            assert not accepts(made, other, new)
+    for one in known:
+        for other in (*known, *elsewhere):
+            assert accepts(made, one, other)
+            assert accepts(made, other, one)
+    assert not accepts(made, "fd00::2", "fd00::1")
+    assert accepts(made, "2001:db8::1", "fd00::1")
+    # Neighbours of the new pod are its node's business, and answers to what it was allowed before come back.
+    assert accepts(made, "fd00::2", "fd00::1", protocol=58, icmp_type=135)
+
+
+def test_the_first_pod_of_a_node_is_closed_until_it_is_known() -> None:
+    made = TableBuilder(pod_cidrs=(ip_network("10.7.0.0/24"),)).build(compiled(""), "n7")
+    assert not accepts(made, "192.0.2.1", "10.7.0.4")
+    assert not accepts(made, "10.7.0.4", "192.0.2.1")
+    assert accepts(made, "192.0.2.1", "10.0.0.1")
+
+
 def test_a_pod_reaches_itself_through_its_own_service() -> None:
     made = built(global_policy("deny", "{selector: all(), types: [Ingress, Egress]}"))
     assert accepts(made, "10.0.0.2", "10.0.0.2")
