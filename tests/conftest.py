@@ -4,9 +4,16 @@ import gc
 import logging
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 import hbone
+
+# How long an example takes says what else the machine does.
+hypothesis.settings.register_profile(
+    "here", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)

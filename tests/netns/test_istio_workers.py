@@ -119,7 +119,7 @@ def test_a_policy_reaches_every_worker(tmp_path: Path) -> None:
                 await ends(sock)
             closed = {"reporter": "destination", "response_flags": "DENY"}
             await eventually(
-                lambda: proxy.metric("istio_tcp_connections_closed_total", **closed) == 6, "six counted", 3
+                lambda: proxy.metric("istio_tcp_connections_closed_total", **closed) == 6, "six counted"
             )
             mesh.write_mesh(policies={})
             client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
@@ -325,7 +325,7 @@ def test_workers_end_with_the_main_process(tmp_path: Path) -> None:
             proxy = mesh.proxies["w1"]
             pids = workers_of(proxy)
             proxy.process.kill()
-            await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all ended", 5)
+            await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all ended")
 
     asyncio.run(main())
 
