@@ -49,22 +49,11 @@ class FakeApi:
         self.port = 0
         self._clients: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
-    async def put(
-        self,
-        plural: str,
-        namespace: str,
-        name: str,
-        *,
-        tell: bool = True,
-        labels: dict[str, str] | None = None,
-        **fields: Any,
-    ) -> None:
+    async def put(self, plural: str, namespace: str, name: str, *, tell: bool = True, **fields: Any) -> None:
         self.version += 1
         key = (plural, namespace, name)
         before = self.objects.get(key)
-        metadata: dict[str, Any] = {"name": name, "resourceVersion": str(self.version), "uid": f"uid-{name}"}
-        if labels is not None:
-            metadata["labels"] = labels
+        metadata = {"name": name, "resourceVersion": str(self.version), "uid": f"uid-{name}"}
         if namespace:
             metadata["namespace"] = namespace
         self.objects[key] = {"metadata": metadata, **fields}
@@ -130,8 +119,6 @@ class FakeApi:
         try:
             await self._requests(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        except asyncio.CancelledError:  # by the end of serve(); asyncio's streams would print it
             pass
         finally:
             writer.close()
