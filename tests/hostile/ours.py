@@ -42,6 +42,7 @@ from ztunnel.istio.dns.answer import DnsSettings
 from ztunnel.istio.dns.forwarder import Forwarder
 from ztunnel.istio.dns.server import DnsServer
 from ztunnel.istio.xds.mesh_feed import MeshFeed
+from ztunnel.runtime import heap
 from ztunnel.runtime.accepting import ListeningSocket
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
@@ -133,6 +134,7 @@ async def serve(folder: Path, ports: dict[str, int], limits: Limits) -> None:
     mesh = Mesh()
     mesh.apply([_CLIENT, _CART])
     feed, services = MeshFeed(mesh), _services()
+    heap.settle()  # as the proxy does once it has started
     pushes = Tasks("pushes")
 
     def pages(request: PageRequest) -> Page:
