@@ -5,12 +5,15 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ztunnel.envoy.rig import CLIENT, SERVER, Identities, Json, Rig, ask, cluster, listener, run, tls
 from xds.aio.grpc_server import GrpcServer
 from ztunnel.envoy.upstream.cluster import LiveCluster
+from ztunnel.envoy.upstream.health_state import CheckResult
+from ztunnel.envoy.upstream.probe import Prober
 
 FAST: Json = {
     "timeout": "1s",
@@ -249,6 +252,52 @@ def test_a_host_that_discovery_takes_away_serves_while_it_passes(ignore: bool, t
             assert await answers(rig) == {b"a"}
 
     run(tmp_path, body)
+
+
+def test_a_host_that_is_not_checked_goes_when_discovery_takes_it_away(tmp_path: Path) -> None:
+    source = {"eds_config": {"ads": {}, "resource_api_version": "V3"}}
+    by_eds = ("cluster", {"name": "app", "type": "EDS", "eds_cluster_config": source, "health_checks": [HTTP]})
+
+    def assigned(*ports: int) -> tuple[str, Json]:
+        assignment = cluster(*ports)[1]["load_assignment"]
+        for each in assignment["endpoints"][0]["lb_endpoints"][1:]:
+            each["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
+        return "endpoints", assignment
+
+    async def body(rig: Rig) -> None:
+        async with backends("a", "b") as (a, b):
+            await rig.published(listener(), by_eds, assigned(a.port, b.port))
+            assert flags(rig) == ["healthy", "healthy"]
+            rig.publish(listener(), by_eds, assigned(a.port))
+            await rig.until(lambda: flags(rig) == ["healthy"])
+
+    run(tmp_path, body)
+
+
+def test_a_check_that_fails_by_a_bug_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask, left = Prober.ask, [2]
+
+    async def sometimes(self: Prober, *args: Any) -> CheckResult:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a bug")
+        return await ask(self, *args)
+
+    async def body(rig: Rig) -> None:
+        async with backends("a") as (a,):
+            await rig.published(listener(), cluster(a.port, health_checks=[HTTP]))
+            assert flags(rig) == ["healthy"]
+            left[0] = 1
+            a.status = 500
+            await rig.until(lambda: flags(rig) == ["/failed_active_hc"])
+
+    monkeypatch.setattr(Prober, "ask", sometimes)
+    run(tmp_path, body)
+    assert [record.exc_info is not None for record in caplog.records if "starts again" in record.message] == [
+        True
+    ] * 3
 
 
 def test_a_passed_check_ends_an_ejection(tmp_path: Path) -> None:

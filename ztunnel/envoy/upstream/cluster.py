@@ -281,6 +281,7 @@ class LiveCluster:
             await self._tasks.close()
         if self.checker is not None:
             await self.checker.close()
+            self.checker = None  # it holds this cluster's methods, as the subscription does
         for context in self._contexts.values():
             context.close()
 
@@ -315,12 +316,11 @@ class LiveCluster:
         self._dropping = assignment.drop
         leaving: list[Host] = []
         if self.checker is not None and not self.model.ignore_health_on_removal:
-            # Discovery may lag behind: who has gone from it and passes its checks still serves.
+            # Discovery may lag behind: a host that has gone from it and passes its checks still serves.
             self._wanted = assignment
             wanted = {endpoint.address for endpoint in assignment.endpoints}
-            leaving = [
-                host for host in self.hosts.hosts if host.endpoint.address not in wanted and not host.failed_check
-            ]
+            gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
+            leaving = [host for host in gone if self.checker.checks(host) and not host.failed_check]
             assignment = _with(assignment, leaving)
         for host in self.hosts.assign(assignment, self._surround.clock.monotonic()):
             if self.outlier is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from xds.model.health_check import HealthCheck
 from ztunnel.envoy.telemetry.stats import Scope
 from ztunnel.envoy.upstream.health_state import CheckResult, HealthState
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.runtime.latch import Latch
+from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class HealthChecker:
         self._passed = passed
         self._has_traffic = has_traffic
         self._chance = chance
-        self._checks: dict[Host, asyncio.Task[None] | None] = {}
+        self._checks: dict[Host, asyncio.Task[Any] | None] = {}
+        self._tasks = Tasks(f"health checks of {name}")
         self._begun = False
         self._unchecked: set[Host] = set()
         self.settled = Latch()
@@ -68,6 +71,10 @@ class HealthChecker:
         self._failures = scope.counter("health_check.failure")
         self._no_answers = scope.counter("health_check.network_failure")
         scope.gauge("health_check.healthy", lambda: float(sum(not host.failed_check for host in self._checks)))
+
+    def checks(self, host: Host) -> bool:
+        """Return whether a host is checked."""
+        return host in self._checks
 
     def follow(self, hosts: Iterable[Host]) -> None:
         """Check these hosts from now on, and no others; new ones are unhealthy until their first check."""
@@ -91,17 +98,16 @@ class HealthChecker:
             self._checks[host] = self._started(host)
         self._settle()
 
-    def _started(self, host: Host) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(
-            self._check_for_ever(host), name=f"health check of {host} in {self._name}"
-        )
+    def _started(self, host: Host) -> asyncio.Task[Any]:
+        return self._tasks.keep(partial(self._check_for_ever, host), str(host))
 
     def _settle(self) -> None:
         if self._begun and not self._unchecked:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        settings, state = self._settings, HealthState()
+        # As it is, if this is not the first attempt: a check that failed by a bug of ours changes nobody's health.
+        settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)
         while True:
@@ -127,8 +133,5 @@ class HealthChecker:
 
     async def close(self) -> None:
         """Check no more; idempotent."""
-        tasks = [task for task in self._checks.values() if task is not None]
         self._checks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()

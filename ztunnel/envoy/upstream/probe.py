@@ -82,8 +82,8 @@ class Prober:
     async def _connection(self, cluster: LiveCluster, host: Host) -> AsyncIterator[PlainSocket]:
         """Connect to a host; with TLS, what is said goes through a pair of sockets into it."""
         async with contextlib.AsyncExitStack() as stack:
-            sock = await self._connect(cluster, host)
             context = _context(cluster, host)
+            sock = await self._connect(cluster, host)
             if context is None:
                 plain = PlainSocket(sock, self._poller, fresh=True)
                 stack.callback(plain.close)
