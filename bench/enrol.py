@@ -172,7 +172,7 @@ def _left() -> dict[str, int]:
 
 
 async def come_and_go(folder: Path, cycles: int) -> tuple[dict[str, int], dict[str, int], float]:
-    """Enrol and delete pods one after the other; return what is there early, what at the end, and the time."""
+    """Enrol and delete pods one after the other; return the counts near the start and at the end, and the time."""
     cluster = Cluster()
     (folder / "proc").mkdir()
     cluster.label({MODE: "ambient"})
@@ -199,7 +199,7 @@ async def come_and_go(folder: Path, cycles: int) -> tuple[dict[str, int], dict[s
 
 
 def main() -> None:
-    """Run the bench in a network namespace of its own, so that the node's table is nobody's."""
+    """Run the bench in a network namespace of its own, which leaves this machine's rules alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", type=int, default=250)
     parser.add_argument("--cycles", type=int, default=10_000)

@@ -72,7 +72,7 @@ def measure_start(place: Place) -> None:
             f"  table: {len(built.table.chains)} chains, {len(built.table.sets)} sets, {elements:,} elements; "
             f"memory {peak_mib() - before:.0f} MiB above {before:.0f} MiB"
         )
-        # As a process that lives with these objects: what is there is not looked through for garbage any more.
+        # As in a process that runs on with these objects: collections no longer traverse them.
         gc.collect()
         gc.freeze()
 

@@ -133,10 +133,10 @@ class BlockDecoder(Generic[T]):
     ``parse`` sees the decoded fields; what it returns is remembered with the block.
 
     Args:
-        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its
-        own). parse: see above. oversized: stands for a list beyond that. Lists up to :data:`TOLERATED_LIST_BYTES`
-        are read all the same: the
-            dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
+        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
+        parse: see above.
+        oversized: stands for a list beyond that. Lists up to :data:`TOLERATED_LIST_BYTES` are read all the same:
+            the dynamic tables stay alike, so that one bad request ends its stream and not its neighbours.
     """
 
     __slots__ = (

@@ -16,8 +16,8 @@ PIECE_FIELDS: Final = 64
 PIECE_OCTETS: Final = 1024
 """A piece ends with the field that reaches one of the two."""
 HUFFMAN_OCTETS: Final = 2048
-"""Longer strings in Huffman codes are decoded here, in steps of so many octets, half a millisecond each. A name
-of that length is no field's, and is not readable."""
+"""A value in Huffman codes that is longer is decoded here, this many octets at a time, which takes half a
+millisecond. A block with a field name of that length counts as not readable: no field has one."""
 
 _LONGEST_INTEGER: Final = 10  # octets after the prefix, as in the library
 

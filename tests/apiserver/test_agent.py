@@ -114,7 +114,7 @@ async def tunnelled(mesh: AmbientMesh) -> bool:
 
 @contextlib.asynccontextmanager
 async def scene(cluster: ApiServer, folder: Path) -> AsyncIterator[tuple[AmbientMesh, dict[str, Agent], Client]]:
-    """Two nodes with agents and proxies, a pod on each, which runs an application; nobody is in the mesh."""
+    """Two nodes with agents and proxies, and on each a pod with an application that is not in the mesh yet."""
     procs = {node: proc_of(folder / f"proc-{node}") for node in ("w1", "w2")}
     agents = {node: Agent(cluster, folder, node, proc) for node, proc in procs.items()}
     try:

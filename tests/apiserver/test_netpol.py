@@ -1,4 +1,4 @@
-"""Network policy from a real API server into a kernel table: what is created is in force, after an outage too."""
+"""Network policy from a real API server in the kernel's table: new policies take effect, after an outage too."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
                 comments = {rule.comment for chain in found.chains for rule in chain.rules}
                 wanted = {f"KubernetesNetworkPolicy/{SPACE}/p{number} ingress 0" for number in range(8)}
                 assert wanted <= comments
-                # While the API server is away, what is known stays in force; what happened meanwhile follows.
+                # While the API server is away the last table stays; it follows what happened once the server is back.
                 cluster.stop_api()
                 try:
                     assert await table.read() == found

@@ -134,7 +134,7 @@ def test_the_four_entries_and_a_tag_and_what_the_api_server_makes_of_sidecars(
             assert 'admission webhook "namespace.sidecar.inject.ztunnel-py.io" denied the request: ' in said
             assert "annotation traffic.sidecar.istio.io/excludeOutboundPorts: 'smtp' is no port" in said
             assert "annotation sidecar.istio.io/proxyCPU: must be a quantity" in said
-            # The same pod where nobody asked for injection.
+            # The same pod in a namespace without a label for injection.
             assert names(await tried(client, "sidecars-0", pod(annotations=bad)), "initContainers") == ["own"]
             for name in ("ztunnel-injector", "ztunnel-sidecar-injector", "ztunnel-revision-tag-prod"):
                 await client.delete(MUTATING_WEBHOOK, "", name)

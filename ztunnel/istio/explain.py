@@ -280,7 +280,8 @@ def _left_out(service: Service, port: int, client: Workload, around: Surrounding
         elif not workload.capacity:
             why = "its weight is 0"
         elif not fits(asked, service, endpoint, workload):
-            why = f"it does not serve port {port}"
+            has_address = workload.addresses or workload.hostname
+            why = f"it does not serve port {port}" if has_address else "it has no address"
         elif rank_of(asked, workload) is None:
             wanted = ", ".join(str(scope).lower() for scope in asked.preferences)
             why = f"the service wants the client's own {wanted}"

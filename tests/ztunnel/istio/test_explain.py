@@ -147,6 +147,7 @@ def test_endpoints_that_are_left_out_have_a_reason() -> None:
         behind("none", "10.0.1.3", locality=near, capacity=0),
         behind("port", "10.0.1.4", locality=near, ports={81: 81}),
         behind("far", "10.0.1.5"),
+        behind("bare", locality=near),
         behind("failed", "10.0.1.6", locality=near),
         avoided=(WorkloadUid("failed"),),
     )
@@ -155,6 +156,7 @@ def test_endpoints_that_are_left_out_have_a_reason() -> None:
         "sick": "unhealthy",
         "none": "its weight is 0",
         "port": "it does not serve port 80",
+        "bare": "it has no address",
         "far": "the service wants the client's own region",
         "failed": "it failed a moment ago: taken only if no other is left",
     }
