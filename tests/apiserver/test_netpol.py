@@ -88,7 +88,7 @@ def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
                 comments = {rule.comment for chain in found.chains for rule in chain.rules}
                 wanted = {f"KubernetesNetworkPolicy/{SPACE}/p{number} ingress 0" for number in range(8)}
                 assert wanted <= comments
-                # While the API server is away the last table stays; it follows what happened once the server is back.
+                # While the API server is away the last table stays; afterwards it follows what happened.
                 cluster.stop_api()
                 try:
                     assert await table.read() == found
