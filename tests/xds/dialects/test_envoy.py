@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from google.protobuf.message import Message
 
 from xds.dialects.envoy import (
@@ -18,7 +17,7 @@ from xds.dialects.envoy import (
 from xds.errors import ConfigError
 from xds.model import listener as model
 from xds.model.address import InternalAddress, SocketAddress
-from xds.model.cluster import Discovery, InternalUpstream, LbPolicy, RawBuffer
+from xds.model.cluster import Discovery, InternalUpstream, RawBuffer
 from xds.model.facts import ConnectionFacts
 from xds.model.tls import FileSource, SecretRef, TlsVersion
 from xds.proto import registry
@@ -29,8 +28,6 @@ from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.json import parse_text, parse_value
-from ztunnel.envoy.upstream.host import HostSet
-from ztunnel.envoy.upstream.priorities import spread
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 T = "type.googleapis.com/"
@@ -425,220 +422,6 @@ def test_a_listener_is_refused_by_name_and_place(document: dict[str, Any], words
     assert words in str(refused.value)
 
 
-def by_policy(kind: str, **config: Any) -> dict[str, Any]:
-    url = f"{T}envoy.extensions.load_balancing_policies.{kind}"
-    return {"policies": [{"typed_extension_config": {"name": kind, "typed_config": {"@type": url, **config}}}]}
-
-
-CHECKED = {"timeout": "1s", "interval": "1s", "unhealthy_threshold": 1, "healthy_threshold": 1}
-TCP_CHECK = {**CHECKED, "tcp_health_check": {}}
-BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
-    ({"type": "STATIC"}, "name: Proto constraint"),
-    (
-        {"name": "c", "type": "ORIGINAL_DST"},
-        "cluster: LB policy ROUND_ROBIN is not valid for Cluster type ORIGINAL_DST. "
-        "Only 'CLUSTER_PROVIDED' is allowed with cluster type 'ORIGINAL_DST'",
-    ),
-    (cluster_document(lb_policy="CLUSTER_PROVIDED"), "cannot be combined with cluster type STATIC"),
-    ({"name": "c", "type": "EDS"}, "eds_cluster_config.eds_config.config_source_specifier: Proto constraint"),
-    (cluster_document(connect_timeout="0s"), "connect_timeout: Proto constraint"),
-    (cluster_document(health_checks=[{"timeout": "1s"}]), "health_checks[0].interval: Proto constraint"),
-    (
-        cluster_document(health_checks=[TCP_CHECK, TCP_CHECK]),
-        "health_checks: Multiple health checks not supported",
-    ),
-    (
-        cluster_document(health_checks=[{**TCP_CHECK, "timeout": "0s"}]),
-        "health_checks[0].timeout: Proto constraint",
-    ),
-    (
-        cluster_document(health_checks=[{**TCP_CHECK, "healthy_threshold": None}]),
-        "health_checks[0].healthy_threshold: Pr",
-    ),
-    (cluster_document(health_checks=[CHECKED]), "health_checks[0].health_checker: Proto constraint"),
-    (
-        cluster_document(health_checks=[{**CHECKED, "tcp_health_check": {"send": {"text": "xy"}}}]),
-        "health_checks[0].tcp_health_check.send.text: invalid hex string 'xy'",
-    ),
-    (
-        cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": ""}}]),
-        "health_checks[0].http_health_check.path: Proto constraint",
-    ),
-    (
-        cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": "/ x"}}]),
-        "health_checks[0].http_health_check.path: cannot be written into a request: '/ x'",
-    ),
-    (
-        cluster_document(
-            health_checks=[{**CHECKED, "http_health_check": {"path": "/", "expected_statuses": [{"start": 99}]}}]
-        ),
-        "health_checks[0].http_health_check.expected_statuses[0]: Invalid http status range",
-    ),
-    (
-        cluster_document(type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", health_checks=[TCP_CHECK]),
-        "health_checks: an ORIGINAL_DST cluster has no endpoints to check",
-    ),
-    (
-        cluster_document(lb_policy="LOAD_BALANCING_POLICY_CONFIG"),
-        "lb_policy: cluster: field load_balancing_policy need",
-    ),
-    (
-        cluster_document(load_balancing_policy={"policies": []}),
-        "load_balancing_policy: cluster: didn't find a registered load balancer factory",
-    ),
-    (
-        cluster_document(load_balancing_policy={"policies": [{"typed_extension_config": {"name": "own.policy"}}]}),
-        "a registered load balancer factory with names from own.policy",
-    ),
-    (
-        cluster_document(load_balancing_policy=by_policy("ring_hash.v3.RingHash", hash_function="MURMUR_HASH_2")),
-        "load_balancing_policy.policies[0].typed_extension_config.typed_config.hash_function: rings are made",
-    ),
-    (
-        cluster_document(
-            load_balancing_policy=by_policy("ring_hash.v3.RingHash", minimum_ring_size=9, maximum_ring_size=8)
-        ),
-        "typed_config.minimum_ring_size: ring hash: minimum_ring_size (9) > maximum_ring_size (8)",
-    ),
-    (
-        cluster_document(load_balancing_policy=by_policy("maglev.v3.Maglev", table_size=65536)),
-        "typed_config.table_size: The table size of maglev must be prime number",
-    ),
-    (
-        cluster_document(load_balancing_policy=by_policy("cluster_provided.v3.ClusterProvided")),
-        "lb_policy: cluster: LB policy CLUSTER_PROVIDED cannot be combined with cluster type STATIC",
-    ),
-    (
-        cluster_document(
-            load_balancing_policy=by_policy("random.v3.Random"),
-            common_lb_config={"locality_weighted_lb_config": {}},
-        ),
-        "load_balancing_policy: localities are weighted by the policy's own locality_lb_config",
-    ),
-    (
-        cluster_document(transport_socket={"name": "x", "typed_config": {"@type": T + "no.such.Socket"}}),
-        "no.such.Socket",
-    ),
-    (
-        cluster_document(close_connections_on_host_health_failure=True),
-        "close_connections_on_host_health_failure: this proxy does not support",
-    ),
-    (
-        cluster_document(connection_pool_per_downstream_connection=True),
-        "connection_pool_per_downstream_connection: this proxy does not support",
-    ),
-    (
-        cluster_document(common_http_protocol_options={"max_connection_duration": "1s"}),
-        "common_http_protocol_options.max_connection_duration: this proxy does not support",
-    ),
-    (
-        cluster_document(dns_failure_refresh_rate={"max_interval": "1s"}),
-        "dns_failure_refresh_rate.base_interval: Proto constraint",
-    ),
-    (
-        cluster_document(dns_failure_refresh_rate={"base_interval": "2s", "max_interval": "1s"}),
-        "dns_failure_refresh_rate: must have max_interval greater",
-    ),
-    (cluster_document(least_request_lb_config={"choice_count": 1}), "choice_count: Proto constraint"),
-    ({"name": "c", "type": "STRICT_DNS"}, "load_assignment: a STRICT_DNS cluster needs a load_assignment"),
-    (
-        {
-            "name": "c",
-            "type": "ORIGINAL_DST",
-            "lb_policy": "CLUSTER_PROVIDED",
-            "original_dst_lb_config": {"http_header_name": "x"},
-        },
-        "use_http_header is false",
-    ),
-    (cluster_document(outlier_detection={"max_ejection_percent": 101}), "max_ejection_percent: Proto constraint"),
-    (
-        cluster_document(
-            typed_extension_protocol_options={"x": {"@type": T + "google.protobuf.StringValue", "value": "y"}}
-        ),
-        "typed_extension_protocol_options['x']: Didn't find a registered",
-    ),
-]
-
-
-WEIGHTED = {"locality_lb_config": {"locality_weighted_lb_config": {}}}
-SLOW = {"slow_start_config": {"slow_start_window": "5s", "aggression": {"default_value": 2.0, "runtime_key": "k"}}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "expected"),
-    [
-        ("round_robin.v3.RoundRobin", {**SLOW, **WEIGHTED}, {"locality_weighted": True}),
-        ("least_request.v3.LeastRequest", {"choice_count": 3}, {"policy": "LEAST_REQUEST", "choice_count": 3}),
-        ("random.v3.Random", WEIGHTED, {"policy": "RANDOM", "locality_weighted": True}),
-        ("ring_hash.v3.RingHash", {"minimum_ring_size": 8}, {"policy": "RING_HASH", "ring_size_min": 8}),
-        ("maglev.v3.Maglev", {"table_size": 101}, {"policy": "MAGLEV", "maglev_table_size": 101}),
-    ],
-)
-def test_a_policy_extension(kind: str, config: dict[str, Any], expected: dict[str, Any]) -> None:
-    common = {"healthy_panic_threshold": {"value": 7}}
-    document = cluster_document(
-        lb_policy="LOAD_BALANCING_POLICY_CONFIG",
-        load_balancing_policy=by_policy(kind, **config),
-        common_lb_config=common,
-    )
-    balancing = compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS).balancing
-    found = {name: getattr(balancing, name) for name in expected}
-    assert {**found, "panic": balancing.panic_threshold} == {**expected, "panic": 7}
-    assert balancing.slow_start.window_s == (5 if SLOW.items() <= config.items() else 0)
-
-
-def test_the_first_policy_of_a_known_type_is_taken() -> None:
-    message = parse_value(cluster_document(load_balancing_policy=by_policy("random.v3.Random")), Cluster).message
-    policies = message.load_balancing_policy.policies
-    policies.insert(0, type(policies[0])())
-    policies[0].typed_extension_config.typed_config.type_url = f"{T}own.Policy"
-    assert compile_cluster(message, SURROUNDINGS).balancing.policy == "RANDOM"
-
-
-@pytest.mark.parametrize(("document", "words"), BAD_CLUSTERS, ids=[words[:40] for _, words in BAD_CLUSTERS])
-def test_a_cluster_is_refused_by_name_and_place(document: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS)
-    assert words in str(refused.value)
-
-
-def endpoint(**more: Any) -> dict[str, Any]:
-    return {"endpoint": {"address": {"socket_address": {"address": "10.0.0.1", "port_value": 1}}}, **more}
-
-
-BAD_ENDPOINTS: list[tuple[dict[str, Any], str]] = [
-    ({}, "cluster_name: Proto constraint"),
-    (
-        {"cluster_name": "c", "endpoints": [{"lb_endpoints": [endpoint(load_balancing_weight=0)]}]},
-        "endpoints[0].lb_endpoints[0].load_balancing_weight: Proto constraint",
-    ),
-    (
-        {"cluster_name": "c", "endpoints": [{"lb_endpoints": [{"endpoint": {}}]}]},
-        "endpoints[0].lb_endpoints[0].endpoint.address: an endpoint without address",
-    ),
-    (
-        {
-            "cluster_name": "c",
-            "endpoints": [
-                {
-                    "lb_endpoints": [
-                        {"endpoint": {"address": {"socket_address": {"address": "name", "port_value": 1}}}}
-                    ]
-                }
-            ],
-        },
-        "malformed IP address: name",
-    ),
-]
-
-
-@pytest.mark.parametrize(("document", "words"), BAD_ENDPOINTS, ids=[words[:40] for _, words in BAD_ENDPOINTS])
-def test_endpoints_are_refused_by_name_and_place(document: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        compile_assignment(parse_value(document, ClusterLoadAssignment).message)
-    assert words in str(refused.value)
-
-
 BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"virtual_hosts": [{"domains": ["*"]}]}, "virtual_hosts[0].name: Proto constraint"),
     ({"virtual_hosts": [{"name": "v"}]}, "virtual_hosts[0].domains: Proto constraint"),
@@ -684,16 +467,6 @@ def test_a_rule_about_a_request_is_refused_by_a_network_filter(rule: dict[str, A
         document = listener_document({"name": "rbac", "typed_config": config}, tcp())
         with pytest.raises(ConfigError, match="not supported by RBAC network filter"):
             compile_listener(parse_value(document, Listener).message, SURROUNDINGS)
-
-
-def test_priorities_may_have_gaps() -> None:
-    """As in Envoy: a level without endpoints has no load."""
-    groups = [{"priority": 3, "lb_endpoints": [{"endpoint": {"address": {"pipe": {"path": "/x"}}}}]}]
-    message = parse_value({"cluster_name": "c", "endpoints": groups}, ClusterLoadAssignment).message
-    hosts = HostSet()
-    hosts.assign(compile_assignment(message), 0.0)
-    loads = spread(hosts.levels, 1.4, 50.0)
-    assert [load.healthy for load in loads] == [0, 0, 0, 100]
 
 
 def test_a_field_number_without_a_name_is_refused() -> None:
@@ -781,26 +554,6 @@ def test_unreadable_data_is_named(certificate: dict[str, Any], words: str) -> No
 def test_other_kinds_of_secrets_are_refused() -> None:
     with pytest.raises(ConfigError, match="generic_secret: only tls_certificate and validation_context"):
         compile_secret(parse_value({"name": "s", "generic_secret": {}}, Secret).message, SURROUNDINGS)
-
-
-def test_balancing_settings_are_read() -> None:
-    document = yaml.safe_load("""
-        name: c
-        type: STATIC
-        lb_policy: LEAST_REQUEST
-        least_request_lb_config: {choice_count: 3, active_request_bias: {default_value: 2.0}}
-        common_lb_config: {healthy_panic_threshold: {value: 10}, locality_weighted_lb_config: {}}
-        circuit_breakers: {thresholds: [{max_connections: 7}, {priority: HIGH, max_requests: 9}]}
-        outlier_detection: {consecutive_5xx: 2, base_ejection_time: 1.5s}
-        """)
-    compiled = compile_cluster(parse_value(document, Cluster).message, SURROUNDINGS)
-    assert compiled.balancing.policy is LbPolicy.LEAST_REQUEST
-    assert (compiled.balancing.choice_count, compiled.balancing.active_request_bias) == (3, 2.0)
-    assert compiled.balancing.panic_threshold == 10
-    assert compiled.balancing.locality_weighted
-    assert (compiled.breakers[0].max_connections, compiled.breakers[1].max_requests) == (7, 9)
-    assert compiled.outlier is not None
-    assert (compiled.outlier.consecutive_5xx, compiled.outlier.base_ejection_time_s) == (2, 1.5)
 
 
 @pytest.mark.parametrize(
