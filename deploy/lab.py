@@ -45,7 +45,7 @@ from tproxy.aio.netns import (
     unpublish,
     unshare,
 )
-from tproxy.errors import NeedCapability
+from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
@@ -58,6 +58,16 @@ _RUNNING_S = 3.0
 _ALL_LINKS = rtnetlink.dump_request(rtnetlink.RTM_GETLINK)
 _PREFIX = "pt-"
 _instances = itertools.count(1)
+
+
+class NoUserNamespaces(TproxyError):
+    """An unprivileged user may make no namespaces here; the text says what to do."""
+
+    def __str__(self) -> str:
+        return (
+            f"this system lets no user but root make namespaces ({self.args[0]}): run it as root, or allow them: "
+            "`sysctl user.max_user_namespaces=10000`, on Ubuntu `kernel.apparmor_restrict_unprivileged_userns=0`"
+        )
 
 
 class Place:
@@ -329,19 +339,21 @@ def become_root_of_own_namespaces() -> None:
     ``main``, before any thread exists: the kernel gives a user namespace to single-threaded processes only.
 
     Raises:
-        NeedCapability: the system forbids unprivileged user namespaces.
+        NoUserNamespaces: the system forbids unprivileged user namespaces.
     """
     if may_make_namespaces():
         return
     uid, gid = os.getuid(), os.getgid()
     try:
+        # EPERM, or ENOSPC with user.max_user_namespaces=0 (user_namespaces(7)). Ubuntu's AppArmor lets the
+        # namespace be made, and takes the capabilities in it away.
         unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS)
-    except NeedCapability as error:
-        raise NeedCapability("CAP_SYS_ADMIN", "make a user namespace (sysctl user.max_user_namespaces)") from error
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    mount("tmpfs", str(RUN.parent), "tmpfs", 0)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        mount("tmpfs", str(RUN.parent), "tmpfs", 0)
+    except (NeedCapability, KernelRefused, OSError) as error:
+        raise NoUserNamespaces(str(error)) from error
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
