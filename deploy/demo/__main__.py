@@ -6,15 +6,16 @@ expectation was met.
 
 import argparse
 import contextlib
+import io
+import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import hbone
 from deploy.demo import policy
+from deploy.demo.folder import demo_folder
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.kube import KubeDemo, MissingPrograms, programs
 from deploy.demo.node import NodeDemo
@@ -32,8 +33,8 @@ MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": Ku
 @contextlib.contextmanager
 def stage(mode: type[Demo], colour: bool) -> Iterator[Demo]:
     """The lab and a folder for its files; both are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ztunnel-demo-") as folder, Lab(mode.places) as lab:
-        yield mode(lab, Path(folder), colour)
+    with demo_folder("ztunnel-demo-") as folder, Lab(mode.places) as lab:
+        yield mode(lab, folder, colour)
 
 
 def main() -> int:
@@ -48,6 +49,8 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards (make demo KEEP=1)")
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line when it is printed, as a terminal does
     try:
         if args.mode == "policy":
             return policy.main()
@@ -79,6 +82,10 @@ def main() -> int:
     except (TproxyError, MissingPrograms) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # The reader of the output has left, as `head` does. What Python writes at exit must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE
     except KeyboardInterrupt:
         print("interrupted; everything is taken down", file=sys.stderr)
         return 130

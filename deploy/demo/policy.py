@@ -14,7 +14,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.demo import policy_tunnels
+from deploy.demo.folder import demo_folder
 from deploy.demo.stage import Demo, Unexpected, print_logs
 from xds.model.identity import SpiffeId
 from ztunnel.identity import authority
@@ -473,8 +473,8 @@ def _replace(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def running() -> Iterator[PolicyDemo]:
     """The demo in a folder of its own; programs and folder are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ztunnel-policy-") as folder:
-        demo = PolicyDemo(Path(folder))
+    with demo_folder("ztunnel-policy-") as folder:
+        demo = PolicyDemo(folder)
         try:
             yield demo
         finally:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
+from deploy.demo.folder import marked
 from deploy.demo.wire import WireReport, WireTap
 from deploy.lab import Lab, Place
 
@@ -187,7 +188,7 @@ class Demo(ABC):
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, "PYTHONPATH": path},
+                env={**marked(environment), "PYTHONPATH": path},
             )
 
     @staticmethod

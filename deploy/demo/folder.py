@@ -1,0 +1,154 @@
+"""The folder of a demo, with private keys in it, and a watcher that removes it however the demo ends.
+
+Leaving the ``with`` removes the folder; SIGTERM and SIGHUP (a closed terminal) leave it, too. What nothing can
+catch, ``kill -9``, is left to a second process in a session of its own: it waits for the end of a pipe that only
+the demo holds open, ends every process that has the folder's name in its environment, and removes the folder. If
+both were killed, the next demo removes the folder: no process holds its lock any more.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from deploy.lab import sweep
+
+#: The variable by which the watcher recognises the demo's programs, and their children.
+MARK = "DEMO_FOLDER"
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: How long the watcher goes on ending processes; SIGKILL takes longer only for one that hangs in the kernel.
+_END_S = 5.0
+
+
+@contextlib.contextmanager
+def demo_folder(prefix: str) -> Iterator[Path]:
+    """Yield a new folder; it and every marked process are gone when this process ends, in whatever way.
+
+    Enter it in the main thread, before there is a second one: it forks.
+
+    Args:
+        prefix: of the folder's name; the folders that killed demos of this prefix left are removed first.
+    """
+    _remove_abandoned(prefix)
+    path, lock = _locked(prefix)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in handlers.items():
+        if handler is signal.SIG_DFL:  # nohup ignores SIGHUP, and means it
+            signal.signal(number, _exit)
+    before = os.environ.get(MARK)
+    os.environ[MARK] = str(path)
+    watcher, pipe = _watched(path, lock)
+    try:
+        yield path
+    finally:
+        os.close(pipe)
+        os.waitpid(watcher, 0)
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+        if before is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def marked(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with the mark of the running demo; for programs that do not inherit this one."""
+    return {**environment, **({MARK: os.environ[MARK]} if MARK in os.environ else {})}
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _locked(prefix: str) -> tuple[Path, int]:
+    """Make a folder and take its lock, which the kernel gives back when this process ends."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = _lock(path)
+        if lock is not None and path.exists():
+            return path, lock
+        if lock is not None:  # another demo found it unlocked, and removed it
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Return a descriptor that holds a folder's lock; None: it is gone, not ours, or somebody holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(prefix: str) -> None:
+    """Remove this user's folders whose demo is gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _watched(path: Path, lock: int) -> tuple[int, int]:
+    """Fork the watcher; its process id, and the end of the pipe that keeps it waiting."""
+    ended, pipe = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ended)
+        return child, pipe
+    try:
+        os.setsid()  # neither the terminal's signals nor those to the demo's group are for the watcher
+        for number in (signal.SIGINT, *_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):  # a reader of the demo's output must see it end
+            os.dup2(null, descriptor)
+        os.close(pipe)
+        os.close(lock)
+        os.read(ended, 1)
+        _end_marked(path)
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(Exception):  # not allowed to, after a demo that made no namespaces
+            sweep()
+    finally:
+        os._exit(0)
+
+
+def _end_marked(path: Path) -> None:
+    """End the processes with the folder's mark until there is none, but not the demo or this process."""
+    mark = f"{MARK}={path}".encode()
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline:
+        found = [pid for pid in _processes() if mark in _environment(pid)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The environment that a process was started with; empty for one that has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

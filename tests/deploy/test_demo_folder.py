@@ -1,0 +1,97 @@
+"""However a demo ends: no process of it is left, and no folder with its keys."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WAIT_S = 20.0
+ROOT = Path(__file__).parents[2]
+#: A demo with one program, which ignores every signal that can be ignored.
+DEMO = """
+import subprocess, sys, time
+from deploy.demo.folder import demo_folder
+STUBBORN = '''
+import signal, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    time.sleep(1)
+'''
+with demo_folder("ztunnel-demo-test-") as folder:
+    (folder / "ca.key").write_text("private")
+    program = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
+    program.stdout.readline()
+    print(folder, program.pid, flush=True)
+    if sys.argv[1:] == ["ends"]:
+        sys.exit()
+    while True:
+        time.sleep(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def started(*arguments: str) -> tuple["subprocess.Popen[str]", Path, int]:
+    demo = subprocess.Popen([sys.executable, "-c", DEMO, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert demo.stdout is not None
+    folder, pid = demo.stdout.readline().split()
+    return demo, Path(folder), int(pid)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_neither_programs_nor_keys(number: signal.Signals) -> None:
+    demo, folder, program = started()
+    with demo:
+        demo.send_signal(number)
+        demo.wait(WAIT_S)
+    until(lambda: not runs(program) and not folder.exists())
+
+
+def test_the_usual_end_leaves_neither_programs_nor_keys() -> None:
+    demo, folder, program = started("ends")
+    with demo:
+        assert demo.wait(WAIT_S) == 0
+    assert not runs(program)
+    assert not folder.exists()
+
+
+def test_a_folder_that_nobody_holds_is_removed_by_the_next_demo(tmp_path: Path) -> None:
+    abandoned, other = tmp_path / "ztunnel-demo-test-left", tmp_path / "ztunnel-policy-x"
+    for folder in (abandoned, other):
+        folder.mkdir()
+        (folder / "ca.key").write_text("private")
+    first, held, _ = started()
+    with first:
+        assert not abandoned.exists()
+        second, _, _ = started("ends")
+        with second:
+            second.wait(WAIT_S)
+        assert held.exists()
+        first.terminate()
+        first.wait(WAIT_S)
+    assert os.listdir(tmp_path) == ["ztunnel-policy-x"]
