@@ -31,7 +31,8 @@ from deploy.demo.stage import (
     Unexpected,
     account,
     connect,
-    netns_path,
+    enter,
+    row,
     short,
 )
 from deploy.lab import Place
@@ -129,7 +130,7 @@ class InPodDemo(Demo):
         """Show a call and the proxies' lines about it."""
         self.check(expected, f"{title}: {call}")
         for record in records:
-            print(f"      {_row(record)}")
+            print(_row(record))
 
     def _dump(self, place: Place) -> dict[str, object]:
         dump = json.loads(self.page(place, 15000, "/config_dump")[1])
@@ -171,7 +172,7 @@ class InPodDemo(Demo):
             f"{len(captured)} connections were captured, each with an identity at both ends",
         )
         for line in far[:1] + far[-1:]:
-            print(f"      {_row(line)}")
+            print(_row(line))
 
     def _act_pod_address(self) -> None:
         """A pod's own address on the other node, of both IP versions."""
@@ -312,21 +313,19 @@ class InPodDemo(Demo):
 
     def explain(self) -> None:
         """See :class:`Demo`."""
-        inside = netns_path(self.lab.pod(_NEXT))
-        pod = netns_path(self.lab.pod("productpage"))
+        inside = enter(self.lab.pod(_NEXT))
+        pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)
         print("\nStill running; ctrl-C ends it. From another terminal:")
         print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
         print(f"  pods           {self.folder}/pods-*.yaml   (edit them: the agents follow)")
         print(f"  logs           {self.folder}/*.log")
-        print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
-        print(f"  its rules      nsenter --net={pod} nft list ruleset")
-        print(f"  why, why not   nsenter --net={inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}")
-        print(
-            f"  its state      nsenter --net={inside} {ztunnel} status   (connections, workloads, services, ...)"
-        )
-        print(f"  everything     nsenter --net={inside} curl -s 127.0.0.1:15000/config_dump")
-        print(f"  more log       nsenter --net={inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
+        print(f"  a pod calls    {pod} curl -s http://{VIP}:{PORT}/")
+        print(f"  its rules      {pod} nft list ruleset")
+        print(f"  why, why not   {inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}")
+        print(f"  its state      {inside} {ztunnel} status   (connections, workloads, services, ...)")
+        print(f"  everything     {inside} curl -s 127.0.0.1:15000/config_dump")
+        print(f"  more log       {inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
 
 
 def _deciding(inbound: dict[str, object]) -> str:
@@ -346,14 +345,15 @@ def _row(record: dict[str, object]) -> str:
     who = " -> ".join(short(record[key]) for key in ("src.identity", "dst.identity") if key in record)
     workloads = " -> ".join(str(record.get(key, "-")) for key in ("src.workload", "dst.workload"))
     received, sent = record.get("bytes_recv"), record.get("bytes_sent")
-    parts = (
-        f"{record['node']:8}",
-        f"{record['direction']:8}",
-        f"{workloads:26}",
-        f"to {record['dst.addr']:26}",
-        "" if received is None else f"{received} B in {sent} B out",
-        str(record.get("duration", "")),
-        who and f"as {who}",
-        str(record.get("error", "")),
+    return row(
+        (
+            f"{record['node']:8}",
+            f"{record['direction']:8}",
+            f"{workloads:26}",
+            f"to {record['dst.addr']:26}",
+            "" if received is None else f"{received} B in {sent} B out",
+            str(record.get("duration", "")),
+            who and f"as {who}",
+            str(record.get("error", "")),
+        )
     )
-    return "  ".join(part for part in parts if part)

@@ -17,7 +17,8 @@ from deploy.demo.stage import (
     Demo,
     Unexpected,
     connect,
-    netns_path,
+    enter,
+    row,
     short,
 )
 from deploy.lab import Place
@@ -89,7 +90,7 @@ class NodeDemo(Demo):
             ):
                 continue  # a listener's own line repeats the filter's
             seen.add(key)
-            print(f"      {_row(hop)}")
+            print(_row(hop))
 
     def _act_rotation(self) -> None:
         """The service's address, six times: every version in turn, on both nodes."""
@@ -178,36 +179,37 @@ class NodeDemo(Demo):
 
     def explain(self) -> None:
         """Print commands to inspect the running demo."""
-        inside = netns_path(self.lab.worker("worker2").ztunnel)
-        pod = netns_path(self.lab.pod("productpage"))
+        inside = enter(self.lab.worker("worker2").ztunnel)
+        pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)
         print("\nStill running; ctrl-C ends it. From another terminal:")
         print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
         print(f"  logs           {self.folder}/*.log")
-        print(f"  a pod calls    nsenter --net={pod} curl -s http://{VIP}:{PORT}/")
-        print(f"  admin          nsenter --net={inside} curl -s 127.0.0.1:15000/help")
-        print(f"  connections    nsenter --net={inside} {ztunnel} connections")
+        print(f"  a pod calls    {pod} curl -s http://{VIP}:{PORT}/")
+        print(f"  admin          {inside} curl -s 127.0.0.1:15000/help")
+        print(f"  connections    {inside} {ztunnel} connections")
         source, there = self.lab.pod("intruder").ipv4, self.lab.pod("reviews-v2").ipv4
-        print(f"  why, why not   nsenter --net={inside} {ztunnel} explain {source} {there}:{PORT}")
+        print(f"  why, why not   {inside} {ztunnel} explain {source} {there}:{PORT}")
 
 
 def _row(hop: dict[str, object]) -> str:
     """Return a hop as a row of the table."""
     upstream = str(hop["upstream"] or "-").replace(
-        "outbound_tunnel_lis_spiffe://cluster.local/ns/default/sa/", "…/"
+        "envoy://outbound_tunnel_lis_spiffe://cluster.local/ns/default/sa/", ""
     )
     who = " -> ".join(short(hop[key]) for key in ("client_identity", "server_identity") if hop[key])
     said = next((str(hop[key]) for key in ("termination", "failure") if hop[key]), "")
-    parts = (
-        f"{hop['node']:8}",
-        f"{str(hop['hop'])[:38]:38}",
-        f"to {upstream[:46]:46}",
-        f"{hop['bytes_received']} B in {hop['bytes_sent']} B out",
-        f"{hop['duration_ms']} ms",
-        who and f"as {who}",
-        said,
+    return row(
+        (
+            f"{hop['node']:7}",
+            f"{str(hop['hop']).replace('(no waypoint proxy)', '(no waypoint)'):33}",
+            f"to {upstream:37}",
+            f"{hop['bytes_received']} B in {hop['bytes_sent']} B out",
+            f"{hop['duration_ms']} ms",
+            who and f"as {who}",
+            said,
+        )
     )
-    return "  ".join(part for part in parts if part)
 
 
 def _place_on_path(hop: str) -> int:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,9 @@ _QUIET_S = 0.35
 _SLOW_S = 5.0
 #: The time limit for an expectation to come true.
 SETTLE_S = 10.0
+#: The widest line of a table.
+COLUMNS = 120
+_INDENT = " " * 6
 #: Calls before and after a proxy is gone.
 _CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
@@ -385,9 +388,28 @@ def short(identity: object) -> str:
     return str(identity).rpartition("/")[2]
 
 
-def netns_path(place: Place) -> str:
-    """Return the path of a namespace, for ``nsenter``."""
-    return f"/run/netns/{place.netns.name}"
+def row(parts: Iterable[str]) -> str:
+    """Return the parts that are not empty as a table's row, in lines of at most :data:`COLUMNS`."""
+    lines = [""]
+    for part in filter(None, parts):
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(_INDENT) + len(longer.rstrip()) <= COLUMNS or not lines[-1].strip():
+            lines[-1] = longer
+        else:
+            lines.append(" " * 8 + part)
+    return "\n".join(_INDENT + line.rstrip() for line in lines)
+
+
+def enter(place: Place) -> str:
+    """Return the command that enters a namespace from another terminal; a program's command follows it.
+
+    The namespaces of a demo without root belong to its user namespace, and have names in its mounts only.
+    """
+    inside = f"nsenter --net=/run/netns/{place.netns.name}"
+    mine, first = (Path(f"/proc/{pid}/uid_map").read_text().split() for pid in ("self", 1))
+    if mine == first:
+        return inside
+    return f"nsenter -t {os.getpid()} -U -m --preserve-credentials {inside}"
 
 
 def connect(place: Place, host: str, port: int) -> http.client.HTTPConnection:
