@@ -11,7 +11,11 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
 $(STAMP): requirements/dev.lock requirements/rivals.lock pyproject.toml
+	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip --version >/dev/null 2>&1 || \
+		{ echo "make: no pip in $(VENV): install the package python3-venv, rm -r $(VENV), and try again" >&2; exit 1; }
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $(VENV)/rivals -r requirements/rivals.lock
 	PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -20,7 +24,7 @@ $(STAMP): requirements/dev.lock requirements/rivals.lock pyproject.toml
 setup: $(STAMP) ## the virtual environment, from requirements/dev.lock
 
 demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpod as Istio has it, MODE=kube in a cluster, MODE=policy Calico's; KEEP=1 stays up
-	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(KEEP),--keep)
+	@$(PY) -m deploy.demo $(if $(MODE),--mode $(MODE)) $(if $(filter-out 0 no false,$(KEEP)),--keep)
 
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q -n 2 --dist loadfile
