@@ -1,7 +1,9 @@
-"""Every operator of access logs that Envoy accepts: what it prints, beside ours, for two connections.
+"""Every operator of access logs that Envoy accepts: what it prints, beside ours, for connections of several kinds.
 
-One goes over mTLS on both sides, one is a tunnel that ends here. Values of the moment (ports, times) are compared
-by their shape.
+One goes over mTLS on both sides, one is a tunnel that ends here, one finds its first host dead and its second
+alive, one goes through an internal listener, one finds no host alive; two requests are answered here, with a route
+and without.
+Values of the moment (ports, times) are compared by their shape.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import ssl
 from functools import cache
 from typing import Any
 
+import h2.connection
+import h2.events
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -86,16 +90,15 @@ _NAMES = """
 """
 ENVOYS = _NAMES.split()
 
+#: What METADATA(...:x) prints where a listener, chain, route or virtual host has it.
+METADATA = {"filter_metadata": {"x": {"y": "z", "n": 1}}}
 NOT_COUNTED = "not counted here"
 #: Operators of Envoy that are refused here, by name.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "BYTES_RETRANSMITTED",
-            "PACKETS_RETRANSMITTED",
             "REQUEST_HEADERS_BYTES",
             "RESPONSE_HEADERS_BYTES",
-            "RESPONSE_TRAILERS_BYTES",
             "UPSTREAM_CONNECTION_ID",
             "UPSTREAM_CONNECTION_IDS_ATTEMPTED",
             *(
@@ -115,8 +118,6 @@ REFUSED: dict[str, str] = {
             "REQUEST_TX_DURATION",
             "RESPONSE_DURATION",
             "RESPONSE_TX_DURATION",
-            "ROUNDTRIP_DURATION",
-            "UPSTREAM_CONNECTION_POOL_READY_DURATION",
         ),
         "a tunnel has no phases of a request; DURATION is measured",
     ),
@@ -130,37 +131,13 @@ REFUSED: dict[str, str] = {
         "flags and details say it",
     ),
     **dict.fromkeys(("DOWNSTREAM_TLS_SESSION_ID", "UPSTREAM_TLS_SESSION_ID"), "sessions are never resumed"),
-    **dict.fromkeys(
-        (
-            "CUSTOM_FLAGS",
-            "DOWNSTREAM_DIRECT_LOCAL_ADDRESS",
-            "DOWNSTREAM_DIRECT_LOCAL_ADDRESS_WITHOUT_PORT",
-            "DOWNSTREAM_DIRECT_LOCAL_PORT",
-            "DOWNSTREAM_LOCAL_ADDRESS_ENDPOINT_ID",
-            "LOCAL_REPLY_BODY",
-            "METADATA(LISTENER:x)",
-            "METADATA(LISTENER_FILTER_CHAIN:x)",
-            "METADATA(ROUTE:x)",
-            "METADATA(VIRTUAL_HOST:x)",
-            "QUERY_PARAMS",
-            "UPSTREAM_FILTER_STATE(x)",
-            "UPSTREAM_HOSTS_ATTEMPTED",
-            "UPSTREAM_HOSTS_ATTEMPTED_WITHOUT_PORT",
-            "UPSTREAM_HOST_NAME",
-            "UPSTREAM_HOST_NAMES_ATTEMPTED",
-            "UPSTREAM_HOST_NAME_WITHOUT_PORT",
-            "UPSTREAM_PROTOCOL",
-            "UPSTREAM_REMOTE_ADDRESS_ENDPOINT_ID",
-            "UPSTREAM_SERVER_NAME",
-        ),
-        "not kept for the log",
-    ),
+    "UPSTREAM_FILTER_STATE(x)": "the objects that a socket passed on are kept with the connection downstream only",
 }
-#: Operators whose values differ, with the reason.
-DIFFERS: dict[str, str] = {
-    "DOWNSTREAM_TLS_CIPHER": "the order of suites is ours: AES-128 costs less",
+#: Operators whose values differ: for which connections, and the reason.
+DIFFERS: dict[str, tuple[str, str]] = {
+    "DOWNSTREAM_TLS_CIPHER": ("tls", "the order of suites is ours: AES-128 costs less"),
 }
-_OF_THE_MOMENT = re.compile("ADDRESS$|_PORT$|_HOST$|TIME|DURATION$|_ID$")
+_OF_THE_MOMENT = re.compile("ADDRESS$|_PORT$|_HOST$|_HOSTS_|_HOST_NAME|TIME|DURATION$|(?<!ENDPOINT)_ID$")
 
 
 def _issue(name: str, issuer: Any = None, key: Any = None) -> tuple[x509.Certificate, Any]:
@@ -233,14 +210,14 @@ class Operators(Running):
 
     def _open(self) -> None:
         super()._open()
-        self.lines: dict[str, tuple[Json, Json]] = {}
+        self.lines: dict[str, dict[str, Json]] = {}
         for column in COLUMNS:
             with Pair(column) as pair:
                 self.lines[column] = pair.values()
 
 
 class Pair(Running):
-    """One proxy with the two listeners."""
+    """One proxy with its listeners."""
 
     def _open(self) -> None:
         super()._open()
@@ -258,8 +235,52 @@ class Pair(Running):
         first = self._listener("first", self._tls, over_tls)
         first["listener_filters"] = [{"name": "envoy.filters.listener.tls_inspector", "typed_config": inspector}]
         second = self._listener("second", self._tunnel, {"name": "one", "filters": [manager]})
-        static = {"listeners": [first, second], "clusters": [tls_cluster, self._cluster("plain", echoes)]}
-        self.start({"static_resources": static}, [self._tls, self._tunnel])
+        others, clusters = self._others()
+        static = {
+            "listeners": [first, second, *others],
+            "clusters": [tls_cluster, self._cluster("plain", echoes), *clusters],
+        }
+        internal = {"@type": T + "envoy.extensions.bootstrap.internal_listener.v3.InternalListener"}
+        extensions = [{"name": "internal", "typed_config": internal}]
+        ports = [self._tls, self._tunnel, *self._ports.values()]
+        self.start({"static_resources": static, "bootstrap_extensions": extensions}, ports)
+
+    def _others(self) -> tuple[list[Json], list[Json]]:
+        """Listeners and clusters of the connections that do not end as they should, or not here."""
+        self._ports = {name: free_port() for name in ("retried", "outer", "dead", "page")}
+        dead, alive = free_port(), application(echoes, self._stack)
+        manager = connection_manager({"route_config": _pages()})
+        manager["typed_config"]["access_log"] = self._logger("page")
+        chains = {
+            "retried": tcp("retried", access_log=self._logger("retried"), max_connect_attempts=3),
+            "outer": tcp("inside", access_log=self._logger("outer")),
+            "dead": tcp("dead", access_log=self._logger("dead")),
+            "page": manager,
+        }
+        listeners = [
+            {
+                **self._listener(
+                    name, self._ports[name], {"name": "one", "metadata": METADATA, "filters": [entry]}
+                ),
+                "metadata": METADATA,
+            }
+            for name, entry in chains.items()
+        ]
+        inner = {"name": "only", "filters": [tcp("plain", access_log=self._logger("inner"))]}
+        listeners.append({"name": "inner", "internal_listener": {}, "filter_chains": [inner]})
+        inside = {"envoy_internal_address": {"server_listener_name": "inner", "endpoint_id": "its id"}}
+        passing = "envoy.extensions.transport_sockets.internal_upstream.v3.InternalUpstreamTransport"
+        raw = {"@type": T + "envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer"}
+        passes = {"@type": T + passing, "transport_socket": {"name": "raw", "typed_config": raw}}
+        hosts = [
+            {"hostname": "dead.example", "address": _loopback(dead)},
+            {"hostname": "alive.example:80", "address": _loopback(alive)},
+        ]
+        return listeners, [
+            _cluster("retried", *hosts),
+            _cluster("dead", {"address": _loopback(dead)}),
+            {**_cluster("inside", {"address": inside}), "transport_socket": {"name": "i", "typed_config": passes}},
+        ]
 
     def _logger(self, name: str) -> list[Json]:
         taken = [each for each in ENVOYS if self.kind == "envoy" or each not in REFUSED]
@@ -269,18 +290,10 @@ class Pair(Running):
 
     @staticmethod
     def _listener(name: str, port: int, chain: Json) -> Json:
-        address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-        return {"name": name, "address": address, "filter_chains": [chain]}
+        return {"name": name, "address": _loopback(port), "filter_chains": [chain]}
 
     def _cluster(self, name: str, serve: Serve) -> Json:
-        port = application(serve, self._stack)
-        address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-        endpoints = [{"lb_endpoints": [{"endpoint": {"address": address}}]}]
-        return {
-            "name": name,
-            "type": "STATIC",
-            "load_assignment": {"cluster_name": name, "endpoints": endpoints},
-        }
+        return _cluster(name, {"address": _loopback(application(serve, self._stack))})
 
     def context(self, name: str, role: int) -> ssl.SSLContext:
         """A context of the interpreter's library, which loads keys from files only."""
@@ -294,8 +307,8 @@ class Pair(Running):
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def values(self) -> tuple[Json, Json]:
-        """Make both connections; what was logged of each."""
+    def values(self) -> dict[str, Json]:
+        """Make the connections, one after the other; what was logged of each."""
         client = self.context("client", ssl.PROTOCOL_TLS_CLIENT)
         with (
             socket.create_connection(("127.0.0.1", self._tls), WAIT_S) as plain,
@@ -307,12 +320,65 @@ class Pair(Running):
             secured.unwrap()
         with socket.create_connection(("127.0.0.1", self._tunnel), WAIT_S) as sock:
             tunnelled(ended=True, leave=waits_for_its_end)(Tunnels(sock))
-        lines = []
-        for name in ("tls", "tunnel"):
-            path = self.folder / name
-            until(lambda path=path: path.exists() and path.read_text().endswith("\n"))
-            lines.append(json.loads(path.read_text().splitlines()[0]))
-        return lines[0], lines[1]
+        while not (lines := self._logged("retried")) or lines[-1]["UPSTREAM_REQUEST_ATTEMPT_COUNT"] != 2:
+            self._ask("retried")  # one of two connections finds the dead host first
+            until(lambda lines=lines: len(self._logged("retried")) > len(lines))
+        self._ask("outer")
+        self._ask("dead")
+        for path in ("/page?q=1&r=%20x", "/other?"):
+            with socket.create_connection(("127.0.0.1", self._ports["page"]), WAIT_S) as sock:
+                _get(sock, path)
+        found = {"retried": lines[-1]}
+        for name, count in {"tls": 1, "tunnel": 1, "outer": 1, "inner": 1, "dead": 1, "page": 2}.items():
+            until(lambda name=name, count=count: len(self._logged(name)) == count)
+            for index, line in enumerate(sorted(self._logged(name), key=lambda line: str(line["PATH"]))):
+                found[f"{name} {index}" if count > 1 else name] = line
+        return found
+
+    def _logged(self, name: str) -> list[Json]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def _ask(self, name: str) -> None:
+        """Open a connection, and wait for its end."""
+        with (
+            socket.create_connection(("127.0.0.1", self._ports[name]), WAIT_S) as sock,
+            contextlib.suppress(OSError),
+        ):
+            sock.sendall(b"hi")
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(10):
+                pass
+
+
+def _loopback(port: int) -> Json:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def _cluster(name: str, *endpoints: Json) -> Json:
+    hosts = [{"lb_endpoints": [{"endpoint": endpoint} for endpoint in endpoints]}]
+    return {"name": name, "type": "STATIC", "load_assignment": {"cluster_name": name, "endpoints": hosts}}
+
+
+def _pages() -> Json:
+    """A route table with a page, metadata on both levels."""
+    answer = {"status": 200, "body": {"inline_string": "a page"}}
+    route = {"match": {"path": "/page"}, "metadata": METADATA, "direct_response": answer}
+    return {
+        "name": "pages",
+        "virtual_hosts": [{"name": "all", "domains": ["*"], "metadata": METADATA, "routes": [route]}],
+    }
+
+
+def _get(sock: socket.socket, path: str) -> None:
+    """Make one request, and wait for its answer's end."""
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    head = [(":method", "GET"), (":scheme", "http"), (":authority", "a.example"), (":path", path)]
+    client.send_headers(1, head, end_stream=True)
+    sock.sendall(client.data_to_send())
+    while not any(isinstance(event, h2.events.StreamEnded) for event in client.receive_data(sock.recv(65536))):
+        sock.sendall(client.data_to_send())
 
 
 def _over_tls(pair: Pair) -> Serve:
@@ -326,11 +392,12 @@ def _over_tls(pair: Pair) -> Serve:
 
 
 def beside(site: Operators, operator: str) -> str:
-    """``same`` if both print the same value for both connections."""
+    """``same`` if both print the same value for every connection, else for which they do not."""
+    ours, envoys = site.lines["ours"], site.lines["envoy"]
     if operator in REFUSED:
-        return "refused" if operator not in site.lines["ours"][0] else "accepted"
-    pairs = zip(site.lines["envoy"], site.lines["ours"], strict=True)
-    return "same" if all(_shape(operator, a) == _shape(operator, b) for a, b in pairs) else "differs"
+        return "refused" if operator not in ours["tls"] else "accepted"
+    differ = [name for name, line in envoys.items() if _shape(operator, line) != _shape(operator, ours[name])]
+    return f"differs: {', '.join(differ)}" if differ else "same"
 
 
 def _shape(operator: str, line: Json) -> object:
@@ -343,8 +410,8 @@ def _shape(operator: str, line: Json) -> object:
 def _cases() -> tuple[Case[Operators], ...]:
     rows = []
     for number, operator in enumerate(ENVOYS, 1):
-        outcome = "refused" if operator in REFUSED else "differs" if operator in DIFFERS else "same"
-        why = REFUSED.get(operator) or DIFFERS.get(operator)
+        where, why = DIFFERS.get(operator, ("", REFUSED.get(operator)))
+        outcome = "refused" if operator in REFUSED else f"differs: {where}" if where else "same"
         rows.append(
             Case(
                 number=f"o{number}",

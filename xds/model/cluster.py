@@ -1,16 +1,13 @@
 """Clusters, endpoints and everything that decides which endpoint is next."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model.address import EndpointAddress
 from xds.model.health_check import EndpointCheck, HealthCheck
 from xds.model.http import Http2Settings
+from xds.model.metadata import Metadata, Struct
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
-
-Struct = Mapping[str, object]
-Metadata = Mapping[str, Struct]
 
 
 class Discovery(StrEnum):

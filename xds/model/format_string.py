@@ -117,6 +117,27 @@ COMMANDS: Mapping[str, bool | None] = {
     "DOWNSTREAM_PEER_CERT_V_END": None,
     "UPSTREAM_PEER_CERT_V_START": None,
     "UPSTREAM_PEER_CERT_V_END": None,
+    "BYTES_RETRANSMITTED": False,
+    "PACKETS_RETRANSMITTED": False,
+    "RESPONSE_TRAILERS_BYTES": False,
+    "ROUNDTRIP_DURATION": False,
+    "UPSTREAM_CONNECTION_POOL_READY_DURATION": False,
+    "CUSTOM_FLAGS": False,
+    "LOCAL_REPLY_BODY": False,
+    "QUERY_PARAMS": None,
+    "DOWNSTREAM_DIRECT_LOCAL_ADDRESS": False,
+    "DOWNSTREAM_DIRECT_LOCAL_ADDRESS_WITHOUT_PORT": False,
+    "DOWNSTREAM_DIRECT_LOCAL_PORT": False,
+    "DOWNSTREAM_LOCAL_ADDRESS_ENDPOINT_ID": False,
+    "UPSTREAM_REMOTE_ADDRESS_ENDPOINT_ID": False,
+    "UPSTREAM_HOSTS_ATTEMPTED": False,
+    "UPSTREAM_HOSTS_ATTEMPTED_WITHOUT_PORT": False,
+    "UPSTREAM_HOST_NAME": False,
+    "UPSTREAM_HOST_NAME_WITHOUT_PORT": False,
+    "UPSTREAM_HOST_NAMES_ATTEMPTED": False,
+    "UPSTREAM_HOST_NAMES_ATTEMPTED_WITHOUT_PORT": False,
+    "UPSTREAM_PROTOCOL": False,
+    "UPSTREAM_SERVER_NAME": False,
 }
 
 
@@ -125,6 +146,10 @@ METADATA_KINDS: Mapping[str, str] = {
     "DYNAMIC": "DYNAMIC_METADATA",
     "CLUSTER": "CLUSTER_METADATA",
     "UPSTREAM_HOST": "UPSTREAM_METADATA",
+    "LISTENER": "LISTENER_METADATA",
+    "LISTENER_FILTER_CHAIN": "LISTENER_FILTER_CHAIN_METADATA",
+    "ROUTE": "ROUTE_METADATA",
+    "VIRTUAL_HOST": "VIRTUAL_HOST_METADATA",
 }
 
 
@@ -196,6 +221,8 @@ def _command(found: "re.Match[str]") -> Command:
         name = METADATA_KINDS[kind]
         if not argument:
             raise ConfigError("format string: %METADATA% needs a namespace")
+    if name == "QUERY_PARAMS" and argument not in (None, "ORIG", "DECODED"):
+        raise ConfigError(f"format string: Invalid QUERY_PARAMS option: '{argument}', only ORIG and DECODED are")
     if name == "PATH" and argument not in (None, "WQ", "NQ"):
         raise ConfigError(f"format string: %PATH({argument})% is not supported here, WQ and NQ are")
     if argument and name in ("DYNAMIC_METADATA", "UPSTREAM_METADATA", "CLUSTER_METADATA"):

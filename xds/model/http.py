@@ -1,8 +1,9 @@
 """HTTP connection manager: only what terminates CONNECT tunnels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xds.model.access_log import AccessLog
+from xds.model.metadata import Metadata, no_metadata
 from xds.model.strings import StringMatch
 from xds.model.tls import ConfigSource
 from xds.model.weighted_cluster import WeightedCluster
@@ -40,6 +41,7 @@ class Route:
     cluster_not_found_status: int = 503
     direct_status: int = 0
     direct_body: bytes = b""
+    metadata: Metadata = field(default_factory=no_metadata, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class VirtualHost:
     name: str
     domains: tuple[str, ...]
     routes: tuple[Route, ...]
+    metadata: Metadata = field(default_factory=no_metadata, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

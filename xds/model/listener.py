@@ -12,6 +12,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.format_string import FormatString
 from xds.model.http import HttpConnectionManager
 from xds.model.matcher import Matcher
+from xds.model.metadata import Metadata, no_metadata
 from xds.model.policy import PolicyList
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
 from xds.model.weighted_cluster import WeightedCluster
@@ -271,6 +272,7 @@ class FilterChain:
     content: str
     limits: tuple[ConnectionLimit | LocalRateLimit, ...] = ()
     transport_connect_timeout_s: float = 0.0
+    metadata: Metadata = field(default_factory=no_metadata, hash=False)
 
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
@@ -309,6 +311,7 @@ class Listener:
     direction: str = "unspecified"
     stat_prefix: str = ""
     content: str = ""
+    metadata: Metadata = field(default_factory=no_metadata, hash=False)
 
     @cached_property
     def _selector(self) -> ChainSelector:

@@ -115,6 +115,8 @@ class Datapath:
             started=self._clock.monotonic(),
             started_at=self._clock.wall(),
             listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=local,
         )
         self._tasks.run(self._poller, self._serve(listener, sock, info), f"{info.connection_id}")
 
@@ -133,6 +135,7 @@ class Datapath:
                 owner.opened()
                 hop.listener_sinks = listener.sinks
                 info.listener = listener.name
+                info.listener_metadata = listener.model.metadata
             chain = self._choose_chain(listener, info)
             connection.chain = chain
             if chain.manager is None:
@@ -229,6 +232,7 @@ class Datapath:
         if chain is None:
             raise NoFilterChain()
         info.chain = chain.name
+        info.chain_metadata = chain.model.metadata
         return chain
 
     # Outbound, passthrough and plaintext inbound: bytes to a cluster
@@ -449,6 +453,9 @@ class Datapath:
             started=self._clock.monotonic(),
             started_at=self._clock.wall(),
             listener=base.listener,
+            listener_metadata=base.listener_metadata,
+            chain_metadata=base.chain_metadata,
+            direct_local=base.direct_local,
             restored=base.restored,
             options=base.options,
             chain=base.chain,

@@ -86,6 +86,8 @@ class InternalListeners:
             started=self.clock.monotonic(),
             started_at=self.clock.wall(),
             listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=address,
             remote_text=_CLIENT_ADDRESS,
             options=outer.options if keep_options else UpstreamOptions(),
         )
@@ -101,6 +103,7 @@ class InternalListeners:
             hop.finish()
             return None
         info.chain = chain.name
+        info.chain_metadata = chain.model.metadata
         hop.filter_sinks = chain.sinks
         try:
             chain.admit(info)
@@ -171,8 +174,11 @@ class InternalListeners:
             started=self.clock.monotonic(),
             started_at=self.clock.wall(),
             listener=listener.name,
+            listener_metadata=listener.model.metadata,
+            direct_local=facts.destination,
             restored=True,
             chain=chain.name,
+            chain_metadata=chain.model.metadata,
             protocol="HTTP/2",
             method="CONNECT",
             authority=authority,

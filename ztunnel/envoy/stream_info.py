@@ -8,9 +8,10 @@ from typing import NamedTuple
 from cryptography import x509
 
 from hbone.tls import PeerFacts
-from xds.model.address import SocketAddress
-from xds.model.cluster import Metadata
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
+from xds.model.metadata import Metadata, no_metadata
 from xds.model.secret import Certificate
 
 
@@ -98,6 +99,11 @@ class StreamInfo:
         started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
         upstream_tls: what the upstream's handshake proved; ``upstream_certificate`` is ours there.
         stream_id: made when a log asks for it.
+        direct_local: the accepted socket's own name, or the internal address; never restored.
+        endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
+        upstream_sni: the server name that our handshake sent.
+        connected: the last attempt succeeded.
+        ready_s: from ``started`` until the last attempt succeeded or failed; None without an attempt.
         bytes_received: from downstream; ``bytes_sent`` to downstream.
     """
 
@@ -125,15 +131,25 @@ class StreamInfo:
     upstream_failure: str = ""
     downstream_failure: str = ""
     cluster: str = ""
-    cluster_metadata: Metadata = field(default_factory=dict)
+    cluster_metadata: Metadata = field(default_factory=no_metadata)
     upstream_host: str = ""
     upstream_local: str = ""
-    upstream_metadata: Metadata = field(default_factory=dict)
+    upstream_metadata: Metadata = field(default_factory=no_metadata)
     upstream_uri_sans: tuple[str, ...] = ()
     upstream_tls: PeerFacts | None = None
     upstream_certificate: Certificate | None = None
     stream_id: str = ""
     attempts: int = 0
+    direct_local: SocketAddress | InternalAddress | None = None
+    endpoint: Endpoint | None = None
+    failed: tuple[Endpoint, ...] = ()
+    upstream_sni: str = ""
+    ready_s: float | None = None
+    connected: bool = False
+    listener_metadata: Metadata = field(default_factory=no_metadata)
+    chain_metadata: Metadata = field(default_factory=no_metadata)
+    route_metadata: Metadata = field(default_factory=no_metadata)
+    virtual_host_metadata: Metadata = field(default_factory=no_metadata)
     held: tuple[Callable[[], None], ...] = ()
     """Called when the hop is over: they give its places among limited connections back."""
     bytes_received: int = 0

@@ -110,11 +110,15 @@ class Terminator:
         return route, upstream
 
     def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
-        route = route_for(manager.routes, info) if manager.routes is not None else None
+        host = _virtual_host(manager.routes.virtual_hosts, info.authority) if manager.routes is not None else None
+        route = _route_in(host, info)
+        if host is not None:
+            info.virtual_host_metadata = host.metadata
         if route is None:
             manager.no_route.value += 1
             info.flags.add(Flag.NO_ROUTE)
             raise RequestRefused(Answer(404, "route_not_found"))
+        info.route_metadata = route.metadata
         if route.direct_status:
             raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
         if not (route.tunnel and manager.model.allows_connect):
@@ -130,6 +134,7 @@ class Terminator:
             cluster.stats.cx_none_healthy.value += 1
             raise NoHealthyHost()
         info.upstream_host = str(host)
+        info.endpoint = host.endpoint
         info.upstream_metadata = host.endpoint.metadata
         info.attempts += 1
         address = host.endpoint.address
@@ -138,10 +143,14 @@ class Terminator:
         if self.judges_ports:
             chain.judge_port(info, address)
         try:
-            return await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
+            upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
         except UpstreamFailed as error:
             count_failure(cluster, host, error)
             raise
+        finally:
+            info.ready_s = hop.clock.monotonic() - info.started
+        info.connected = True
+        return upstream
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
         """Check that the request names the pod its connection was captured for, on a port that is not ours.
@@ -193,12 +202,15 @@ def _answer_to(error: Refused) -> Answer:
 
 def route_for(table: RouteTable, info: StreamInfo) -> Route | None:
     """Return the first route of the best virtual host that matches a request."""
-    host = _virtual_host(table.virtual_hosts, info.authority)
-    if host is None:
-        return None
-    for route in host.routes:
-        if _matches(route, info):
-            return route
+    return _route_in(_virtual_host(table.virtual_hosts, info.authority), info)
+
+
+def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
+    """Return the first route of a virtual host that matches a request."""
+    if host is not None:
+        for route in host.routes:
+            if _matches(route, info):
+                return route
     return None
 
 

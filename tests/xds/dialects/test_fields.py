@@ -67,7 +67,6 @@ IGNORED = {
     "envoy.config.endpoint.v3.Endpoint.health_check_config": _BY_PARTS,
     "envoy.config.endpoint.v3.LocalityLbEndpoints.proximity": "of a load balancer that Envoy does not have either",
     "envoy.config.listener.v3.Filter.name": _LABEL,
-    "envoy.config.listener.v3.FilterChain.metadata": "nothing that is supported reads it",
     "envoy.config.listener.v3.Listener.bypass_overload_manager": _NO_MANAGER,
     "envoy.config.listener.v3.Listener.drain_type": "failed health checks drain nothing: both are alike",
     "envoy.config.listener.v3.Listener.ignore_global_conn_limit": _NO_MANAGER,

@@ -16,6 +16,7 @@ from xds.dialects.envoy.reading import (
 )
 from xds.errors import ConfigError, Unsupported
 from xds.model import cluster as model
+from xds.model.metadata import Metadata
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as proto
 from xds.proto.envoy.type.v3 import type_pb2
@@ -106,7 +107,7 @@ def _endpoint(
     names: bool,
     locality: model.Locality,
     priority: int,
-    group_metadata: model.Metadata,
+    group_metadata: Metadata,
 ) -> model.Endpoint:
     only(message, "endpoint", "endpoint_name", "health_status", "metadata", "load_balancing_weight")
     weight = wrapped(message, "load_balancing_weight", 1)

@@ -15,6 +15,7 @@ from xds.dialects.envoy.reading import (
     constraint,
     digest,
     enum_name,
+    metadata,
     network,
     nothing_unknown,
     only,
@@ -126,6 +127,7 @@ def compile_listener(
     parts.complete()
     return model.Listener(
         name=message.name,
+        metadata=metadata(message.metadata),
         addresses=() if internal else _addresses(message),
         internal=internal,
         chains=tuple(chains),
@@ -300,6 +302,7 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
         filter_state=tuple(state),
         terminal=terminal,
         content=content,
+        metadata=metadata(message.metadata),
         transport_connect_timeout_s=seconds(message, "transport_socket_connect_timeout", 0.0),
     )
 

@@ -23,6 +23,7 @@ from xds.model.address import (
     canonical,
 )
 from xds.model.format_string import FormatString, parse_format
+from xds.model.metadata import no_metadata
 from xds.model.strings import StringMatch
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.proto import registry
@@ -531,6 +532,8 @@ def _value(value: Any) -> Any:
 def metadata(message: core.Metadata) -> Mapping[str, Mapping[str, Any]]:
     """``filter_metadata`` as plain values; equal structs are one, such as every endpoint's wish for a tunnel."""
     spaces = message.filter_metadata
+    if not spaces:
+        return no_metadata()
     return {intern(name): _namespace(spaces[name]) for name in spaces}
 
 

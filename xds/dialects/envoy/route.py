@@ -8,6 +8,7 @@ from xds.dialects.envoy.reading import (
     constraint,
     data,
     enum_name,
+    metadata,
     nothing_unknown,
     only,
     regex_match,
@@ -58,7 +59,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
 
 def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> model.VirtualHost:
     # A tunnel's request goes no further than here: the header that would say which attempt it is has no reader.
-    only(message, "name", "domains", "routes", "include_request_attempt_count")
+    only(message, "name", "domains", "routes", "include_request_attempt_count", "metadata")
     required(message, "name")
     if not message.domains:
         raise constraint(message, "domains", "value must contain at least 1 item(s)")
@@ -66,7 +67,12 @@ def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> mod
     for index, route in enumerate(message.routes):
         with at("routes", index):
             routes.append(_route(route, surroundings))
-    return model.VirtualHost(message.name, tuple(domain.lower() for domain in message.domains), tuple(routes))
+    return model.VirtualHost(
+        message.name,
+        tuple(domain.lower() for domain in message.domains),
+        tuple(routes),
+        metadata(message.metadata),
+    )
 
 
 def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
@@ -90,6 +96,7 @@ def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
             headers=tuple(headers),
             direct_status=message.direct_response.status,
             direct_body=body,
+            metadata=metadata(message.metadata),
         )
     if kind != "route":
         raise constraint(message, "action", "value is required")
@@ -122,6 +129,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
     enum_name(action, "cluster_not_found_response_code")
     return model.Route(
         name=message.name,
+        metadata=metadata(message.metadata),
         path=path,
         headers=headers,
         clusters=_clusters(action),

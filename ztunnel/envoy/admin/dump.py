@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from google.protobuf.message import Message
 
 from xds.model.address import EndpointAddress, InternalAddress, NamedAddress, PipeAddress, SocketAddress
-from xds.model.cluster import Discovery, Endpoint, Health, Metadata
+from xds.model.cluster import Discovery, Endpoint, Health
 from xds.model.listener import DiscoveredFilter
+from xds.model.metadata import Metadata
 from xds.model.secret import Validation
 from xds.proto import registry
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin

@@ -12,8 +12,10 @@ from urllib.parse import parse_qsl
 
 from hbone.tls import PeerFacts
 from xds.model.access_log import AccessLog, JsonValue
-from xds.model.cluster import Metadata
+from xds.model.address import InternalAddress, SocketAddress
+from xds.model.cluster import Endpoint
 from xds.model.format_string import COMMANDS, Command, FormatString
+from xds.model.metadata import Metadata
 from xds.model.secret import Certificate
 from ztunnel.envoy.secrets.verify import leaf_of
 from ztunnel.envoy.stream_info import StreamInfo
@@ -163,6 +165,11 @@ _NUMERIC = frozenset(
         "DOWNSTREAM_DIRECT_REMOTE_PORT",
         "UPSTREAM_LOCAL_PORT",
         "UPSTREAM_REMOTE_PORT",
+        "DOWNSTREAM_DIRECT_LOCAL_PORT",
+        "UPSTREAM_CONNECTION_POOL_READY_DURATION",
+        "BYTES_RETRANSMITTED",
+        "PACKETS_RETRANSMITTED",
+        "RESPONSE_TRAILERS_BYTES",
     )
 )
 
@@ -234,9 +241,104 @@ def _stream_id(info: StreamInfo) -> str:
     return info.stream_id
 
 
+class _Kept(str):
+    """A text that is printed although it is empty, where ``read(info) or missing`` would print ``-``."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+_EMPTY = _Kept()
+
 #: Values that nothing here has: no request traces, no gRPC in a tunnel, fingerprints that the inspector must be
-#: told to take (a setting which is refused).
-_NEVER = ("TRACE_ID", "SPAN_ID", "TLS_JA3_FINGERPRINT", "TLS_JA4_FINGERPRINT", "GRPC_STATUS_NUMBER")
+#: told to take (a setting which is refused), round trips of QUIC, a protocol of HTTP behind a TCP connection.
+_NEVER = (
+    "TRACE_ID",
+    "SPAN_ID",
+    "TLS_JA3_FINGERPRINT",
+    "TLS_JA4_FINGERPRINT",
+    "GRPC_STATUS_NUMBER",
+    "ROUNDTRIP_DURATION",
+    "UPSTREAM_PROTOCOL",
+)
+#: Empty in Envoy, too: flags that only its own filters set, and a body that only its mapper of replies sees.
+_ALWAYS_EMPTY = ("CUSTOM_FLAGS", "LOCAL_REPLY_BODY")
+#: Of QUIC, and of requests that end with trailers; a CONNECT cannot.
+_ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILERS_BYTES")
+
+
+_Local = SocketAddress | InternalAddress
+
+
+def _local(info: StreamInfo) -> _Local:
+    """Return the local address: the original destination where a filter restored it, also behind a tunnel."""
+    local = info.direct_local
+    return local if isinstance(local, InternalAddress) and not info.restored else info.destination
+
+
+def _host(local: _Local | None) -> str | None:
+    return local.host if isinstance(local, SocketAddress) else None if local is None else str(local)
+
+
+def _port(local: _Local | None) -> str | None:
+    return str(local.port) if isinstance(local, SocketAddress) else None
+
+
+def _local_endpoint_id(info: StreamInfo) -> str:
+    local = _local(info)
+    return _Kept(local.endpoint_id) if isinstance(local, InternalAddress) else _EMPTY
+
+
+def _remote_endpoint_id(info: StreamInfo) -> str | None:
+    if info.endpoint is None or not info.connected:
+        return None
+    address = info.endpoint.address
+    return _Kept(address.endpoint_id) if isinstance(address, InternalAddress) else _EMPTY
+
+
+def _attempted(value_of: Callable[[Endpoint], str]) -> Reader:
+    """Return a function for a list of all hosts of a hop, in the order of its attempts."""
+
+    def read(info: StreamInfo) -> str | None:
+        if info.endpoint is None or (info.method and not info.connected):
+            return None  # Envoy's router lists a host once its connection is there, its TCP proxy before
+        return ",".join([value_of(each) for each in (*info.failed, info.endpoint)])
+
+    return read
+
+
+def _last(value_of: Callable[[Endpoint], str]) -> Reader:
+    return lambda info: value_of(info.endpoint) if info.endpoint is not None else None
+
+
+def _name(endpoint: Endpoint) -> str:
+    return endpoint.hostname or endpoint.key
+
+
+def _name_without_port(endpoint: Endpoint) -> str:
+    """The host's name up to the colon before its port; Envoy cuts ``envoy://listener/id`` to ``envoy``, too."""
+    name = _name(endpoint)
+    end = name.find(":", name.find("]") + 1)
+    return name if end < 0 else name[:end]
+
+
+def _address_without_port(endpoint: Endpoint) -> str:
+    address = endpoint.address
+    return address.host if isinstance(address, SocketAddress) else endpoint.key
+
+
+def _query(argument: str) -> Reader:
+    """Return a function for the query as it was sent; Envoy's DECODED does not decode it either."""
+
+    def read(info: StreamInfo) -> str | None:
+        _, mark, query = info.path.partition("?")
+        return _Kept(query) if mark else None
+
+    return read
+
+
 _CHAINS: dict[str, Callable[[StreamInfo], Chain]] = {
     "DOWNSTREAM_PEER_": lambda info: info.tls.peer_chain if info.tls else (),
     "DOWNSTREAM_LOCAL_": lambda info: _own(info.tls.local) if info.tls else (),
@@ -284,9 +386,9 @@ _READERS: dict[str, Reader] = {
     "RESPONSE_FLAGS": StreamInfo.flags_text,
     "RESPONSE_FLAGS_LONG": StreamInfo.long_flags_text,
     "UPSTREAM_HOST": lambda info: info.upstream_host or None,
-    "UPSTREAM_REMOTE_ADDRESS": lambda info: info.upstream_host or None,
-    "UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_host),
-    "UPSTREAM_REMOTE_PORT": lambda info: _port_of(info.upstream_host),
+    "UPSTREAM_REMOTE_ADDRESS": lambda info: info.upstream_host if info.connected else None,
+    "UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_host) if info.connected else None,
+    "UPSTREAM_REMOTE_PORT": lambda info: _port_of(info.upstream_host) if info.connected else None,
     "UPSTREAM_CLUSTER": lambda info: info.cluster or None,
     "UPSTREAM_LOCAL_ADDRESS": lambda info: info.upstream_local or None,
     "UPSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_local),
@@ -294,9 +396,9 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_TRANSPORT_FAILURE_REASON": lambda info: _underscored(info.upstream_failure),
     "UPSTREAM_PEER_URI_SAN": lambda info: _sans(info.upstream_uri_sans),
     "UPSTREAM_REQUEST_ATTEMPT_COUNT": lambda info: str(info.attempts),
-    "DOWNSTREAM_LOCAL_ADDRESS": lambda info: str(info.destination),
-    "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: info.destination.host,
-    "DOWNSTREAM_LOCAL_PORT": lambda info: str(info.destination.port),
+    "DOWNSTREAM_LOCAL_ADDRESS": lambda info: str(_local(info)),
+    "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host(_local(info)),
+    "DOWNSTREAM_LOCAL_PORT": lambda info: _port(_local(info)),
     "DOWNSTREAM_REMOTE_ADDRESS": lambda info: info.downstream_remote,
     "DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: info.remote_text or info.source.host,
     "DOWNSTREAM_REMOTE_PORT": lambda info: None if info.remote_text else str(info.source.port),
@@ -325,6 +427,23 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_TLS_VERSION": lambda info: info.upstream_tls.version if info.upstream_tls else None,
     "UPSTREAM_TLS_CIPHER": lambda info: info.upstream_tls.cipher if info.upstream_tls else None,
     **dict.fromkeys(_NEVER, lambda info: None),
+    **dict.fromkeys(_ALWAYS_EMPTY, lambda info: _EMPTY),
+    **dict.fromkeys(_ALWAYS_ZERO, lambda info: "0"),
+    "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
+        None if info.ready_s is None else str(int(info.ready_s * 1000))
+    ),
+    "DOWNSTREAM_DIRECT_LOCAL_ADDRESS": lambda info: str(info.direct_local) if info.direct_local else None,
+    "DOWNSTREAM_DIRECT_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host(info.direct_local),
+    "DOWNSTREAM_DIRECT_LOCAL_PORT": lambda info: _port(info.direct_local),
+    "DOWNSTREAM_LOCAL_ADDRESS_ENDPOINT_ID": _local_endpoint_id,
+    "UPSTREAM_REMOTE_ADDRESS_ENDPOINT_ID": _remote_endpoint_id,
+    "UPSTREAM_HOSTS_ATTEMPTED": _attempted(lambda endpoint: endpoint.key),
+    "UPSTREAM_HOSTS_ATTEMPTED_WITHOUT_PORT": _attempted(_address_without_port),
+    "UPSTREAM_HOST_NAME": _last(_name),
+    "UPSTREAM_HOST_NAME_WITHOUT_PORT": _last(_name_without_port),
+    "UPSTREAM_HOST_NAMES_ATTEMPTED": _attempted(_name),
+    "UPSTREAM_HOST_NAMES_ATTEMPTED_WITHOUT_PORT": _attempted(_name_without_port),
+    "UPSTREAM_SERVER_NAME": lambda info: info.upstream_sni or None,
     **{name: _of_chain(name) for name in _OF_CHAINS},
     "HOSTNAME": lambda info: _HOSTNAME,
 }
@@ -443,6 +562,10 @@ _STRUCTS: dict[str, _Struct] = {
     "DYNAMIC_METADATA": lambda info: info.facts.metadata,
     "UPSTREAM_METADATA": lambda info: info.upstream_metadata,
     "CLUSTER_METADATA": lambda info: info.cluster_metadata,
+    "LISTENER_METADATA": lambda info: info.listener_metadata,
+    "LISTENER_FILTER_CHAIN_METADATA": lambda info: info.chain_metadata,
+    "ROUTE_METADATA": lambda info: info.route_metadata,
+    "VIRTUAL_HOST_METADATA": lambda info: info.virtual_host_metadata,
 }
 
 
@@ -516,9 +639,8 @@ _READERS_WITH_ARGUMENT: dict[str, Callable[[str], Reader]] = {
     "PATH": _path,
     "QUERY_PARAM": _query_parameter,
     "TRAILER": lambda _: lambda info: None,
-    "DYNAMIC_METADATA": _metadata(_STRUCTS["DYNAMIC_METADATA"]),
-    "UPSTREAM_METADATA": _metadata(_STRUCTS["UPSTREAM_METADATA"]),
-    "CLUSTER_METADATA": _metadata(_STRUCTS["CLUSTER_METADATA"]),
+    "QUERY_PARAMS": _query,
+    **{name: _metadata(of) for name, of in _STRUCTS.items()},
     "FILTER_STATE": _filter_state,
     "ENVIRONMENT": _environment,
 }

@@ -127,7 +127,7 @@ class Connector:
                 raise NoHealthyHost()
             info.attempts += 1
             try:
-                return await self._attempt(hop, proxy, cluster, host, client)
+                upstream = await self._attempt(hop, proxy, cluster, host, client)
             except UpstreamFailed as error:
                 count_failure(cluster, host, error)
                 verdict = attempts.failed(error, 0.0, host)
@@ -135,6 +135,13 @@ class Connector:
                     if verdict.reason is Reason.NO_RETRIES:
                         info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
                     raise
+                hop.refused(error)  # as in Envoy, the log says so even if a later attempt succeeds
+            else:
+                info.connected = True
+                return upstream
+            finally:
+                info.ready_s = hop.clock.monotonic() - info.started
+            info.failed = (*info.failed, host.endpoint)
             await self._back_off(proxy, verdict.failures)
 
     async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
@@ -150,6 +157,7 @@ class Connector:
         info = hop.info
         endpoint = host.endpoint
         info.upstream_host = str(endpoint.address)
+        info.endpoint = endpoint
         info.upstream_metadata = endpoint.metadata
         transport = cluster.transport_socket(host)
         match endpoint.address:
@@ -264,6 +272,7 @@ class Connector:
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         info.upstream_tls = facts
         info.upstream_certificate = context.presented if context is not None else None
+        info.upstream_sni = context.model.sni if context is not None else ""
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)
             info.facts.filter_state[RESPONSE_HEADERS] = text

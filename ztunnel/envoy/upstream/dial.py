@@ -108,6 +108,7 @@ class Dialler:
                     raise
                 info.upstream_uri_sans = facts.uri_sans
                 info.upstream_tls, info.upstream_certificate = facts, context.presented
+                info.upstream_sni = context.model.sni
                 cluster.stats.handshakes.value += 1
                 return end
         except TimeoutError:

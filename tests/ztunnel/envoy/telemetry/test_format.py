@@ -15,6 +15,7 @@ from tests.hbone.certificates import Authority
 from xds.errors import ConfigError
 from xds.model.access_log import AccessLog, JsonFormat
 from xds.model.address import SocketAddress
+from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from xds.model.format_string import COMMANDS, Command, FormatString, parse_format
 from xds.model.secret import Certificate
@@ -94,10 +95,9 @@ def test_an_internal_client_has_a_name_and_no_port() -> None:
 
 
 def test_addresses_of_version_6() -> None:
-    assert (
-        render("%UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %UPSTREAM_REMOTE_PORT%", upstream_host="[fd00::1]:80")
-        == "fd00::1 80"
-    )
+    text = "%UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %UPSTREAM_REMOTE_PORT%"
+    assert render(text, upstream_host="[fd00::1]:80", connected=True) == "fd00::1 80"
+    assert render(text, upstream_host="[fd00::1]:80") == "- -"  # a host that was tried, and no connection
 
 
 def test_a_missing_value_may_be_empty() -> None:
@@ -159,7 +159,7 @@ def json_line(*, omit_empty: bool = False, **fields: object) -> str:
         key: parse_format(value) if isinstance(value, str) else value for key, value in sorted(fields.items())
     }
     log = AccessLog("/x", JsonFormat(formats), omit_empty=omit_empty)  # type: ignore[arg-type]
-    return log_renderer(log)(info(upstream_host="10.0.0.1:80"))
+    return log_renderer(log)(info(upstream_host="10.0.0.1:80", connected=True))
 
 
 def test_json_reads_as_envoys() -> None:
@@ -192,8 +192,29 @@ def test_flags_have_long_names() -> None:
 
 def test_metadata_by_kind() -> None:
     assert render("%METADATA(DYNAMIC:tunnel:destination)%") == "10.244.1.23:9080"
-    with pytest.raises(ConfigError, match=r"METADATA\(ROUTE\)"):
-        parse_format("%METADATA(ROUTE:x)%")
+    assert render("%METADATA(ROUTE:x:y)%", route_metadata={"x": {"y": "z"}}) == "z"
+    with pytest.raises(ConfigError, match=r"METADATA\(NODE\)"):
+        parse_format("%METADATA(NODE:x)%")
+
+
+def test_what_is_empty_is_printed_empty_where_envoy_does() -> None:
+    assert render("[%CUSTOM_FLAGS%]") == "[]"
+    assert render("%QUERY_PARAMS%", path="/a") == "-"
+    assert render("[%QUERY_PARAMS%]", path="/a?") == "[]"
+    assert render("%QUERY_PARAMS(DECODED)%", path="/a?b=%20") == "b=%20"
+    with pytest.raises(ConfigError, match="QUERY_PARAMS option: 'X'"):
+        parse_format("%QUERY_PARAMS(X)%")
+
+
+def test_hosts_of_all_attempts_are_in_order() -> None:
+    first = Endpoint(address=SocketAddress("10.0.0.1", 80))
+    named = Endpoint(address=SocketAddress("10.0.0.2", 80), hostname="[fd00::1]:80")
+    hop = {"failed": (first,), "endpoint": named}
+    assert render("%UPSTREAM_HOSTS_ATTEMPTED%", **hop) == "10.0.0.1:80,10.0.0.2:80"
+    assert render("%UPSTREAM_HOSTS_ATTEMPTED_WITHOUT_PORT%", **hop) == "10.0.0.1,10.0.0.2"
+    assert render("%UPSTREAM_HOST_NAMES_ATTEMPTED%", **hop) == "10.0.0.1:80,[fd00::1]:80"
+    assert render("%UPSTREAM_HOST_NAMES_ATTEMPTED_WITHOUT_PORT%", **hop) == "10.0.0.1,[fd00::1]"
+    assert render("%UPSTREAM_HOSTS_ATTEMPTED% %UPSTREAM_HOST_NAME%") == "- -"
 
 
 def test_a_request_has_a_path_and_parameters() -> None:

@@ -549,6 +549,7 @@ class VirtualHost(_message.Message):
     RESPONSE_HEADERS_TO_ADD_FIELD_NUMBER: _builtins.int
     INCLUDE_REQUEST_ATTEMPT_COUNT_FIELD_NUMBER: _builtins.int
     TYPED_PER_FILTER_CONFIG_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     include_request_attempt_count: _builtins.bool
     @_builtins.property
@@ -561,6 +562,8 @@ class VirtualHost(_message.Message):
     def response_headers_to_add(self) -> _containers.RepeatedCompositeFieldContainer[_core_pb2.HeaderValueOption]: ...
     @_builtins.property
     def typed_per_filter_config(self) -> _containers.MessageMap[_builtins.str, _any_pb2.Any]: ...
+    @_builtins.property
+    def metadata(self) -> _core_pb2.Metadata: ...
     def __init__(
         self,
         *,
@@ -571,10 +574,11 @@ class VirtualHost(_message.Message):
         response_headers_to_add: _abc.Iterable[_core_pb2.HeaderValueOption] | None = ...,
         include_request_attempt_count: _builtins.bool = ...,
         typed_per_filter_config: _abc.Mapping[_builtins.str, _any_pb2.Any] | None = ...,
+        metadata: _core_pb2.Metadata | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "include_request_attempt_count", b"include_request_attempt_count", "name", b"name", "request_headers_to_add", b"request_headers_to_add", "response_headers_to_add", b"response_headers_to_add", "routes", b"routes", "typed_per_filter_config", b"typed_per_filter_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "include_request_attempt_count", b"include_request_attempt_count", "metadata", b"metadata", "name", b"name", "request_headers_to_add", b"request_headers_to_add", "response_headers_to_add", b"response_headers_to_add", "routes", b"routes", "typed_per_filter_config", b"typed_per_filter_config"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
