@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from xds.model.access_log import AccessLog
-from xds.model.metadata import Metadata, no_metadata
+from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.strings import StringMatch
 from xds.model.tls import ConfigSource
 from xds.model.weighted_cluster import WeightedCluster
@@ -41,7 +41,7 @@ class Route:
     cluster_not_found_status: int = 503
     direct_status: int = 0
     direct_body: bytes = b""
-    metadata: Metadata = field(default_factory=no_metadata, hash=False)
+    metadata: Metadata = field(default=NO_METADATA, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class VirtualHost:
     name: str
     domains: tuple[str, ...]
     routes: tuple[Route, ...]
-    metadata: Metadata = field(default_factory=no_metadata, hash=False)
+    metadata: Metadata = field(default=NO_METADATA, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

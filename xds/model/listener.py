@@ -12,7 +12,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.format_string import FormatString
 from xds.model.http import HttpConnectionManager
 from xds.model.matcher import Matcher
-from xds.model.metadata import Metadata, no_metadata
+from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.policy import PolicyList
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
 from xds.model.weighted_cluster import WeightedCluster
@@ -272,7 +272,7 @@ class FilterChain:
     content: str
     limits: tuple[ConnectionLimit | LocalRateLimit, ...] = ()
     transport_connect_timeout_s: float = 0.0
-    metadata: Metadata = field(default_factory=no_metadata, hash=False)
+    metadata: Metadata = field(default=NO_METADATA, hash=False)
 
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
@@ -311,7 +311,7 @@ class Listener:
     direction: str = "unspecified"
     stat_prefix: str = ""
     content: str = ""
-    metadata: Metadata = field(default_factory=no_metadata, hash=False)
+    metadata: Metadata = field(default=NO_METADATA, hash=False)
 
     @cached_property
     def _selector(self) -> ChainSelector:

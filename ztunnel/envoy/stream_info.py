@@ -11,7 +11,7 @@ from hbone.tls import PeerFacts
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
-from xds.model.metadata import Metadata, no_metadata
+from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.secret import Certificate
 
 
@@ -131,10 +131,10 @@ class StreamInfo:
     upstream_failure: str = ""
     downstream_failure: str = ""
     cluster: str = ""
-    cluster_metadata: Metadata = field(default_factory=no_metadata)
+    cluster_metadata: Metadata = NO_METADATA
     upstream_host: str = ""
     upstream_local: str = ""
-    upstream_metadata: Metadata = field(default_factory=no_metadata)
+    upstream_metadata: Metadata = NO_METADATA
     upstream_uri_sans: tuple[str, ...] = ()
     upstream_tls: PeerFacts | None = None
     upstream_certificate: Certificate | None = None
@@ -146,10 +146,10 @@ class StreamInfo:
     upstream_sni: str = ""
     ready_s: float | None = None
     connected: bool = False
-    listener_metadata: Metadata = field(default_factory=no_metadata)
-    chain_metadata: Metadata = field(default_factory=no_metadata)
-    route_metadata: Metadata = field(default_factory=no_metadata)
-    virtual_host_metadata: Metadata = field(default_factory=no_metadata)
+    listener_metadata: Metadata = NO_METADATA
+    chain_metadata: Metadata = NO_METADATA
+    route_metadata: Metadata = NO_METADATA
+    virtual_host_metadata: Metadata = NO_METADATA
     held: tuple[Callable[[], None], ...] = ()
     """Called when the hop is over: they give its places among limited connections back."""
     bytes_received: int = 0

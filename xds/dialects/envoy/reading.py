@@ -23,7 +23,7 @@ from xds.model.address import (
     canonical,
 )
 from xds.model.format_string import FormatString, parse_format
-from xds.model.metadata import no_metadata
+from xds.model.metadata import NO_METADATA
 from xds.model.strings import StringMatch
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.proto import registry
@@ -533,7 +533,7 @@ def metadata(message: core.Metadata) -> Mapping[str, Mapping[str, Any]]:
     """``filter_metadata`` as plain values; equal structs are one, such as every endpoint's wish for a tunnel."""
     spaces = message.filter_metadata
     if not spaces:
-        return no_metadata()
+        return NO_METADATA
     return {intern(name): _namespace(spaces[name]) for name in spaces}
 
 
