@@ -34,10 +34,12 @@ from tproxy.render import nf_tables as nf
 from tproxy.render.nftables_dump import NftDump, read_tables, set_key
 from tproxy.resources import Address, IpRule, Ownership, Route
 from tproxy.wire import MalformedDump, attribute, attributes, be32, nest, text
+from xds.dialects.calico import policysync
 from xds.dialects.istio.addresses import compile_address
 from xds.dialects.istio.authorization import compile_authorization
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import ConfigError
+from xds.model import calico
 from xds.model.address import SocketAddress
 from xds.model.format_string import parse_format
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
@@ -45,6 +47,9 @@ from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
 from xds.proto.json import parse_text
 from xds.protocol.file import parse_file
+from ztunnel.calico.evaluator import Evaluator
+from ztunnel.calico.read import read_resources
+from ztunnel.calico.store import Store
 from ztunnel.dataplane import proxy_protocol
 from ztunnel.envoy.bootstrap import read_bootstrap
 from ztunnel.envoy.listeners import client_hello
@@ -56,6 +61,7 @@ from ztunnel.istio.dns import message as dns
 from ztunnel.istio.zds import messages as zds
 from ztunnel.policy.engine import compiled
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.config_reader import Faults
 
 _HERE = Path(__file__).parent
 _DATA = _HERE.parent / "data"
@@ -481,6 +487,73 @@ def _policies() -> list[bytes]:
     return [security.Authorization(name="p", namespace="shop", rules=rules).SerializeToString()]
 
 
+# Calico's policy, from a PolicySync server and as resources
+
+
+def _messages(data: bytes) -> Iterator[bytes]:
+    """Yield the messages of a stream; two bytes before each have its length."""
+    while len(data) >= 2:
+        length = int.from_bytes(data[:2], "big")
+        yield data[2 : 2 + length]
+        data = data[2 + length :]
+
+
+def _policysync(data: bytes) -> None:
+    evaluator = Evaluator(Store())
+    for message in _messages(data):
+        with contextlib.suppress(ConfigError):
+            update = policysync.decode(message)
+            if update is not None:
+                evaluator.apply(update)
+    # Whatever it was, it is answered, and answered alike when the evaluator remembers.
+    flow = calico.Flow(source_ip="10.0.0.1", destination_ip="10.0.0.2", destination_port=80)
+    for endpoint in (None, *evaluator.store.endpoints):
+        for direction in calico.Direction:
+            assert evaluator.check(endpoint, flow, direction) == evaluator.check(endpoint, flow, direction)
+    assert evaluator.store.in_sync or not evaluator.check(None, flow).allowed
+
+
+def _streams() -> list[bytes]:
+    policy = calico.PolicyId("NetworkPolicy", "shop", "web")
+    source = calico.PeerMatch(nets=(ip_network("10.0.0.0/8"),), ip_sets=("s:a",), ports=((1, 99),))
+    rules = (calico.Rule(calico.Action.ALLOW, protocol=6, source=source), calico.Rule(calico.Action.DENY))
+    tier = calico.Tier("default", (policy,), (policy,))
+    endpoint = calico.Endpoint("web", (ip_network("10.0.0.2/32"),), (tier,), ("kns.shop",))
+    updates: tuple[calico.Update, ...] = (
+        calico.IpSetUpdate("s:a", calico.IpSetType.NET, ("10.0.0.0/24", "fd00::/8")),
+        calico.IpSetDelta("s:a", ("10.0.1.0/24",), ("fd00::/8",)),
+        calico.PolicyUpdate(policy, calico.Policy("shop", rules, rules)),
+        calico.ProfileUpdate("kns.shop", calico.Policy("", rules[1:])),
+        calico.EndpointUpdate(calico.EndpointId("k8s", "shop/web-0", "eth0"), endpoint),
+        calico.ServiceAccountUpdate("shop", "web", {"app": "web"}),
+        calico.NamespaceUpdate("shop", {"tier": "a"}),
+        calico.InSync(),
+    )
+    streams = [[policysync.encode(update, form) for update in updates] for form in policysync.PolicyForm]
+    return [b"".join(len(message).to_bytes(2, "big") + message for message in stream) for stream in streams]
+
+
+def _calico_resources(data: bytes) -> None:
+    document = _text(data)
+    if document is not None:
+        with contextlib.suppress(Faults):
+            read_resources({"a.yaml": document})
+
+
+def _calico_documents() -> list[bytes]:
+    return [
+        b"""{"apiVersion": "projectcalico.org/v3", "kind": "NetworkPolicy", "metadata": {"name": "p",
+ "namespace": "shop"}, "spec": {"order": 10, "selector": "app == 'web' && has(x)", "types": ["Ingress"],
+ "ingress": [{"action": "Allow", "protocol": "TCP", "http": {"methods": ["GET"], "paths": [{"prefix": "/a"}]},
+ "source": {"nets": ["10.0.0.0/8"], "serviceAccounts": {"names": ["a"]}, "notSelector": "all()"},
+ "destination": {"ports": [80, "90:99", "http"]}}]}}""",
+        b"""{"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "p",
+ "namespace": "shop"}, "spec": {"podSelector": {"matchExpressions": [{"key": "a", "operator": "In",
+ "values": ["b"]}]}, "policyTypes": ["Egress"], "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8",
+ "except": ["10.1.0.0/16"]}}], "ports": [{"port": 80, "endPort": 90}]}]}}""",
+    ]
+
+
 # The kernel's replies
 
 
@@ -571,6 +644,8 @@ TARGETS = {
         Target("local-file", _local_file, _files("local_mesh.yaml")),
         Target("address", _address, _addresses, 2048),
         Target("authorization", _authorization, _policies, 2048),
+        Target("policysync", _policysync, _streams, 2048),
+        Target("calico-resources", _calico_resources, _calico_documents, 2048),
         Target("netlink", _netlink, _netlink_seeds, 1024),
     )
 }
