@@ -68,7 +68,7 @@ mutants: $(STAMP) ## small faults in the modules that decide: does a test notice
 	$(PY) -m tests.mutation --count $(or $(COUNT),20)
 
 faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
-	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py
+	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py tests/netns/test_istio_exhaustion.py
 
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)

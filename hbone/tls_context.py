@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
@@ -35,7 +36,9 @@ class Refusal:
 Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
 """Judges the peer's verified chain, leaf first and root last; what is wrong with its name, or None to accept."""
 
-_EXPIRY_ERRORS: Final = frozenset((9, 10))  # X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
+_NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
+_EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
+_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
 # X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: unknown status is no revocation, and
 # an old list still revokes what it names (as Rust ztunnel).
 _TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
@@ -245,9 +248,7 @@ def _set_verify(
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
             if any_chain and depth:
                 return 1  # what an unverified issuer says about the leaf is no fact about the peer
-            certificate = _lib.X509_STORE_CTX_get_current_cert(store)
-            _lib.X509_up_ref(certificate)
-            seen.chain[depth] = crypto.X509._from_raw_x509_ptr(certificate).to_cryptography()
+            seen.chain[depth] = _current_certificate(store)
             refusal: str | Refusal | None = None
             if depth == 0 and verify is not None:
                 refusal = verify([seen.chain[key] for key in sorted(seen.chain)])
@@ -280,8 +281,23 @@ def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
     else:
         seen.reason = TlsReason.CHAIN
     depth = _lib.X509_STORE_CTX_get_error_depth(store)
-    seen.detail = f"{_error_text(error)} (certificate {depth} of the chain)"
+    times = f", {_times(store, error)}" if error in _EXPIRY_ERRORS else ""
+    seen.detail = f"{_error_text(error)} (certificate {depth} of the chain{times})"
     return 0
+
+
+def _times(store: Any, error: int) -> str:
+    """Return the bound that does not hold, and our time: one of the two clocks may be wrong."""
+    certificate = _current_certificate(store)
+    early = error == _NOT_YET_VALID
+    bound = certificate.not_valid_before_utc if early else certificate.not_valid_after_utc
+    return f"valid {'from' if early else 'until'} {bound:{_TIME}}, and here it is {datetime.now(UTC):{_TIME}}"
+
+
+def _current_certificate(store: Any) -> x509.Certificate:
+    raw = _lib.X509_STORE_CTX_get_current_cert(store)
+    _lib.X509_up_ref(raw)
+    return crypto.X509._from_raw_x509_ptr(raw).to_cryptography()
 
 
 def _error_text(error: int) -> str:

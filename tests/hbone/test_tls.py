@@ -213,11 +213,14 @@ def test_stranger() -> None:
     assert Outcome(*sessions(settings(), settings(stranger))).reasons[0] is TlsReason.CHAIN
 
 
-@pytest.mark.parametrize(("start", "end"), [(-3, -1), (1, 3)])
-def test_dates(start: float, end: float) -> None:
+@pytest.mark.parametrize(("start", "end", "bound"), [(-3, -1, "valid until"), (1, 3, "valid from")])
+def test_dates(start: float, end: float, bound: str) -> None:
     leaf = ROOT.issue("spiffe://cluster.local/ns/a/sa/b", from_day=start, to_day=end)
-    reasons = Outcome(*sessions(settings(leaf), settings())).reasons
-    assert reasons[1] is TlsReason.EXPIRED
+    outcome = Outcome(*sessions(settings(leaf), settings()))
+    assert outcome.reasons[1] is TlsReason.EXPIRED
+    # Whose clock is wrong shows only beside the other's time.
+    end_of_it = leaf.certificate.not_valid_before_utc if start > 0 else leaf.certificate.not_valid_after_utc
+    assert f"{bound} {end_of_it:%Y-%m-%dT%H:%M:%SZ}, and here it is 20" in str(outcome.server)
     lenient = replace(settings(), allow_expired=True)
     assert Outcome(*sessions(settings(leaf), lenient)).reasons == (None, None)
 
