@@ -157,7 +157,8 @@ def local_answer(
     """Return our own answer: the addresses, behind a CNAME record if ``canonical`` is given.
 
     An answer longer than ``limit`` holds as many addresses as fit and is marked as truncated. It is not emptied,
-    because some clients never retry by TCP. Addresses keep their order; all must be of the question's type.
+    because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep their
+    order; all must be of the question's type.
     """
     alias = b""
     owner = _TO_QUESTION
@@ -171,8 +172,10 @@ def local_answer(
     opt = _opt(query)
     room = limit - HEADER_BYTES - len(query.question) - len(alias) - len(opt)
     fitting_records = records[: max(0, room // (len(fixed) + (16 if query.kind == _AAAA else 4)))]
-    flags = _QR | _AA | _RA | (_TC if len(fitting_records) < len(records) else 0)
-    answers = len(fitting_records) + (canonical is not None)
+    if room < 0:
+        alias = b""
+    flags = _QR | _AA | _RA | (_TC if room < 0 or len(fitting_records) < len(records) else 0)
+    answers = len(fitting_records) + bool(alias)
     return b"".join((_header(query, flags, answers), query.question, alias, *fitting_records, opt))
 
 
