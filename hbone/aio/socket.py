@@ -38,7 +38,6 @@ class PlainSocket(End):
     """
 
     __slots__ = (
-        "_blocked_before",
         "_gather",
         "_gathered",
         "_hung_up",
@@ -48,6 +47,7 @@ class PlainSocket(End):
         "_pushed",
         "_readable",
         "_starving",
+        "_unsent_bounded",
         "_waiter",
         "_watched",
         "broken",
@@ -72,7 +72,7 @@ class PlainSocket(End):
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
-        self._blocked_before = False
+        self._unsent_bounded = False
         self._starving = False  # as a sink: the peer's pipe waits for room in our socket
         self._gather: list[memoryview] = []
         self._gathered = 0
@@ -157,6 +157,8 @@ class PlainSocket(End):
         if not self._watched:
             self._watched = True
             self.poller.register(self.sock.fileno(), self)
+            if self.poller.registered >= CROWD_SOCKETS:
+                self._bound_unsent()
 
     def _next_event(self) -> asyncio.Future[None]:
         self._watch()
@@ -421,12 +423,14 @@ class PlainSocket(End):
 
     def _watch_writable(self) -> None:
         self._watch()  # a header may be sent before the relay
-        if not self._blocked_before:
-            self._blocked_before = True
-            if self.poller.registered >= CROWD_SOCKETS:
-                with contextlib.suppress(OSError):  # a Unix socket
-                    self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CROWDED_UNSENT_BYTES)
+        if not self._unsent_bounded and self.poller.registered >= CROWD_SOCKETS:
+            self._bound_unsent()  # the crowd came later
         self.poller.watch_writable(self.sock.fileno())
+
+    def _bound_unsent(self) -> None:
+        self._unsent_bounded = True
+        with contextlib.suppress(OSError):  # a Unix socket
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CROWDED_UNSENT_BYTES)
 
     def _drain(self) -> None:
         try:

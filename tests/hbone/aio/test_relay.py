@@ -429,10 +429,13 @@ def test_in_a_crowd_the_kernel_keeps_little_for_a_reader_that_is_stalled(crowd: 
             with writer, reader, PlainSocket(near, poller) as source, PlainSocket(far, poller) as sink:
                 async with asyncio.TaskGroup() as tasks:
                     relaying = tasks.create_task(_ended(relay(source, sink, ByteCounts())))
+                    expected = CROWDED_UNSENT_BYTES if crowd else 0  # none of its own
+                    # From the beginning: until it first blocks the kernel may have taken megabytes.
+                    await until(lambda: poller.registered >= crowd + 2)
+                    assert far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == expected
                     writer.setblocking(False)
                     await until(lambda: _stalled(writer) and sink.blocked)
-                    limit = far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
-                    assert limit == (CROWDED_UNSENT_BYTES if crowd else 0)  # none of its own
+                    assert far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == expected
                     relaying.cancel()
 
     run(main)
