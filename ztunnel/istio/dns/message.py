@@ -157,8 +157,8 @@ def local_answer(
     """Return our own answer: the addresses, behind a CNAME record if ``canonical`` is given.
 
     An answer longer than ``limit`` holds as many addresses as fit and is marked as truncated. It is not emptied,
-    because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep their
-    order; all must be of the question's type.
+    because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep
+    their order; all must be of the question's type.
     """
     alias = b""
     owner = _TO_QUESTION
