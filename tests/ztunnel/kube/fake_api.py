@@ -43,17 +43,29 @@ class FakeApi:
         self.compacted = 0
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.history: list[tuple[int, str, str, dict[str, Any]]] = []
-        self.changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self.expire_continue = False
         self.drop_after_list = False
         self.port = 0
+        self._serving = False
         self._clients: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
-    async def put(self, plural: str, namespace: str, name: str, *, tell: bool = True, **fields: Any) -> None:
+    async def put(
+        self,
+        plural: str,
+        namespace: str,
+        name: str,
+        *,
+        tell: bool = True,
+        labels: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
         self.version += 1
         key = (plural, namespace, name)
         before = self.objects.get(key)
-        metadata = {"name": name, "resourceVersion": str(self.version), "uid": f"uid-{name}"}
+        metadata: dict[str, Any] = {"name": name, "resourceVersion": str(self.version), "uid": f"uid-{name}"}
+        if labels is not None:
+            metadata["labels"] = labels
         if namespace:
             metadata["namespace"] = namespace
         self.objects[key] = {"metadata": metadata, **fields}
@@ -69,8 +81,12 @@ class FakeApi:
 
     async def _note(self, kind: str, plural: str, item: dict[str, Any]) -> None:
         self.history.append((self.version, kind, plural, json.loads(json.dumps(item))))
-        async with self.changed:
-            self.changed.notify_all()
+        self._wake_watches()
+
+    def _wake_watches(self) -> None:
+        """Let every watch look at the history again; each that waits has the event that was current before."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def bookmark(self, plural: str) -> None:
         self.version += 1
@@ -80,6 +96,7 @@ class FakeApi:
         for writer in self.watches:
             writer.transport.abort()
         self.watches.clear()
+        self._wake_watches()
 
     async def wait_watches(self, count: int = 1) -> None:
         async with asyncio.timeout(20):
@@ -90,9 +107,11 @@ class FakeApi:
     async def serve(self, ssl: Any = None) -> AsyncIterator["FakeApi"]:
         server = await asyncio.start_server(self._client, "127.0.0.1", self.port, ssl=ssl)
         self.port = server.sockets[0].getsockname()[1]
+        self._serving = True
         try:
             yield self
         finally:
+            self._serving = False
             server.close()
             self.watches.clear()
             for serving, writer in list(self._clients.items()):
@@ -117,8 +136,11 @@ class FakeApi:
         assert serving is not None
         self._clients[serving] = writer
         try:
-            await self._requests(reader, writer)
+            if self._serving:  # else it was accepted in the last turn of serve(), which knew nothing of it yet
+                await self._requests(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        except asyncio.CancelledError:  # by the end of serve(); asyncio's streams would print it
             pass
         finally:
             writer.close()
@@ -211,10 +233,11 @@ class FakeApi:
                 if at > version and of == plural:
                     version = at
                     _chunk(writer, json.dumps({"type": kind, "object": item}).encode() + b"\n")
+            # Not a Condition with a time limit: a watch that is cancelled while it takes the condition's lock
+            # again would leave it locked, and every later change would wait for it.
+            changed = self._changed
             await writer.drain()
-            async with self.changed:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.changed.wait(), 0.05)
+            await changed.wait()
 
     async def end_watches(self) -> None:
         """End every stream as an API server does after its timeout."""
@@ -223,6 +246,7 @@ class FakeApi:
             await writer.drain()
             writer.close()
         self.watches.clear()
+        self._wake_watches()
 
     async def _status(self, writer: asyncio.StreamWriter, code: int, reason: str, message: str) -> bool:
         status = {"kind": "Status", "code": code, "reason": reason, "message": message}
