@@ -47,6 +47,7 @@ PURE_APPLICATION = (
     "ztunnel/calico/walk.py",
     "ztunnel/calico/resources.py",
     "ztunnel/calico/kubernetes.py",
+    "ztunnel/calico/cluster_policy.py",
     "ztunnel/calico/read.py",
     "ztunnel/calico/compile.py",
     "ztunnel/calico/incremental.py",

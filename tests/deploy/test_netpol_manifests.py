@@ -122,6 +122,17 @@ def test_the_chart_connects_proxies_with_netpol(tmp_path: Path) -> None:
     assert [end["port"] for end in monitor["podMetricsEndpoints"]] == [port["name"] for port in container["ports"]]
 
 
+def test_the_chart_may_follow_nodes(tmp_path: Path) -> None:
+    made = rendered(tmp_path, netpol={"enabled": True, "nodePeers": True})
+    [container] = made["DaemonSet", "ztunnel-netpol"]["spec"]["template"]["spec"]["containers"]
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    assert parser.parse_args(container["args"]).node_peers
+    rules = made["ClusterRole", "ztunnel-netpol"]["rules"]
+    [verbs] = [rule["verbs"] for rule in rules if rule["resources"] == ["nodes"]]
+    assert verbs == ["get", "list", "watch"]
+
+
 @pytest.mark.parametrize(
     ("scope", "kinds"),
     [("CLUSTER", {"ClusterRole", "ClusterRoleBinding"}), ("NAMESPACE", {"DaemonSet", "ServiceAccount"})],

@@ -193,6 +193,14 @@ class Cluster:
             found[key] = {**body, "metadata": {**body["metadata"], "labels": body["metadata"]["labels"] | labels}}
         for called, spec in step.policies.items():
             namespace, _, name = called.partition("/")
+            if not namespace:
+                found[ObjectKey("ClusterNetworkPolicy", "", name)] = {
+                    "apiVersion": "policy.networking.k8s.io/v1alpha2",
+                    "kind": "ClusterNetworkPolicy",
+                    "metadata": {"name": name},
+                    "spec": self._filled(spec, of_cluster=True),
+                }
+                continue
             found[ObjectKey("NetworkPolicy", namespace, name)] = {
                 "apiVersion": "networking.k8s.io/v1",
                 "kind": "NetworkPolicy",
@@ -201,18 +209,22 @@ class Cluster:
             }
         return found
 
-    def _filled(self, spec: Any) -> dict[str, Any]:
+    def _filled(self, spec: Any, *, of_cluster: bool = False) -> dict[str, Any]:
         """Return a spec with the addresses that it names: ``{y/a}``, or all of y/c's node but one."""
         filled = dict(spec)
         for key, peers in (("ingress", "from"), ("egress", "to")):
             if key in spec:
                 filled[key] = [
-                    {**rule, peers: [block for peer in rule[peers] for block in self._blocks(peer)]}
-                    if peers in rule
-                    else rule
+                    {**rule, peers: self._peers(rule[peers], of_cluster=of_cluster)} if peers in rule else rule
                     for rule in spec[key]
                 ]
         return filled
+
+    def _peers(self, peers: list[Any], *, of_cluster: bool) -> list[Any]:
+        found = [block for peer in peers for block in self._blocks(peer)]
+        if not of_cluster:
+            return found
+        return [{"networks": [peer["ipBlock"]["cidr"]]} if "ipBlock" in peer else peer for peer in found]
 
     def _blocks(self, peer: Any) -> list[Any]:
         if not isinstance(peer, str):

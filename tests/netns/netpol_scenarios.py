@@ -1,7 +1,7 @@
 """The scenarios of Kubernetes' end-to-end tests of NetworkPolicy, as policies and probes.
 
-A scenario is a list of steps. Each has policies by name (``x/name``) and probes, and may change labels of pods and
-namespaces. ``selectors`` below are short forms of what a policy's author writes.
+A scenario is a list of steps. Each has policies by name (``x/name``, ``/name`` of the cluster) and probes, and may
+change labels of pods and namespaces. ``selectors`` below are short forms of what a policy's author writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,6 +68,19 @@ def of_spaces(*names: str) -> Spec:
 
 def port(number: int | str, protocol: str = "TCP", **more: int) -> Spec:
     return {"port": number, "protocol": protocol, **more}
+
+
+def admin(priority: int, subject: Spec, tier: str = "Admin", **rules: Sequence[Spec]) -> Spec:
+    return {"tier": tier, "priority": priority, "subject": {"namespaces": subject}, **rules}
+
+
+def rule(action: str, of_namespaces: Spec, *protocols: Spec, side: str = "from") -> Spec:
+    found = {"action": action, side: [{"namespaces": of_namespaces}]}
+    return found | ({"protocols": list(protocols)} if protocols else {})
+
+
+def tcp(number: int) -> Spec:
+    return {"tcp": {"destinationPort": {"number": number}}}
 
 
 A = pods("a")
@@ -291,5 +304,52 @@ SCENARIOS: dict[str, tuple[Step, ...]] = {
     ),
     "52 the node and the pod itself": (
         Step(ALL, "+w1>x/a:80 +x/a>x/a:80 +w1>x/b:81/udp -w2>x/a:80"),
+    ),
+    # Of network-policy-api: what is in no namespace is a ClusterNetworkPolicy.
+    "53 an admin's denial beats a namespace's allow": (
+        Step(
+            {"x/p": ingress({}, {}), "/deny": admin(1, spaces("x"), ingress=[rule("Deny", spaces("y"))])},
+            "-y/a>x/a:80 +z/a>x/a:80 -y/a>x/a:80/udp +x/a>y/a:80",
+        ),
+        Step(
+            {
+                "x/p": ingress({}, {}),
+                "/deny": admin(1, spaces("x"), ingress=[rule("Deny", spaces("y"))]),
+                "/first": admin(0, spaces("x"), ingress=[rule("Pass", spaces("y"), tcp(80))]),
+            },
+            "+y/a>x/a:80 -y/a>x/a:81 +z/a>x/a:81",
+        ),
+    ),
+    "54 an admin's accept beats a namespace's denial": (
+        Step(
+            {"x/deny": DENY_IN, "/allow": admin(1, spaces("x"), ingress=[rule("Accept", spaces("z"), tcp(81))])},
+            "+z/a>x/a:81 -z/a>x/a:80 -y/a>x/a:81 -z/a>x/a:81/udp",
+        ),
+    ),
+    "55 a baseline is for pods that no namespace's policy isolates": (
+        Step({"/base": admin(1, spaces("x"), "Baseline", ingress=[rule("Deny", {})])}, "-y/a>x/a:80 -x/b>x/a:80"),
+        Step(
+            {
+                "/base": admin(1, spaces("x"), "Baseline", ingress=[rule("Deny", {})]),
+                "x/p": ingress(A, sources(of_spaces("y"))),
+            },
+            "+y/a>x/a:80 -z/a>x/a:80 -y/a>x/b:80",
+        ),
+    ),
+    "56 egress to networks and named ports": (
+        Step(
+            {
+                "/out": admin(
+                    1,
+                    spaces("x"),
+                    egress=[
+                        {"action": "Accept", "to": ["{y/a}"], "protocols": [tcp(80)]},
+                        rule("Accept", spaces("z"), {"destinationNamedPort": "serve-81-tcp"}, side="to"),
+                        rule("Deny", {}, side="to"),
+                    ],
+                )
+            },
+            "+x/a>y/a:80 -x/a>y/a:81 -x/a>y/b:80 +x/b>z/a:81 -x/b>z/a:80 -x/b>z/a:81/udp +y/a>x/a:80",
+        ),
     ),
 }  # fmt: skip

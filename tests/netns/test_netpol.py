@@ -65,7 +65,35 @@ SPECS = st.fixed_dictionaries(
     {"podSelector": SELECTORS, "policyTypes": st.sampled_from([["Ingress"], ["Egress"], ["Ingress", "Egress"]])},
     optional={"ingress": rules("from"), "egress": rules("to")},
 )
-POLICIES = st.dictionaries(st.sampled_from([f"{ns}/{name}" for ns in "xyz" for name in "pq"]), SPECS, max_size=4)
+NAMESPACED = st.dictionaries(st.sampled_from([f"{ns}/{name}" for ns in "xyz" for name in "pq"]), SPECS, max_size=4)
+CLUSTER_RULE = st.one_of(
+    st.builds(
+        s.rule,
+        st.sampled_from(["Accept", "Deny", "Pass"]),
+        st.sampled_from([s.spaces(), s.spaces("y"), s.NOT_X]),
+        st.sampled_from([s.tcp(80), {"udp": {}}, {"destinationNamedPort": "serve-81-tcp"}]),
+    ),
+    st.builds(s.rule, st.sampled_from(["Accept", "Deny", "Pass"]), st.sampled_from([s.spaces("x"), s.NOT_X])),
+)
+
+
+def _turned(rule: dict[str, Any]) -> dict[str, Any]:
+    return {("to" if key == "from" else key): value for key, value in rule.items()}
+
+
+CLUSTER_SPEC = st.builds(
+    lambda priority, subject, tier, inward, outward: s.admin(
+        priority, subject, tier, ingress=inward, egress=[_turned(rule) for rule in outward]
+    ),
+    st.integers(0, 3),
+    st.sampled_from([s.spaces(), s.spaces("x"), s.NOT_X]),
+    st.sampled_from(["Admin", "Baseline"]),
+    st.lists(CLUSTER_RULE, max_size=2),
+    st.lists(CLUSTER_RULE, max_size=2),
+)
+POLICIES = st.builds(
+    dict.__or__, NAMESPACED, st.dictionaries(st.sampled_from(["/p", "/q"]), CLUSTER_SPEC, max_size=2)
+)
 TRIED = st.lists(
     st.tuples(
         st.sampled_from(PODS), st.sampled_from(PODS), st.sampled_from(PORTS), st.sampled_from(list(PROTOCOLS))

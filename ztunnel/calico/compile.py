@@ -27,6 +27,7 @@ from ztunnel.calico.resources import (
     Resources,
     Service,
 )
+from ztunnel.calico.resources import Node as ApiNode
 
 NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
 ACCOUNT_LABEL: Final = "projectcalico.org/serviceaccount"
@@ -122,6 +123,11 @@ def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str
     return Selectable(labels, found.nets)
 
 
+def node_selectable(node: ApiNode) -> Selectable:
+    """Return what selectors of nodes see of a node. Selectors of endpoints never see it."""
+    return Selectable(node.labels, tuple(ip_network(address) for address in node.addresses))
+
+
 class RuleCompiler(ABC):
     """Compiles rules. Subclasses provide the IP sets that rules name, and return their ids."""
 
@@ -136,6 +142,10 @@ class RuleCompiler(ABC):
     @abstractmethod
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
         """Return the id of the set of a service's addresses, with its ports or without."""
+
+    @abstractmethod
+    def node_set(self, selector: Selector) -> str:
+        """Return the id of the set of the addresses of the nodes that a selector selects."""
 
     def rule(self, rule: ApiRule, namespace: str) -> c.Rule:
         """Return a rule of a policy of a namespace; empty for a global policy and a profile."""
@@ -165,6 +175,8 @@ class RuleCompiler(ABC):
             not_sets.append(self.selector_set(parse_selector(entity.not_selector)))
         if entity.service is not None:
             (port_sets if is_destination else sets).append(self.service_set(entity.service, ports=is_destination))
+        if entity.nodes is not None:
+            sets.append(self.node_set(parse_selector(entity.nodes)))
         return c.PeerMatch(
             nets=entity.nets,
             not_nets=entity.not_nets,
@@ -320,6 +332,14 @@ class _Compiler(RuleCompiler):
         kind = c.IpSetType.IP_AND_PORT if ports else c.IpSetType.NET
         return self._set(service_id(service, ports=ports), kind, with_ports if ports else addresses)
 
+    def node_set(self, selector: Selector) -> str:
+        def members() -> Iterator[str]:
+            for node in self._resources.nodes.values():
+                if selector.matches(node.labels):
+                    yield from map(str, node_selectable(node).nets)
+
+        return self._set(node_set_id(selector), c.IpSetType.NET, members)
+
     def _selected(self, selector: Selector) -> Iterator[Selectable]:
         return (found for found in self._everything if selector.matches(found.labels))
 
@@ -334,6 +354,11 @@ def port_protocol(protocol: int | str | None) -> str:
 def named_port_id(selector: Selector, protocol: str, name: str) -> str:
     """Return the id of a set of named ports."""
     return hashed_id("n:", f"{selector.identity},{protocol},{name}")
+
+
+def node_set_id(selector: Selector) -> str:
+    """Return the id of a set of nodes' addresses; Calico has none like it."""
+    return hashed_id("nodes:", str(selector))
 
 
 def service_id(service: tuple[str, str], *, ports: bool) -> str:

@@ -26,6 +26,8 @@ from ztunnel.calico.compile import (
     named_port_members,
     namespace_profile,
     network_selectable,
+    node_selectable,
+    node_set_id,
     own_labels,
     place_of,
     pod_selectable,
@@ -90,6 +92,13 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
         for label, value in thing.labels.items():
             yield label, value
             yield label, None
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeKey:
+    """The key of a node among the things: selectors of endpoints do not select it, whatever its labels are."""
+
+    name: str
 
 
 @dataclass(slots=True)
@@ -189,6 +198,9 @@ class Compiler(RuleCompiler):
             self._put_pod(key, changed.get("pods", {}).get(key))
         for key in networks:
             self._put_thing(("set", *key), self._network(key))
+        for name in changed.get("nodes", ()):
+            node = self.resources.nodes.get(name)
+            self._put_thing(_NodeKey(name), node_selectable(node) if node is not None else None)
         for service in changed.get("services", ()):
             self._put_service(service)
         for policy_id in changed.get("policies", ()):
@@ -472,6 +484,19 @@ class Compiler(RuleCompiler):
         """Return the id of the set of a service's addresses, with its ports or without."""
         return self._set(service_id(service, ports=ports), lambda: self._service_watch(service, ports=ports))
 
+    def node_set(self, selector: Selector) -> str:
+        """Return the id of the set of the addresses of the nodes that a selector selects."""
+        matches = selector.matches
+        return self._set(
+            node_set_id(selector),
+            lambda: _Watch(
+                self._anchor(selector.root),
+                lambda key, thing: isinstance(key, _NodeKey) and matches(thing.labels),
+                _networks,
+                c.IpSetType.NET,
+            ),
+        )
+
     def _service_watch(self, service: tuple[str, str], *, ports: bool) -> _Watch:
         found = self.resources.services.get(service)
 
@@ -554,7 +579,7 @@ def _is_endpoint(pod: Pod) -> bool:
 
 def _by(selector: Selector) -> Callable[[Hashable, Selectable], bool]:
     matches = selector.matches
-    return lambda _, thing: matches(thing.labels)
+    return lambda key, thing: matches(thing.labels) and not isinstance(key, _NodeKey)
 
 
 def _networks(thing: Selectable) -> tuple[str, ...]:

@@ -1,20 +1,31 @@
-"""Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, NetworkPolicy. Pure."""
+"""Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from ipaddress import ip_network
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address, IPv6Address, ip_network
 from typing import Any, Final, TypeAlias
 
 from xds.model import calico as c
 from xds.model.address import IpNetwork
 from xds.model.selector import SelectorError, parse_selector
-from ztunnel.calico.resources import ApiPolicy, ApiRule, Entity, Labelled, NamedPort, Pod, Resources, Service
+from ztunnel.calico.resources import (
+    ApiPolicy,
+    ApiRule,
+    Entity,
+    Labelled,
+    NamedPort,
+    Node,
+    Pod,
+    Resources,
+    Service,
+)
 from ztunnel.runtime.config_reader import ConfigReader
 
 MAX_NETS: Final = 256
 
 Json: TypeAlias = Mapping[str, Any]
+IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 #: The kinds that policies of Kubernetes' form have in ids.
 _POLICY_KINDS: Final = {
@@ -126,6 +137,18 @@ class KubernetesReader(ConfigReader):
         )
         self.put(self.found.pods, (pod.namespace, pod.name), pod, resource.where)
 
+    def node(self, resource: Document) -> None:
+        """Read a Node: its labels, and those of its addresses that are IP addresses."""
+        place = f"{resource.where}: status"
+        status = self.mapping(resource.body.get("status"), place, None)
+        found: list[IpAddress] = []
+        for entry in self.items(status, "addresses", place):
+            text = entry.get("address") if isinstance(entry, Mapping) else None
+            if isinstance(entry, Mapping) and str(entry.get("type", "")).endswith("IP"):  # others are names
+                found += self.addresses([text], f"{place}.addresses")
+        node = Node(resource.name, self.labels(resource.metadata, resource.where), tuple(found))
+        self.put(self.found.nodes, resource.name, node, resource.where)
+
     def service(self, resource: Document) -> None:
         """Read a Service."""
         where = f"{resource.where}: spec"
@@ -161,7 +184,7 @@ class KubernetesReader(ConfigReader):
         policy = ApiPolicy(
             id=c.PolicyId(_POLICY_KINDS[resource.kind], namespace, resource.name),
             order=1000.0,
-            selector=self._selector(spec.get("podSelector"), f"{where}.podSelector", pods=True),
+            selector=self.label_selector(spec.get("podSelector"), f"{where}.podSelector", pods=True),
             ingress="Ingress" in types or not types,
             egress="Egress" in types or (not types and bool(spec.get("egress"))),
             inbound=inbound,
@@ -181,7 +204,7 @@ class KubernetesReader(ConfigReader):
             for protocol, ports in self._ports(entry, place):
                 for peer in peers or [Entity()]:
                     source, destination = (peer, Entity()) if key == "ingress" else (Entity(), peer)
-                    destination = _with_ports(destination, ports)
+                    destination = with_ports(destination, ports)
                     rules.append(ApiRule(c.Action.ALLOW, source, destination, protocol))
         return tuple(rules)
 
@@ -224,13 +247,13 @@ class KubernetesReader(ConfigReader):
             return Entity(nets=nets, not_nets=self.nets(block, "except", f"{where}.ipBlock"))
         namespaces = peer.get("namespaceSelector")
         return Entity(
-            selector=self._selector(peer.get("podSelector"), f"{where}.podSelector", pods=True),
+            selector=self.label_selector(peer.get("podSelector"), f"{where}.podSelector", pods=True),
             namespace_selector=""
             if namespaces is None
-            else self._selector(namespaces, f"{where}.namespaceSelector", pods=False),
+            else self.label_selector(namespaces, f"{where}.namespaceSelector", pods=False),
         )
 
-    def _selector(self, value: object, where: str, *, pods: bool) -> str:
+    def label_selector(self, value: object, where: str, *, pods: bool) -> str:
         """Return a LabelSelector in Calico's language; of pods, with the term that makes them Kubernetes' own."""
         selector = self.mapping(value, where, ("matchLabels", "matchExpressions"))
         terms = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
@@ -279,11 +302,6 @@ def is_port(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 65536
 
 
-def _with_ports(entity: Entity, ports: tuple[tuple[int, int] | str, ...]) -> Entity:
-    return Entity(
-        entity.nets,
-        entity.not_nets,
-        ports,
-        selector=entity.selector,
-        namespace_selector=entity.namespace_selector,
-    )
+def with_ports(entity: Entity, ports: tuple[tuple[int, int] | str, ...]) -> Entity:
+    """Return a peer of Kubernetes' form with the ports of its rule."""
+    return replace(entity, ports=ports)

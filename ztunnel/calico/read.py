@@ -13,7 +13,8 @@ from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.model.selector import Global, Node, Not, Selector, SelectorError, parse_selector
 from xds.proto.core_yaml import load_all
-from ztunnel.calico.kubernetes import Document, Json, KubernetesReader, read_port
+from ztunnel.calico.cluster_policy import ClusterPolicyReader
+from ztunnel.calico.kubernetes import Document, Json, read_port
 from ztunnel.calico.resources import (
     BUILT_IN_TIERS,
     DEFAULT_TIER,
@@ -67,7 +68,7 @@ _CALICO: Final = ("projectcalico.org", "crd.projectcalico.org")
 _SKIPPED: Final = frozenset({"FelixConfiguration"})
 
 
-class _Reader(KubernetesReader):
+class _Reader(ClusterPolicyReader):
     def file(self, name: str, text: str) -> None:
         try:
             documents = load_all(text)
@@ -379,7 +380,11 @@ _KINDS: Final = {
     ("projectcalico.org", "HostEndpoint"): _Reader.host_endpoint,
     ("projectcalico.org", "StagedKubernetesNetworkPolicy"): _Reader.network_policy,
     ("networking.k8s.io", "NetworkPolicy"): _Reader.network_policy,
+    ("policy.networking.k8s.io", "AdminNetworkPolicy"): _Reader.cluster_policy,
+    ("policy.networking.k8s.io", "BaselineAdminNetworkPolicy"): _Reader.cluster_policy,
+    ("policy.networking.k8s.io", "ClusterNetworkPolicy"): _Reader.cluster_policy,
     ("v1", "Namespace"): _Reader.read_namespace,
+    ("v1", "Node"): _Reader.node,
     ("v1", "ServiceAccount"): _Reader.account,
     ("v1", "Pod"): _Reader.pod,
     ("v1", "Service"): _Reader.service,

@@ -30,6 +30,7 @@ class Entity:
     Attributes:
         ports: ranges, and names of ports.
         service: namespace and name of a Service; None if the rule names none.
+        nodes: a selector of nodes, whose addresses are meant; None if the rule is not about nodes.
     """
 
     nets: tuple[IpNetwork, ...] = ()
@@ -42,6 +43,7 @@ class Entity:
     account_names: tuple[str, ...] = ()
     account_selector: str = ""
     service: tuple[str, str] | None = None
+    nodes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ApiPolicy:
     Attributes:
         order: inside its tier, lowest first.
         ingress, egress: whether it governs the direction, even with no rule.
+        notes: rules that are stricter than they are written, since something of them cannot be judged here.
     """
 
     id: c.PolicyId
@@ -76,6 +79,7 @@ class ApiPolicy:
     egress: bool = False
     inbound: tuple[ApiRule, ...] = ()
     outbound: tuple[ApiRule, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,15 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """A node, as rules of cluster-wide policies select it."""
+
+    name: str
+    labels: Mapping[str, str]
+    addresses: tuple[IPv4Address | IPv6Address, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """A Service: the pods it selects, and the ports it forwards to; ``targets`` are numbers or names of ports."""
 
@@ -170,3 +183,4 @@ class Resources:
     namespaces: dict[str, Labelled] = field(default_factory=dict)
     accounts: dict[tuple[str, str], Labelled] = field(default_factory=dict)
     services: dict[tuple[str, str], Service] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)

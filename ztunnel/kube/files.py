@@ -116,5 +116,15 @@ class FileObjects:
 
 
 _CLUSTER_WIDE: Final = frozenset(
-    {"Namespace", "Node", "Tier", "Profile", "GlobalNetworkPolicy", "GlobalNetworkSet"}
+    {
+        "Namespace",
+        "Node",
+        "Tier",
+        "Profile",
+        "GlobalNetworkPolicy",
+        "GlobalNetworkSet",
+        "AdminNetworkPolicy",
+        "BaselineAdminNetworkPolicy",
+        "ClusterNetworkPolicy",
+    }
 )

@@ -75,6 +75,12 @@ def add_arguments(subparsers: Any) -> None:
         help="this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
         '"node": those that the Node object has',
     )
+    follow.add_argument(
+        "--node-peers",
+        action="store_true",
+        help="follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
+        "rule allows nothing, or denies everything; with --objects they are read in any case",
+    )
     ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
     _add_objects(ask)
     ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
@@ -150,7 +156,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
         pod_cidrs = await _pod_cidrs(args, client)
         if args.print:
             builder = TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs)
-            return await _print(source, args.node, out, builder)
+            return await _print(source, args.node, out, builder, nodes=_follows_nodes(args))
         netns = _opened(args.netns, stack)
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
@@ -167,11 +173,16 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
                 netns=netns,
                 proxies=proxies,
                 pod_cidrs=pod_cidrs,
+                nodes=_follows_nodes(args),
             )
             if metrics is not None:
                 await stack.enter_async_context(_metrics(controller, table, metrics))
             await controller.run(once=args.once)
     return DONE
+
+
+def _follows_nodes(args: argparse.Namespace) -> bool:
+    return args.objects is not None or args.node_peers
 
 
 async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tuple[IpNetwork, ...]":
@@ -214,10 +225,11 @@ async def _source(
     from ztunnel.kube.client import connect
     from ztunnel.kube.events import EventWriter
     from ztunnel.kube.informer import Informer
-    from ztunnel.netpol.kinds import SELECTIONS
+    from ztunnel.netpol.kinds import NODES, SELECTIONS
 
     client = await stack.enter_async_context(connect(args.kubeconfig))
-    informer = await stack.enter_async_context(Informer(client, SELECTIONS))
+    selections = (*SELECTIONS, NODES) if args.node_peers else SELECTIONS
+    informer = await stack.enter_async_context(Informer(client, selections))
     writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
     return informer, LoggedEvents(await stack.enter_async_context(writer)), client
 
@@ -284,13 +296,13 @@ def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> 
     return PageServer("metrics", address, pages, SystemClock())
 
 
-async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder") -> int:
+async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *, nodes: bool) -> int:
     from tproxy.render.text import table_text
     from ztunnel.calico.incremental import Compiler
     from ztunnel.kube.files import FileObjects
     from ztunnel.netpol.objects import PolicyObjects
 
-    objects, compiler = PolicyObjects(), Compiler()
+    objects, compiler = PolicyObjects(nodes=nodes), Compiler()
     synced = False
     while not synced:
         changes = await source.next()

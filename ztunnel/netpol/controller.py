@@ -62,7 +62,7 @@ class _Work:
 
     node: str
     builder: TableBuilder
-    objects: PolicyObjects = field(default_factory=PolicyObjects)
+    objects: PolicyObjects
     compiler: Compiler = field(default_factory=Compiler)
 
     def take(self, changes: Changes) -> None:
@@ -92,6 +92,7 @@ class Controller:
         netns: where the table is, and whose connections are judged.
         proxies: is given the policies of this node's pods once all objects have been told, and after each change,
             also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
+        nodes: the source tells of Node objects, too; see :class:`~ztunnel.netpol.objects.PolicyObjects`.
 
     Attributes:
         synced: every object has been told.
@@ -110,6 +111,7 @@ class Controller:
         netns: Netns | None = None,
         proxies: Publisher | None = None,
         pod_cidrs: tuple[IpNetwork, ...] = (),
+        nodes: bool = True,
     ) -> None:
         self._proxies = proxies
         self._published = True
@@ -117,7 +119,8 @@ class Controller:
         self._table = table
         self._events = events
         self._netns = netns
-        self._work = _Work(node, TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs))
+        builder = TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs)
+        self._work = _Work(node, builder, PolicyObjects(nodes=nodes))
         self._reported: dict[ObjectKey, str] = {}
         self._unseen: set[Unseen] = set()
         self._failure = ""

@@ -21,8 +21,18 @@ KINDS: Final = (
     "Pod", "Namespace", "ServiceAccount", "Service", "NetworkPolicy", "GlobalNetworkPolicy", "NetworkSet",
     "GlobalNetworkSet", "Tier", "Profile", "StagedNetworkPolicy", "StagedGlobalNetworkPolicy",
     "StagedKubernetesNetworkPolicy", "AdminNetworkPolicy", "BaselineAdminNetworkPolicy", "ClusterNetworkPolicy",
+    "Node",
 )  # fmt: skip
-_POLICY_KINDS: Final = frozenset({"NetworkPolicy", "GlobalNetworkPolicy"})
+_POLICY_KINDS: Final = frozenset(
+    {
+        "NetworkPolicy",
+        "GlobalNetworkPolicy",
+        "AdminNetworkPolicy",
+        "BaselineAdminNetworkPolicy",
+        "ClusterNetworkPolicy",
+    }
+)
+_STRICTER: Final = "the rest of it is in force"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,12 @@ class PolicyObjects:
     """Remembers which resource each object became.
 
     Attributes:
+        nodes: Node objects are among the changes. Without them, rules about nodes are as strict as those about
+            something unknown.
         problems: of the objects that are faulty now.
     """
 
+    nodes: bool = True
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
 
@@ -75,6 +88,11 @@ class PolicyObjects:
                 del self._made[key]
                 yield (*before, None)
             if made is not None:
+                if isinstance(made[2], ApiPolicy):
+                    policy = made[2] if self.nodes else _without_nodes(made[2])
+                    if policy.notes:
+                        self.problems[key] = Problem(key, policy.notes, _STRICTER)
+                    made = (*made[:2], policy)
                 self._made[key] = made[:2]
                 yield made
             return
@@ -97,14 +115,37 @@ def _entries(found: Resources) -> Iterator[ResourceChange]:
             yield item.name, key, value
 
 
+def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
+    """Return a policy whose rules about nodes fail closed: their addresses are not known here."""
+    notes: list[str] = []
+    made: list[tuple[ApiRule, ...]] = []
+    for key, rules in (("ingress", policy.inbound), ("egress", policy.outbound)):
+        kept: list[ApiRule] = []
+        for rule in rules:
+            if rule.source.nodes is None and rule.destination.nodes is None:
+                kept.append(rule)
+                continue
+            allows = rule.action is c.Action.ALLOW
+            what = "it allows nothing to nodes" if allows else "it denies everything"
+            notes.append(f"{key}: a rule about nodes, which are followed with --node-peers only, so {what}")
+            if not allows:
+                kept.append(ApiRule(c.Action.DENY))
+        made.append(tuple(kept))
+    if not notes:
+        return policy
+    return replace(policy, inbound=made[0], outbound=made[1], notes=(*policy.notes, *dict.fromkeys(notes)))
+
+
 def _closing(key: ObjectKey, value: Object, found: Resources, faults: list[str]) -> ApiPolicy:
     """Return a policy that closes what a faulty one selects, in both directions."""
-    of_kubernetes = str(value.get("apiVersion", "")).startswith("networking.k8s.io/")
+    of_kubernetes = str(value.get("apiVersion", "")).startswith(
+        ("networking.k8s.io/", "policy.networking.k8s.io/")
+    )
     made = next(iter(found.policies.values()), None)
     if made is None:
-        kind = "KubernetesNetworkPolicy" if of_kubernetes else key.kind.partition(".")[0]
+        kind = f"{'Kubernetes' if of_kubernetes else ''}{key.kind.partition('.')[0]}"
         made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name))
-    elif any("elector" in fault for fault in faults):
+    elif any("elector" in fault or "spec.subject" in fault for fault in faults):
         # What came of a selector with a fault may select less. One of a peer is enough to doubt: the place in
         # the text does not tell them apart for sure.
         made = replace(made, selector="", namespace_selector="", account_selector="")

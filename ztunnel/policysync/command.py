@@ -64,9 +64,13 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Print what there is in files, or every fault; the exit status."""
+    """Print what is in files, or each fault and each rule that is stricter than written; the exit status."""
     resources = _read(args.files)
     if resources is None:
+        return 1
+    notes = [f"{policy.id}: {note}" for policy in resources.policies.values() for note in policy.notes]
+    if notes:
+        print("\n".join(notes), file=sys.stderr)
         return 1
     tiers = {policy.tier for policy in resources.policies.values()}
     print(

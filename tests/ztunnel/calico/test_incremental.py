@@ -21,6 +21,7 @@ from ztunnel.calico.resources import (
     Labelled,
     NamedPort,
     NetworkSet,
+    Node,
     Pod,
     Resources,
     Service,
@@ -46,6 +47,7 @@ ENTITIES = st.builds(
     account_names=st.sampled_from(((), ("sa",))),
     account_selector=st.sampled_from(("", "", "app == 'a'")),
     service=st.sampled_from((None, None, ("x", "web"), ("y", "web"))),
+    nodes=st.sampled_from((None, None, "all()", "app == 'a'", "!has(role)")),
 )
 RULES = st.builds(
     ApiRule,
@@ -98,6 +100,14 @@ SERVICES = st.builds(
     selector=st.sampled_from(({}, {"app": "a"})),
     targets=st.sampled_from(((), (("tcp", "http"), ("udp", 53)))),
 )
+NODES = st.builds(
+    Node,
+    name=st.sampled_from(("n1", "n2")),
+    labels=LABELS,
+    addresses=st.sampled_from(
+        ((), (ip_address("192.168.0.1"),), (ip_address("192.168.0.2"), ip_address("fd00::9")))
+    ),
+)
 SETS = st.builds(
     NetworkSet,
     namespace=st.sampled_from(("", *NAMESPACES)),
@@ -122,6 +132,8 @@ def worlds(draw: st.DrawFn) -> Resources:
         found.accounts[name, "sa"] = Labelled(name, "sa", draw(LABELS))
     for service in draw(st.lists(SERVICES, max_size=2)):
         found.services[service.namespace, service.name] = service
+    for node in draw(st.lists(NODES, max_size=2)):
+        found.nodes[node.name] = node
     for item in draw(st.lists(SETS, max_size=2)):
         found.network_sets[item.namespace, item.name] = item
     for name in draw(st.sets(st.sampled_from(("kns.x", "ksa.x.sa", "mine")))):

@@ -13,7 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import jsonpatch
 
 _PATH = re.compile(
-    r"^/apis?/(?:[^/]+/)?v1(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
+    r"^/apis?/(?:[^/]+/)?(?P<version>v1|v1alpha[12])(?:/namespaces/(?P<namespace>[^/]+))?"
+    r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
 
 
@@ -25,6 +26,7 @@ class FakeApi:
         refuse: status, reason and message for every further request.
         garbage: lines that the next watch sends first.
         keeps: what is created is an object from then on; 409 for a second one of that name.
+        versions: of API groups that are installed.
         lists: how many lists were begun.
         watches: open streams.
     """
@@ -37,6 +39,7 @@ class FakeApi:
         self.accept_token: str | None = None
         self.garbage: list[bytes] = []
         self.keeps = False
+        self.versions = {"v1"}
         self.lists = 0
         self.watches: list[asyncio.StreamWriter] = []
         self.version = 100
@@ -171,7 +174,7 @@ class FakeApi:
         split = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(split.query).items()}
         found = _PATH.match(split.path)
-        if found is None:
+        if found is None or found["version"] not in self.versions:
             return await self._status(writer, 404, "NotFound", "the server could not find the requested resource")
         plural = found["plural"]
         if method in ("POST", "PATCH"):

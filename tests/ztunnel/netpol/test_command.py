@@ -59,6 +59,31 @@ def test_the_table_of_an_api_servers_objects(tmp_path: Path) -> None:
     assert "KubernetesNetworkPolicy/x/deny" in text
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_nodes_are_followed_where_they_are_asked_for(tmp_path: Path, follows: bool) -> None:
+    rule = {"action": "Deny", "to": [{"nodes": {"matchLabels": {"role": "edge"}}}]}
+    spec = {"tier": "Admin", "priority": 1, "subject": {"namespaces": {}}, "egress": [rule]}
+
+    async def main() -> tuple[int, str]:
+        api = FakeApi()
+        api.versions |= {"v1alpha1", "v1alpha2"}
+        async with api.serve():
+            await api.put("namespaces", "", "x")
+            await api.put("pods", "x", "a", spec=POD["spec"], status=POD["status"])
+            addresses = [{"type": "Hostname", "address": "n9"}, {"type": "InternalIP", "address": "192.168.0.9"}]
+            await api.put("nodes", "", "n9", labels={"role": "edge"}, status={"addresses": addresses})
+            await api.put("clusternetworkpolicies", "", "guard", spec=spec)
+            words = ["--node-peers"] if follows else []
+            return await _run(
+                "run", "--kubeconfig", str(api.kubeconfig(tmp_path)), "--node", "n1", "--print", *words
+            )
+
+    status, text = asyncio.run(main())
+    assert status == DONE, text
+    assert ("192.168.0.9" in text) is follows
+    assert ("egress: a rule about nodes" in text) is not follows
+
+
 def test_a_kubeconfig_that_is_none_is_one_line(tmp_path: Path) -> None:
     status, text = asyncio.run(_run("run", "--kubeconfig", str(tmp_path / "none"), "--print"))
     assert status == FAILED

@@ -61,14 +61,10 @@ def test_with_a_faulty_selector_it_closes_its_namespace() -> None:
 
 def test_a_kind_that_is_not_understood_is_a_problem() -> None:
     objects = PolicyObjects()
-    key = ObjectKey("AdminNetworkPolicy", "", "one")
-    body = {
-        "apiVersion": "policy.networking.k8s.io/v1alpha1",
-        "kind": "AdminNetworkPolicy",
-        "metadata": {"name": "one"},
-    }
+    key = ObjectKey("HostEndpoint", "", "one")
+    body = {"apiVersion": "projectcalico.org/v3", "kind": "HostEndpoint", "metadata": {"name": "one"}}
     assert objects.changes({key: body}) == []
-    assert "AdminNetworkPolicy" in str(objects.problems[key])
+    assert "host endpoints" in str(objects.problems[key])
 
 
 def test_a_faulty_pod_is_not_there() -> None:

@@ -45,6 +45,20 @@ def test_check_lists_every_fault(files: Path) -> None:
     ]
 
 
+def test_check_names_rules_that_are_stricter_than_written(files: Path) -> None:
+    rule = "{action: Accept, to: [{domainNames: [a.example]}]}"
+    (files / "guard.yaml").write_text(
+        "{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {name: guard}, "
+        f"spec: {{tier: Admin, priority: 1, subject: {{namespaces: {{}}}}, egress: [{rule}]}}}}"
+    )
+    done = ztunnel("check", str(files))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "KubernetesClusterNetworkPolicy/guard: egress[0].to[0].domainNames: names are not followed here, "
+        "so it allows nothing to that peer\n"
+    )
+
+
 def test_explain_prints_the_walk(files: Path) -> None:
     done = ztunnel(
         *("explain", str(files), "--from", "shop/front", "--to", "10.0.0.2"), *("--method", "PUT", "--path", "/x")
