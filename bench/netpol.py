@@ -21,8 +21,8 @@ from tproxy.aio.table import BlockingTable
 from tproxy.resources import Table
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.netpol.objects import PolicyObjects
 from ztunnel.netpol.table import TABLE, TableBuilder, local_endpoints
+from ztunnel.policysync.objects import PolicyObjects
 from ztunnel.policysync.view import View, excerpt, view_of
 from ztunnel.policysync.view import changes as changes_of
 

@@ -20,8 +20,8 @@ from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
 from ztunnel.netpol.controller import Controller
-from ztunnel.netpol.kinds import SELECTIONS
 from ztunnel.netpol.table import TABLE
+from ztunnel.policysync.kinds import SELECTIONS
 
 pytestmark = [
     pytest.mark.netns,

@@ -11,7 +11,7 @@ import yaml
 
 from tests.programs import needed
 from ztunnel.netpol import add_arguments
-from ztunnel.netpol.kinds import SELECTIONS
+from ztunnel.policysync.kinds import SELECTIONS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDER = DEPLOY / "kustomize" / "netpol"

@@ -24,8 +24,8 @@ from tproxy.render import nftables
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
 from ztunnel.kube.objects import Object, ObjectKey
-from ztunnel.netpol.objects import PolicyObjects
 from ztunnel.netpol.table import TABLE, TableBuilder
+from ztunnel.policysync.objects import PolicyObjects
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[2]

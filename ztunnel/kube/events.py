@@ -158,7 +158,7 @@ class EventWriter:
     def _body(
         self, key: ObjectKey, reason: str, message: str, written: _Written, count: int, now: str
     ) -> dict[str, Any]:
-        involved = {"kind": key.kind, "name": key.name}
+        involved = {"kind": key.kind.partition(".")[0], "name": key.name}
         if key.namespace:
             involved["namespace"] = key.namespace
         if (known := self._known(key)) is not None:

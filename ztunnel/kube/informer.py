@@ -226,7 +226,7 @@ class Informer:
         if not isinstance(metadata, dict) or not isinstance(name, str):
             log.error("kube: an object of %s has no name", self._selections[index].kind.plural)
             return None
-        return ObjectKey(self._selections[index].kind.name, str(metadata.get("namespace") or ""), name)
+        return ObjectKey(self._selections[index].kind.called, str(metadata.get("namespace") or ""), name)
 
     def _changed(self, index: int, item: Object) -> ObjectKey | None:
         key = self._key(index, item)

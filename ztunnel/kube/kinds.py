@@ -16,12 +16,19 @@ class Kind:
         api_version: group and version, such as ``apps/v1``; the core group has none.
         plural: as in paths, such as ``pods``.
         namespaced: its objects are in namespaces.
+        group: in keys of objects, where another API group has a kind of this name; see :attr:`called`.
     """
 
     name: str
     api_version: str
     plural: str
     namespaced: bool = True
+    group: str = ""
+
+    @property
+    def called(self) -> str:
+        """The kind in an :class:`~ztunnel.kube.objects.ObjectKey`, such as ``NetworkPolicy.projectcalico.org``."""
+        return f"{self.name}.{self.group}" if self.group else self.name
 
     def path(self, namespace: str = "", name: str = "") -> str:
         """Return the path of an object, or of all in a namespace, or of all."""

@@ -17,7 +17,7 @@ class ObjectKey:
     """Names an object. Kinds of different groups never share a name here.
 
     Attributes:
-        kind: such as ``Pod``.
+        kind: such as ``Pod``; with its API group behind a dot where two groups have kinds of one name.
         namespace: empty for objects that are in none.
     """
 

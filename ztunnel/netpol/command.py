@@ -213,11 +213,11 @@ async def _source(
     args: argparse.Namespace, stack: contextlib.AsyncExitStack
 ) -> "tuple[ObjectSource, EventSink, Client | None]":
     """Return where objects come from, and where faults of them go: files and lines, or the API server's client."""
-    from ztunnel.netpol.controller import LoggedEvents
+    from ztunnel.policysync.problems import LoggedEvents
 
     if args.objects is not None:
         from ztunnel.kube.files import FileObjects
-        from ztunnel.netpol.objects import KINDS
+        from ztunnel.policysync.objects import KINDS
 
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
@@ -225,7 +225,7 @@ async def _source(
     from ztunnel.kube.client import connect
     from ztunnel.kube.events import EventWriter
     from ztunnel.kube.informer import Informer
-    from ztunnel.netpol.kinds import NODES, SELECTIONS
+    from ztunnel.policysync.kinds import NODES, SELECTIONS
 
     client = await stack.enter_async_context(connect(args.kubeconfig))
     selections = (*SELECTIONS, NODES) if args.node_peers else SELECTIONS
@@ -300,7 +300,7 @@ async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *
     from tproxy.render.text import table_text
     from ztunnel.calico.incremental import Compiler
     from ztunnel.kube.files import FileObjects
-    from ztunnel.netpol.objects import PolicyObjects
+    from ztunnel.policysync.objects import PolicyObjects
 
     objects, compiler = PolicyObjects(nodes=nodes), Compiler()
     synced = False
@@ -323,7 +323,7 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     from ztunnel.calico.incremental import Compiler
     from ztunnel.kube.files import FileObjects
     from ztunnel.netpol.explain import explained
-    from ztunnel.netpol.objects import KINDS, PolicyObjects
+    from ztunnel.policysync.objects import KINDS, PolicyObjects
 
     if not args.objects.is_dir():
         raise ValueError(f"{args.objects} is no folder")

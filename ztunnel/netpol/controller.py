@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tproxy.aio import rtnetlink
 from tproxy.aio.conntrack import forget_flows
@@ -24,8 +23,10 @@ from xds.model.address import IpNetwork
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
-from ztunnel.netpol.objects import PolicyObjects
 from ztunnel.netpol.table import Built, TableBuilder, Unseen, local_endpoints
+from ztunnel.policysync.cluster import Publisher
+from ztunnel.policysync.objects import PolicyObjects
+from ztunnel.policysync.problems import ProblemReports
 from ztunnel.policysync.view import excerpt
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,6 @@ class Counts:
     repaired: int = 0
     ended: int = 0
     last_apply_s: float = 0.0
-
-
-class Publisher(Protocol):
-    """Tells this node's proxies what the policies of its pods are: a server of PolicySync."""
-
-    def publish(self, compiled: Compiled) -> None:
-        """Serve this state from now on; never waits."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,7 +85,7 @@ class Controller:
         netns: where the table is, and whose connections are judged.
         proxies: is given the policies of this node's pods once all objects have been told, and after each change,
             also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
-        nodes: the source tells of Node objects, too; see :class:`~ztunnel.netpol.objects.PolicyObjects`.
+        nodes: the source tells of Node objects, too; see :class:`~ztunnel.policysync.objects.PolicyObjects`.
 
     Attributes:
         synced: every object has been told.
@@ -121,7 +114,7 @@ class Controller:
         self._netns = netns
         builder = TableBuilder(tunnels=tunnels, pod_cidrs=pod_cidrs)
         self._work = _Work(node, builder, PolicyObjects(nodes=nodes))
-        self._reported: dict[ObjectKey, str] = {}
+        self._reports = ProblemReports(events)
         self._unseen: set[Unseen] = set()
         self._failure = ""
         self._judge = False
@@ -161,7 +154,7 @@ class Controller:
             following = group.create_task(self._source.next(), name="netpol source")
             await self._table.in_thread(lambda: self._work.take(changes))
             self.synced = self.synced or changes.synced
-            self._report()
+            self._reports.report(self._work.objects.problems)
         if self.synced and self._proxies is not None and (changed or not done):
             await self._publish(self._proxies)
         foreign = self._table.disturbed.is_set()
@@ -238,16 +231,6 @@ class Controller:
         if len(ended) > 10:
             log.info("connections ended more=%d", len(ended) - 10)
 
-    def _report(self) -> None:
-        """Tell about objects that have become faulty, once for each fault."""
-        problems = self._work.objects.problems
-        for key in self._reported.keys() - problems.keys():
-            del self._reported[key]
-        for key, problem in problems.items():
-            if self._reported.get(key) != str(problem):
-                self._reported[key] = str(problem)
-                self._events.event(key, "PolicyNotApplied", str(problem))
-
     def _report_unseen(self, built: Built) -> None:
         for unseen in built.unseen:
             if unseen not in self._unseen:
@@ -255,21 +238,12 @@ class Controller:
         self._unseen = set(built.unseen)
 
 
-class LoggedEvents:
-    """An :class:`~ztunnel.kube.objects.EventSink` that writes lines, and tells another one, too."""
-
-    def __init__(self, other: EventSink | None = None) -> None:
-        self._other = other
-
-    def event(self, key: ObjectKey, reason: str, message: str) -> None:
-        """Write one warning."""
-        log.warning("%s object=%s: %s", reason, key, message)
-        if self._other is not None:
-            self._other.event(key, reason, message)
-
-
 def _key_of(policy: c.PolicyId) -> ObjectKey:
-    return ObjectKey(policy.kind.removeprefix("Kubernetes"), policy.namespace, policy.name)
+    """Return the object that a policy was made of."""
+    kind = policy.kind.removeprefix("Kubernetes")
+    if policy.kind == "NetworkPolicy":  # Calico's
+        kind = "NetworkPolicy.projectcalico.org"
+    return ObjectKey(kind, policy.namespace, policy.name)
 
 
 def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from ztunnel.calico.resources import Resources
     from ztunnel.http.server import PageServer
-    from ztunnel.policysync.server import PolicySyncServer
+    from ztunnel.policysync.cluster import ClusterPolicies
+    from ztunnel.policysync.server import Binder, PolicySyncServer
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,20 @@ def add_arguments(subparsers: Any) -> None:
     explain.add_argument("--staged", action="store_true", help="as if staged policies were enforced")
     explain.add_argument("--trust-domain", default="cluster.local", metavar="NAME", help="of pods' identities")
     explain.set_defaults(run=explain_command)
-    serve = commands.add_parser("serve", help="serve files to policy servers by PolicySync; edits apply at once")
-    _add_files(serve)
+    serve = commands.add_parser(
+        "serve", help="serve files or a cluster's policies to policy servers by PolicySync; changes apply at once"
+    )
+    serve.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
+    serve.add_argument("--kube", action="store_true", help="follow the API server in place of files")
+    serve.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        help="with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
+    )
+    serve.add_argument(
+        "--node-peers", action="store_true", help="with --kube: follow Nodes, for rules that are about nodes"
+    )
     serve.add_argument("--socket", metavar="PATH", help="for a node's proxy: all its pods")
     serve.add_argument("--prefix", type=Path, metavar="DIR", help="a socket for each pod, DIR/mount/UID/socket")
     serve.add_argument("--node", metavar="NAME", help="only pods of this node")
@@ -153,24 +166,36 @@ def serve_command(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
+    wrong = ""
     if args.socket is None and args.prefix is None:
-        print("ztunnel policy serve: needs --socket or --prefix", file=sys.stderr)
+        wrong = "needs --socket or --prefix"
+    elif args.kube == bool(args.files):
+        wrong = "needs either files or --kube"
+    elif not args.kube and (args.kubeconfig is not None or args.node_peers):
+        wrong = "--kubeconfig and --node-peers are for --kube"
+    if wrong:
+        print(f"ztunnel policy serve: {wrong}", file=sys.stderr)
         return 2
-    resources = _read(args.files)
-    if resources is None:
+    resources = None if args.kube else _read(args.files)
+    if resources is None and not args.kube:
         return 1
+    # Programs with files alone need no API client.
+    known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
+    if args.kube:
+        from ztunnel.kube.errors import KubeError
+
+        known += (KubeError,)
     try:
         asyncio.run(_serve(args, resources))
-    except (ServeError, OSError, ValueError) as error:
+    except known as error:
         print(f"ztunnel policy serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
+async def _serve(args: argparse.Namespace, resources: "Resources | None") -> None:
     from xds.dialects.calico.policysync import PolicyForm
-    from ztunnel.calico import files
-    from ztunnel.calico.compile import Compiled, compile_resources
+    from ztunnel.calico.compile import Compiled
     from ztunnel.policysync.server import NODE_STREAMS, Binder, PolicySyncServer
 
     stop = asyncio.Event()
@@ -181,37 +206,106 @@ async def _serve(args: argparse.Namespace, resources: "Resources") -> None:
         return [key for key in compiled.endpoints if args.node in (None, compiled.nodes.get(key))]
 
     async with PolicySyncServer(PolicyForm(args.form)) as server, AsyncExitStack() as stack:
+        policies: _Files | ClusterPolicies
+        if resources is not None:
+            policies = _Files(args.files, resources, server)
+        else:
+            policies = await _of_cluster(args, server, stack)
         if args.metrics is not None:
-            await stack.enter_async_context(_metrics(args.metrics, server))
-        binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
-        seen = files.states_of(args.files)
-        compiled = compile_resources(resources)
-        server.publish(compiled)
+            await stack.enter_async_context(_metrics(args.metrics, server, policies))
         if args.socket is not None:
             await server.open(args.socket, of_node, streams=NODE_STREAMS)
+        binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
         if binder is not None:
-            await binder.bind(compiled)
+            await binder.bind(policies.compiled)
         log.info("serving PolicySync on %s", ", ".join(server.paths) or "no socket yet")
+        await _follow(policies, binder, stop)
+
+
+async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None", stop: asyncio.Event) -> None:
+    """Follow changes until ``stop`` is set; sockets of pods, and their credentials, are looked for beside that."""
+    from ztunnel.calico import files
+
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(policies.follow(), name="policies")
+        stopping = group.create_task(stop.wait(), name="stop")
         while not stop.is_set():
-            now = files.states_of(args.files)
-            if now != seen:
-                seen = now
-                found = _read(args.files)
-                if found is None:
-                    log.error("policies not usable, the last good ones are served")
-                else:
-                    compiled = compile_resources(found)
-                    server.publish(compiled)
-                    log.info("policies changed, %d are served", len(compiled.policies))
+            # A Binder reads the folder of credentials again each time.
+            limit_s = files.POLL_S if binder is not None else None
+            await asyncio.wait({following, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+                following = group.create_task(policies.follow(), name="policies")
             if binder is not None:
-                await binder.bind(compiled)
-            try:
-                await asyncio.wait_for(stop.wait(), files.POLL_S)
-            except TimeoutError:
-                continue
+                await binder.bind(policies.compiled)
+        following.cancel()
 
 
-def _metrics(text: str, server: "PolicySyncServer") -> "PageServer":
+class _Files:
+    """Files that are served: a change of one is published, one with a fault is reported.
+
+    Attributes:
+        compiled: what is served.
+    """
+
+    def __init__(self, paths: list[Path], resources: "Resources", server: "PolicySyncServer") -> None:
+        from ztunnel.calico import files
+        from ztunnel.calico.compile import compile_resources
+
+        self._paths = paths
+        self._server = server
+        self._seen = files.states_of(paths)
+        self.compiled = compile_resources(resources)
+        self.problems = 0
+        server.publish(self.compiled)
+
+    async def follow(self) -> None:
+        """Wait a moment, and read the files if they have changed."""
+        from ztunnel.calico import files
+        from ztunnel.calico.compile import compile_resources
+
+        await asyncio.sleep(files.POLL_S)
+        now = files.states_of(self._paths)
+        if now == self._seen:
+            return
+        self._seen = now
+        found = _read(self._paths)
+        self.problems = int(found is None)
+        if found is None:
+            log.error("policies not usable, the last good ones are served")
+            return
+        self.compiled = compile_resources(found)
+        self._server.publish(self.compiled)
+        log.info("policies changed, %d are served", len(self.compiled.policies))
+
+
+async def _of_cluster(
+    args: argparse.Namespace, server: "PolicySyncServer", stack: AsyncExitStack
+) -> "ClusterPolicies":
+    """Return the policies of an API server; nothing is served before all objects have been read.
+
+    Raises:
+        BadKubeconfig: before anything is sent.
+    """
+    import socket
+
+    from ztunnel.kube.client import connect
+    from ztunnel.kube.events import EventWriter
+    from ztunnel.kube.informer import Informer
+    from ztunnel.policysync.cluster import ClusterPolicies
+    from ztunnel.policysync.kinds import NODES, SERVED
+    from ztunnel.policysync.problems import LoggedEvents
+
+    client = await stack.enter_async_context(connect(args.kubeconfig))
+    selections = (*SERVED, NODES) if args.node_peers else SERVED
+    informer = await stack.enter_async_context(Informer(client, selections))
+    instance = args.node or socket.gethostname()
+    writer = EventWriter(client, "ztunnel-policy", instance, informer.known)
+    events = LoggedEvents(await stack.enter_async_context(writer))
+    return ClusterPolicies(informer, server, args.node, events, nodes=args.node_peers)
+
+
+def _metrics(text: str, server: "PolicySyncServer", policies: "_Files | ClusterPolicies") -> "PageServer":
     """Return the server of Prometheus pages.
 
     Raises:
@@ -228,7 +322,7 @@ def _metrics(text: str, server: "PolicySyncServer") -> "PageServer":
             return not_found(["/metrics"])
         from ztunnel.http.exposition import page
 
-        return page(families(server), request)
+        return page(families(server, policies.problems), request)
 
     try:
         address = SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")

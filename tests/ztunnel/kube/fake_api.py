@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import jsonpatch
 
 _PATH = re.compile(
-    r"^/apis?/(?:[^/]+/)?(?P<version>v1|v1alpha[12])(?:/namespaces/(?P<namespace>[^/]+))?"
+    r"^/apis?/(?:[^/]+/)?(?P<version>v1|v1alpha[12]|v3)(?:/namespaces/(?P<namespace>[^/]+))?"
     r"/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
 
@@ -176,7 +176,8 @@ class FakeApi:
         found = _PATH.match(split.path)
         if found is None or found["version"] not in self.versions:
             return await self._status(writer, 404, "NotFound", "the server could not find the requested resource")
-        plural = found["plural"]
+        # Two groups have network policies; Calico's are put as "networkpolicies.v3".
+        plural = found["plural"] + (".v3" if found["version"] == "v3" else "")
         if method in ("POST", "PATCH"):
             self.bodies.append(body)
         key = (plural, found["namespace"] or "", found["name"] or "")

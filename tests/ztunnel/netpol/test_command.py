@@ -11,7 +11,7 @@ import pytest
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.netpol import add_arguments
 from ztunnel.netpol.command import DONE, FAILED
-from ztunnel.netpol.kinds import kept_pod
+from ztunnel.policysync.kinds import kept_pod
 
 WAIT_S = 20
 POD: dict[str, Any] = {

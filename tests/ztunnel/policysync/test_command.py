@@ -9,6 +9,7 @@ import pytest
 
 from tests.ztunnel.calico.cluster import PODS, SEED, flow
 from tests.ztunnel.calico.test_follower import following, run, until
+from tests.ztunnel.kube.fake_api import FakeApi
 from xds.model import calico as c
 
 LIMIT_S = 30.0
@@ -98,6 +99,84 @@ def test_explain_answers_by_its_status(args: tuple[str, ...], status: int, files
     done = ztunnel("explain", str(files), *args)
     assert done.returncode == status, done
     assert "Traceback" not in done.stderr
+
+
+def test_serve_follows_a_cluster(tmp_path: Path) -> None:
+    """Kubernetes' and Calico's policies of one name, one that is faulty, and an API server that goes away."""
+    back = c.EndpointId("k8s", "shop/back", "eth0")
+    api = FakeApi()
+    api.versions |= {"v1alpha1", "v1alpha2", "v3"}
+    process: subprocess.Popen[str] | None = None
+
+    async def pod(name: str, address: str, node: str = "n1") -> None:
+        status = {"phase": "Running", "podIPs": [{"ip": address}]}
+        await api.put("pods", "shop", name, labels={"app": name}, spec={"nodeName": node}, status=status)
+
+    async def main() -> None:
+        nonlocal process
+        async with api.serve():
+            await api.put("namespaces", "", "shop")
+            await pod("front", "10.0.0.1")
+            await pod("back", "10.0.0.2")
+            await pod("far", "10.0.0.3", "n2")
+            await api.put("networkpolicies", "shop", "one", spec={"podSelector": {}, "ingress": [{}]})
+            only = {"selector": "app == 'back'", "order": 1, "ingress": [{"action": "Deny"}]}
+            await api.put("networkpolicies.v3", "shop", "one", spec=only)
+            command = ["serve", "--kube", "--kubeconfig", str(api.kubeconfig(tmp_path)), "--node", "n1"]
+            more = ["--socket", f"{tmp_path}/node.sock", "--prefix", str(tmp_path)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ztunnel", "policy", *command, *more], stderr=subprocess.PIPE, text=True
+            )
+            await until((tmp_path / "node.sock").exists)
+            async with following(f"unix:{tmp_path}/node.sock") as follower:
+                await until(lambda: follower.in_sync)
+                store = follower.evaluator.store
+                assert {key.workload for key in store.endpoints} == {"shop/front", "shop/back"}
+                assert {policy.kind for policy in store.policies} == {"KubernetesNetworkPolicy", "NetworkPolicy"}
+                await until((tmp_path / "mount" / "uid-back" / "socket").is_socket)
+                assert not follower.evaluator.check(back, flow()).allowed
+                await api.remove("networkpolicies.v3", "shop", "one")
+                await until(lambda: follower.evaluator.check(back, flow()).allowed)
+                # Faulty from the start: closed. The Event says so where describe shows it.
+                await api.put("networkpolicies.v3", "shop", "bad", spec={"selector": "app ==", "order": 1})
+                await until(lambda: not follower.evaluator.check(back, flow()).allowed)
+                await until(lambda: any(body.get("reason") == "PolicyNotApplied" for body in api.bodies))
+        async with following(f"unix:{tmp_path}/node.sock") as follower:
+            await until(lambda: follower.in_sync)  # the API server is away, and the last policies are served
+            assert not follower.evaluator.check(back, flow()).allowed
+
+    try:
+        run(main)
+    finally:
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=LIMIT_S)[1]
+            print(said)
+    assert process is not None
+    assert process.returncode == 0
+    [event] = [body for body in api.bodies if body.get("reason") == "PolicyNotApplied"]
+    assert event["involvedObject"]["kind"] == "NetworkPolicy"
+    assert event["involvedObject"]["apiVersion"] == "projectcalico.org/v3"
+    assert "closed meanwhile" in event["message"]
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--kube",), "needs --socket or --prefix"),
+        (("--socket", "x"), "needs either files or --kube"),
+        (("--socket", "x", "--kube", "policies.yaml"), "needs either files or --kube"),
+        (("--socket", "x", "policies.yaml", "--node-peers"), "--kubeconfig and --node-peers are for --kube"),
+        (("--socket", "x", "--kube", "--kubeconfig", "/none/config"), "/none/config"),
+    ],
+)
+def test_serve_says_what_it_needs(args: tuple[str, ...], said: str) -> None:
+    done = ztunnel("serve", *args)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("ztunnel policy serve: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_serve_follows_the_files(files: Path) -> None:

@@ -1,10 +1,10 @@
-"""What of an API server's objects network policy needs: the kinds, and of each pod a part. Pure."""
+"""What of an API server's objects policy needs: the kinds, and of each object a part. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 from ztunnel.kube import kinds
-from ztunnel.kube.kinds import Selection
+from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Object
 
 _ANNOTATION: Final = "ambient.istio.io/redirection"
@@ -43,6 +43,27 @@ def kept_node(node: Object) -> Object:
     }
 
 
+def _kept_account(account: Object) -> Object:
+    """Return a service account without its secrets' names."""
+    return {"apiVersion": account.get("apiVersion"), "kind": account.get("kind"), "metadata": _named(account)}
+
+
+def _kept_service(service: Object) -> Object:
+    """Return what rules that name a Service need of it."""
+    spec = service.get("spec") or {}
+    return {
+        "apiVersion": service.get("apiVersion"),
+        "kind": service.get("kind"),
+        "metadata": _named(service),
+        "spec": {key: spec[key] for key in ("selector", "ports") if key in spec},
+    }
+
+
+def _named(item: Object) -> dict[str, Any]:
+    metadata = item.get("metadata") or {}
+    return {key: metadata[key] for key in ("name", "namespace", "labels") if key in metadata}
+
+
 #: The kinds that ``ztunnel netpol run`` follows; deploy/kustomize/netpol has their role.
 SELECTIONS: Final = (
     Selection(kinds.NAMESPACE),
@@ -55,3 +76,27 @@ SELECTIONS: Final = (
 #: Followed with ``--node-peers`` only. Each kubelet writes its whole Node every five minutes if nothing has
 #: happened, and every node that follows them is sent each: of 5,000 nodes that is 17 a second.
 NODES: Final = Selection(kinds.NODE, keep=kept_node)
+
+_CALICO: Final = "projectcalico.org"
+
+
+def _calico(name: str, plural: str, *, namespaced: bool = False, group: str = "") -> Selection:
+    return Selection(Kind(name, f"{_CALICO}/v3", plural, namespaced, group), optional=True)
+
+
+#: The kinds that ``ztunnel policy serve --kube`` follows; deploy/kustomize/policy has their role. Calico's are
+#: there where its API server is, or where its resources are installed as v3.
+SERVED: Final = (
+    *SELECTIONS,
+    Selection(kinds.SERVICE_ACCOUNT, keep=_kept_account),
+    Selection(kinds.SERVICE, keep=_kept_service),
+    _calico("Tier", "tiers"),
+    _calico("GlobalNetworkPolicy", "globalnetworkpolicies"),
+    _calico("NetworkPolicy", "networkpolicies", namespaced=True, group=_CALICO),
+    _calico("StagedGlobalNetworkPolicy", "stagedglobalnetworkpolicies"),
+    _calico("StagedNetworkPolicy", "stagednetworkpolicies", namespaced=True),
+    _calico("StagedKubernetesNetworkPolicy", "stagedkubernetesnetworkpolicies", namespaced=True),
+    _calico("Profile", "profiles"),
+    _calico("NetworkSet", "networksets", namespaced=True),
+    _calico("GlobalNetworkSet", "globalnetworksets"),
+)

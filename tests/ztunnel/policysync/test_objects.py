@@ -4,7 +4,7 @@ from typing import Any
 
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.netpol.objects import PolicyObjects
+from ztunnel.policysync.objects import PolicyObjects
 
 
 def network_policy(spec: dict[str, Any], name: str = "web") -> tuple[ObjectKey, dict[str, Any]]:

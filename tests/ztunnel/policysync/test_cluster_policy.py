@@ -8,14 +8,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ztunnel.netpol.cluster_literal import Connection, End, allowed
+from tests.ztunnel.policysync.cluster_literal import Connection, End, allowed
 from tproxy.packets import Interpreter, Packet
 from ztunnel.calico.incremental import Compiler
 from ztunnel.calico.resources import ApiPolicy
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.explain import explained
-from ztunnel.netpol.objects import PolicyObjects
 from ztunnel.netpol.table import TableBuilder
+from ztunnel.policysync.objects import PolicyObjects
 
 GROUP = "policy.networking.k8s.io"
 VERSIONS = {
