@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -12,16 +13,22 @@ import pytest
 
 from deploy.lab import may_make_namespaces
 from tests.apiserver.server import ApiServer
+from tests.netns.netpol_nodes import FRIEND, VICTIM, Node, passes, until, watched
 from tproxy.aio.netns import Netns
-from tproxy.aio.table import KeptTable
+from tproxy.aio.table import BlockingTable, KeptTable
+from tproxy.packets import Interpreter
 from xds.model import calico as c
+from ztunnel.calico.compile import Compiled
+from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
-from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
+from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD, Selection
+from ztunnel.kube.objects import Object, ObjectKey
 from ztunnel.netpol.controller import Controller
 from ztunnel.netpol.table import TABLE
 from ztunnel.policysync.kinds import SELECTIONS
+from ztunnel.policysync.objects import PolicyObjects
 
 pytestmark = [
     pytest.mark.netns,
@@ -101,4 +108,87 @@ def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
         try:
             asyncio.run(main(netns))
         finally:
+            netns.remove_name()
+
+
+async def compiled(client: Client) -> Compiled:
+    """What the API server's objects mean, from nothing."""
+    objects: dict[ObjectKey, Object | None] = {}
+    for kind in (NAMESPACE, POD, NETWORK_POLICY):
+        for item in (await client.list_page(Selection(kind), limit=5000)).items:
+            key = ObjectKey(kind.name, item["metadata"].get("namespace", ""), item["metadata"]["name"])
+            objects[key] = {**item, "apiVersion": kind.api_version, "kind": kind.name}
+    compiler = Compiler()
+    compiler.apply(PolicyObjects().changes(objects))
+    return compiler.compiled
+
+
+async def running_pod(client: Client, space: str, name: str, address: str, app: str) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": app}},
+        "spec": {"nodeName": "outage", "containers": [{"name": "app", "image": "app"}]},
+    }
+    await client.create(POD, space, body)
+    status = {"status": {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}}
+    await client.merge_patch(POD, space, name, status, subresource="status")
+
+
+async def only(client: Client, space: str, name: str, app: str) -> None:
+    body = policy(name, {"from": [{"podSelector": {"matchLabels": {"app": app}}}]})
+    body["spec"]["podSelector"] = {"matchLabels": {"app": "victim"}}
+    await client.create(NETWORK_POLICY, space, body)
+
+
+def test_controllers_that_missed_history_catch_up_and_open_nothing(cluster: ApiServer) -> None:
+    """Two stand still while the API restarts, objects change and etcd compacts; then the owner is killed."""
+
+    async def main(netns: Netns, node: Node) -> None:
+        loop = asyncio.get_running_loop()
+        async with connect(cluster.kubeconfig()) as client:
+            space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "outage"}}
+            await client.create(NAMESPACE, "", space)
+            await running_pod(client, "outage", "victim", VICTIM, "victim")
+            await running_pod(client, "outage", "friend", FRIEND, "friend")
+            await only(client, "outage", "allow-0", "friend")
+            node.start()
+            wanted = await compiled(client)
+            await until(lambda: node.is_as(wanted))
+            node.start()
+            async with watched(netns) as watch:
+                for process in node.running:
+                    process.send_signal(signal.SIGSTOP)
+                await loop.run_in_executor(None, cluster.stop_api)
+                await loop.run_in_executor(None, cluster.start_api)
+                # The friend goes, a stranger gets its address, and another policy replaces the one before.
+                await client.delete(POD, "outage", "friend", grace_s=0)
+                await running_pod(client, "outage", "heir", FRIEND, "stranger")
+                await running_pod(client, "outage", "friend-1", "10.0.8.1", "friend")
+                await only(client, "outage", "allow-1", "friend")
+                await client.delete(NETWORK_POLICY, "outage", "allow-0")
+                newest = (await client.list_page(Selection(POD))).resource_version
+                await loop.run_in_executor(None, cluster.compact, newest)
+                await watch.more()
+                wanted = await compiled(client)
+                assert not node.is_as(wanted)
+                node.kill()
+                for process in node.running:
+                    process.send_signal(signal.SIGCONT)
+                node.start()
+                await until(lambda: node.is_as(wanted))
+            assert watch.opened == 0
+            with contextlib.closing(BlockingTable(TABLE, netns)) as table:
+                found = table.read()
+            assert found is not None
+            assert passes(Interpreter(found), "10.0.8.1")
+            assert not passes(Interpreter(found), FRIEND)
+
+    with Netns.create(f"pt-{os.getpid()}-away") as netns:
+        node = Node(netns, cluster.kubeconfig(), "outage")
+        try:
+            asyncio.run(main(netns, node))
+        finally:
+            while node.running:
+                node.kill()
             netns.remove_name()
