@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_interface
 from typing import Any, Self
@@ -99,9 +100,11 @@ class Cluster:
 
     Attributes:
         tunnels: the tables let tunnels of captured pods through.
+        through: takes the objects of a step and returns them as they come out of an API server.
     """
 
     tunnels = False
+    through: Callable[[dict[ObjectKey, Any]], dict[ObjectKey, Any]] | None = None
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -244,6 +247,8 @@ class Cluster:
 
     def apply(self, objects: dict[ObjectKey, Any]) -> int:
         """Make these the only objects, and return how many steps the nodes took."""
+        if self.through is not None:
+            objects = self.through(objects)
         gone = dict.fromkeys(self.objects.known() - objects.keys())
         self.compiler.apply(self.objects.changes({**gone, **objects}))
         steps = 0
