@@ -92,6 +92,22 @@ def test_every_version_of_the_service_answers(method: str, tmp_path: Path) -> No
     run(main)
 
 
+@pytest.mark.parametrize("method", CHECK_METHODS)
+def test_a_request_of_any_version_may_lack_everything(method: str, tmp_path: Path) -> None:
+    """A network filter asks about a connection: what is absent is not an empty method, which would not match."""
+    connection, empty = CheckRequest(), CheckRequest()
+    connection.attributes.destination.address.socket_address.address = "10.0.0.2"
+    empty.attributes.request.http.SetInParent()
+
+    async def main() -> None:
+        async with serving(tmp_path, Snapshot(2)) as (_, channel):
+            for message, code in ((CheckRequest(), 0), (connection, 0), (empty, 7)):
+                answer = await channel.unary(method, message.SerializeToString(), timeout_s=5)
+                assert decode_response(answer)[0] == code
+
+    run(main)
+
+
 def test_the_socket_is_open_to_other_users_from_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, Snapshot(2)):

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
+README = Path(__file__).with_name("README.md").read_text()
 
 
 def test_every_test_that_is_named_is_there() -> None:
-    named = set(re.findall(r"`(test_\w+)`", Path(__file__).with_name("README.md").read_text()))
+    named = set(re.findall(r"`(test_\w+)`", README))
     folders = (
         *("ztunnel/calico", "ztunnel/policysync", "ztunnel/authz", "ztunnel/istio", "ztunnel/envoy", "netns"),
         *("xds/dialects/calico", "xds/model"),
@@ -20,3 +21,8 @@ def test_every_test_that_is_named_is_there() -> None:
     }
     assert named - written == set()
     assert len(named) > 40
+
+
+def test_every_defect_has_a_test() -> None:
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| `test_\w+`", README, re.MULTILINE)
+    assert list(map(int, rows)) == list(range(1, 13))
