@@ -6,13 +6,18 @@ and once with the big store, with answers kept and with each flow a new one. Cal
 store are of one core of another machine: 17.5 ms an evaluation until July 2026, 3.7 ms then, 0.36 ms proposed
 (projectcalico/calico#13267).
 
+Where Go is, a server of 30 lines on grpc-go that judges nothing (``ext_authz_go``) is built and asked by the same
+client: what the transport allows there, and what this client can ask for. Its figure is a ceiling, no rival's.
+
 Environment: ``QUICK=1`` (a tenth of the time), ``JSON=file``.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,7 +68,7 @@ def main() -> None:
         print(json.dumps(asyncio.run(_client(args.client, args.seconds, vary=args.vary))))
         return
     print(f"\n{date.today()}, {version()}\n")
-    rows = [*_evaluation(args.seconds), *asyncio.run(_server(args.seconds))]
+    rows = [*_evaluation(args.seconds), *asyncio.run(_server(args.seconds)), *asyncio.run(_go(args.seconds))]
     for case, value, unit in rows:
         print(f"{case:<58} {value:>12,.1f} {unit}")
     if path := os.environ.get("JSON"):
@@ -146,25 +151,66 @@ async def _server(seconds: float) -> list[tuple[str, float, str]]:
                     assert process.stderr is not None
                     while b"in sync" not in await process.stderr.readline():
                         pass
-                    client = await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", "bench.authz", "--client", f"{folder}/authz"),
-                        *("--seconds", str(seconds), *(["--vary"] if vary else [])),
-                        stdout=subprocess.PIPE,
-                    )
-                    out, _ = await client.communicate()
-                    found = json.loads(out)
-                    stat = Path(f"/proc/{process.pid}/status").read_text()
+                    found = await _asked(f"{folder}/authz", seconds, vary=vary)
+                    rss = _rss_of(process.pid)
                 finally:
                     process.kill()
                     await process.wait()
-            rss = int(stat.partition("VmRSS:")[2].split()[0]) / 1024
-            rows += [
-                (f"checks, {name}, {IN_FLIGHT} in flight", found["rate"], "/s"),
-                ("  p50", found["p50"] * 1e3, "ms"),
-                ("  p99", found["p99"] * 1e3, "ms"),
-                ("  RSS of the server", rss, "MiB"),
-            ]
+            rows += _rows(name, found, rss)
     return rows
+
+
+async def _go(seconds: float) -> list[tuple[str, float, str]]:
+    """Ask a server on grpc-go that judges nothing; nothing is returned where it cannot be built."""
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if go is None:
+        print("no Go here: the ceiling of the transport is not measured")
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).with_name("ext_authz_go")
+        build = [go, "build", "-mod=readonly", "-trimpath", "-o", f"{folder}/server", "."]
+        made = subprocess.run(build, cwd=source, capture_output=True, text=True, check=False)
+        if made.returncode:
+            print(f"the ceiling of the transport is not measured: {made.stderr.strip().splitlines()[-1]}")
+            return []
+        process = await asyncio.create_subprocess_exec(
+            f"{folder}/server", f"{folder}/authz", stderr=subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            await process.stderr.readline()
+            found = await _asked(f"{folder}/authz", seconds, vary=False)
+            return _rows("grpc-go that judges nothing", found, _rss_of(process.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _asked(path: str, seconds: float, *, vary: bool) -> dict[str, float]:
+    """Return the figures of a client process."""
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.authz", "--client", path),
+        *("--seconds", str(seconds), *(["--vary"] if vary else [])),
+        stdout=subprocess.PIPE,
+    )
+    out, _ = await client.communicate()
+    found: dict[str, float] = json.loads(out)
+    return found
+
+
+def _rss_of(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def _rows(name: str, found: dict[str, float], rss: float) -> list[tuple[str, float, str]]:
+    return [
+        (f"checks, {name}, {IN_FLIGHT} in flight", found["rate"], "/s"),
+        ("  p50", found["p50"] * 1e3, "ms"),
+        ("  p99", found["p99"] * 1e3, "ms"),
+        ("  RSS of the server", rss, "MiB"),
+    ]
 
 
 def _felix(messages: list[bytes]) -> Route:
