@@ -294,6 +294,8 @@ class Flow:
         source_labels: labels that came with the request; those of the service account override them.
         method: of the request; None if there is no HTTP, which is not the empty method.
         path: of the request, raw, with its query; None likewise.
+        requests_left_to: who judges the requests of this connection by the same policies, such as a waypoint in
+            front of which it is judged; empty if nobody is known to.
     """
 
     source_ip: str | None = None
@@ -307,6 +309,7 @@ class Flow:
     destination_labels: tuple[tuple[str, str], ...] = ()
     method: str | None = None
     path: str | None = None
+    requests_left_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

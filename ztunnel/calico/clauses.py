@@ -7,6 +7,7 @@ side, so there it ends the evaluation (:class:`~ztunnel.calico.verdict.Undecidab
 Where only connections are judged (``connections_only``), a rule must never open more than it does where requests
 are: a rule that allows and has an HTTP clause does not match, and a client without an identity does not satisfy a
 rule that allows by identity. Calico lets IP sets decide there, for permissive mTLS; rules that deny still do.
+In front of a waypoint that judges requests by these policies the HTTP clause of such a rule is left to it.
 """
 
 from collections.abc import Callable, Iterable
@@ -111,6 +112,9 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
         return None
 
     def allows(facts: Facts) -> bool:
+        if facts.left_to:
+            facts.left = place
+            return True
         if facts.unseen is None:
             facts.unseen = place
         return False

@@ -471,4 +471,5 @@ def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
         flow.protocol,
         flow.source_principal,
         flow.destination_principal,
+        flow.requests_left_to,
     )

@@ -94,6 +94,11 @@ class Decision:
         return self.verdict.allowed
 
     @property
+    def left(self) -> str:
+        """The rule whose HTTP clause was left to a waypoint, and to which; empty if none was."""
+        return self.verdict.message if self.verdict.allowed else ""
+
+    @property
     def fields(self) -> tuple[tuple[str, str], ...]:
         """The rule that decided, as fields of an access line; none if it is no rule."""
         rule = self.verdict.rule
@@ -107,7 +112,12 @@ class Decision:
 
 
 def connection(
-    source: SocketAddress, destination: SocketAddress, source_principal: str, destination_principal: str
+    source: SocketAddress,
+    destination: SocketAddress,
+    source_principal: str,
+    destination_principal: str,
+    *,
+    requests_left_to: str = "",
 ) -> c.Flow:
     """Return what is judged of a TCP connection. Principals are SPIFFE ids, empty for plain text."""
     return c.Flow(
@@ -117,6 +127,7 @@ def connection(
         destination_port=destination.port,
         source_principal=source_principal,
         destination_principal=destination_principal,
+        requests_left_to=requests_left_to,
     )
 
 

@@ -62,6 +62,7 @@ class LivePolicies:
         clock: for counters.
         hits: where decisions are counted.
         allow_unknown: see :mod:`ztunnel.calico.guard`.
+        http_waypoints: see :class:`~ztunnel.calico.settings.PolicySettings`.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class LivePolicies:
         *,
         hits: Hits | None = None,
         allow_unknown: bool = False,
+        http_waypoints: frozenset[str] = frozenset(),
     ) -> None:
+        self.http_waypoints = http_waypoints
         self._changed = asyncio.Event()
         self.source = source(self._changed.set)
         self.guard = Guard(lambda: self.source.evaluator, clock.wall, hits=hits, allow_unknown=allow_unknown)

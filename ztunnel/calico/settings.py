@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Variables of both dialects.
 DIRECTORY, SYNC, UNKNOWN_PODS = "CALICO_POLICY_DIR", "POLICY_SYNC", "CALICO_UNKNOWN_PODS"
+#: Of Istio's dialect only: in Envoy's nothing says that a waypoint is one.
+HTTP_WAYPOINTS = "CALICO_HTTP_WAYPOINTS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +25,19 @@ class PolicySettings:
         directory: a folder of YAML files, or one file; empty if ``sync`` is given.
         sync: the PolicySync server of the node, as gRPC spells it.
         allow_unknown: see :mod:`ztunnel.calico.guard`.
+        http_waypoints: waypoints that judge requests by the same policies, ``namespace/account`` each. A rule that
+            allows by HTTP allows connections to them, and nowhere else.
     """
 
     directory: str = ""
     sync: str = ""
     allow_unknown: bool = False
+    http_waypoints: frozenset[str] = frozenset()
 
 
-def policy_settings(directory: str, sync: str, unknown_pods: str) -> PolicySettings | None:
+def policy_settings(
+    directory: str, sync: str, unknown_pods: str, http_waypoints: frozenset[str] = frozenset()
+) -> PolicySettings | None:
     """Return the settings that three texts describe, empty ones for what is not given; None without a source.
 
     Raises:
@@ -40,9 +47,27 @@ def policy_settings(directory: str, sync: str, unknown_pods: str) -> PolicySetti
         raise ValueError(f"{DIRECTORY} and {SYNC} exclude each other")
     if unknown_pods and not (directory or sync):
         raise ValueError(f"{UNKNOWN_PODS} needs {DIRECTORY} or {SYNC}")
+    if http_waypoints and not (directory or sync):
+        raise ValueError(f"{HTTP_WAYPOINTS} needs {DIRECTORY} or {SYNC}")
     if not (directory or sync):
         return None
-    return PolicySettings(directory=directory, sync=sync, allow_unknown=unknown_pods == "allow")
+    return PolicySettings(
+        directory=directory, sync=sync, allow_unknown=unknown_pods == "allow", http_waypoints=http_waypoints
+    )
+
+
+def waypoints(text: str) -> frozenset[str]:
+    """Return a list of service accounts, ``namespace/name`` separated by commas.
+
+    Raises:
+        ValueError: one is none.
+    """
+    found = frozenset(filter(None, (part.strip() for part in text.split(","))))
+    for each in found:
+        namespace, _, name = each.partition("/")
+        if not namespace or not name or "/" in name:
+            raise ValueError(f"{each!r} is no namespace/account")
+    return found
 
 
 def sync_target(text: str) -> str:
@@ -99,6 +124,7 @@ def live_policies(
             clock,
             hits=hits,
             allow_unknown=settings.allow_unknown,
+            http_waypoints=settings.http_waypoints,
         )
     from ztunnel.calico.follower import Follower
 
@@ -107,4 +133,5 @@ def live_policies(
         clock,
         hits=hits,
         allow_unknown=settings.allow_unknown,
+        http_waypoints=settings.http_waypoints,
     )

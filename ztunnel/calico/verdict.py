@@ -51,7 +51,8 @@ class Verdict:
     """The answer about one flow; only ``Code.OK`` allows it.
 
     Attributes:
-        message: why, for codes other than OK; names the rule or what is missing.
+        message: why, for codes other than OK; names the rule or what is missing. For OK empty, or the rule whose
+            HTTP clause was left to a waypoint, and that one's name.
         rule: the rule that decided, or None if no rule could.
     """
 
@@ -177,9 +178,23 @@ class Facts:
         read_http: whether a clause has read method or path, so that the answer holds for this request only.
         unseen: the first rule that would allow some requests of this connection, where only the connection is
             judged.
+        left_to: who judges the requests of this connection; empty if nobody is known to.
+        left: the rule that matched because its HTTP clause is left to them.
     """
 
-    __slots__ = ("_path", "destination", "ip_sets", "method", "path", "protocol", "read_http", "source", "unseen")
+    __slots__ = (
+        "_path",
+        "destination",
+        "ip_sets",
+        "left",
+        "left_to",
+        "method",
+        "path",
+        "protocol",
+        "read_http",
+        "source",
+        "unseen",
+    )
 
     def __init__(self, store: Store, flow: c.Flow, source: Identity, destination: Identity) -> None:
         protocol = flow.protocol
@@ -193,6 +208,8 @@ class Facts:
         self.path = flow.path
         self.read_http = False
         self.unseen: RuleRef | None = None
+        self.left_to = flow.requests_left_to
+        self.left: RuleRef | None = None
         self._path: bytes | bool | None = False  # False: not yet computed
 
     @property
@@ -205,11 +222,13 @@ class Facts:
 
 
 def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
-    """Return a verdict whose message names the rule that asked for HTTP, if it denies and there is one.
+    """Return a verdict whose message names the rule that asked for HTTP, if there is one.
 
     Evaluators and walks of connections call it last: without it nobody could tell a policy that is about requests
-    from one that does not mean this client.
+    from one that does not mean this client. Of an allow it says to what the requests were left.
     """
+    if facts.left is not None and verdict.allowed:
+        return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)
     if facts.unseen is None or verdict.code is not Code.PERMISSION_DENIED:
         return verdict
     reason = f"{verdict.message}; {facts.unseen} allows HTTP requests, which are not seen here"

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 from ztunnel.calico.settings import (
     DIRECTORY,
+    HTTP_WAYPOINTS,
     SYNC,
     UNKNOWN_PODS,
     PolicySettings,
     policy_settings,
     sync_target,
     unknown_pods,
+    waypoints,
 )
 from ztunnel.istio.app_probes import LEGACY_LOCALHOST, VARIABLE, AppProbe, parse_probers
 from ztunnel.istio.certificates.credentials import Endpoint
@@ -419,8 +421,10 @@ def _policies(seen: _Environment) -> PolicySettings | None:
     directory = seen.text(DIRECTORY)
     sync = seen.get(SYNC, lambda text: text and sync_target(text), "")
     unknown = seen.get(UNKNOWN_PODS, unknown_pods, "")
+    none: frozenset[str] = frozenset()
+    judging = seen.get(HTTP_WAYPOINTS, waypoints, none)
     try:
-        return policy_settings(directory, sync, unknown)
+        return policy_settings(directory, sync, unknown, judging)
     except ValueError as error:
         seen.faults.append(str(error))
         return None

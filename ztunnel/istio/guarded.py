@@ -104,9 +104,10 @@ class GuardedOutbound(Outbound):
             self._judged.pop(entry, None)
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
-        flow = _outbound_flow(call, route, target)
+        flow = _outbound_flow(call, route, target, self._calico.http_waypoints)
         decision = await self._calico.admit(c.Direction.EGRESS, flow)
         call.entry.record.dry_run = decision.staged
+        call.entry.record.http_left = decision.left
         if not decision.allowed:
             raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
         self._judged[call.entry] = flow
@@ -152,7 +153,7 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 
 
-def _outbound_flow(call: PodCall, route: Route, target: SocketAddress) -> c.Flow:
+def _outbound_flow(call: PodCall, route: Route, target: SocketAddress, http_waypoints: frozenset[str]) -> c.Flow:
     own = str(call.labels.workload.identity)
     match route:
         case Direct():
@@ -160,6 +161,16 @@ def _outbound_flow(call: PodCall, route: Route, target: SocketAddress) -> c.Flow
         case Tunnel() | DoubleTunnel():
             port = int(route.authority.rpartition(":")[2])
             there = SocketAddress(target.host, port)
-            return connection(call.entry.record.source, there, own, str(route.workload.identity))
+            identity = route.workload.identity
+            # The tunnel proves the identity: nothing else can take the waypoint's place.
+            waypoint = f"{identity.namespace}/{identity.service_account}"
+            judging = isinstance(route, Tunnel) and route.waypoint and waypoint in http_waypoints
+            return connection(
+                call.entry.record.source,
+                there,
+                own,
+                str(identity),
+                requests_left_to=f"waypoint {waypoint}" if judging else "",
+            )
         case _:
             assert_never(route)

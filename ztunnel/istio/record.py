@@ -62,6 +62,7 @@ class Record:
         source_labels, destination_labels: how metrics and logs name the two sides.
         source_identity, destination_identity: proven by the peer or, on our side, our own.
         dry_run: what dry-run policies would have decided, if not as the others.
+        http_left: the rule of a policy that is about requests, and the waypoint to which these were left.
         counts: bytes moved, from the side that asked to the one that answers and back.
     """
 
@@ -77,6 +78,7 @@ class Record:
         "direction",
         "dry_run",
         "hbone_authority",
+        "http_left",
         "secured",
         "service",
         "source",
@@ -110,6 +112,7 @@ class Record:
         self.service: Service | None = None
         self.secured = False
         self.dry_run = ""
+        self.http_left = ""
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
 
@@ -179,6 +182,8 @@ class Record:
         fields += (("bytes_sent", sent), ("bytes_recv", received))
         if self.dry_run:
             fields.append(("policy.dry_run", self.dry_run))
+        if self.http_left:
+            fields.append(("policy.http", self.http_left))
         fields.append(("duration", f"{int((now_s - self.started_s) * 1000)}ms"))
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))

@@ -613,6 +613,20 @@ def test_a_connection_is_not_allowed_by_a_rule_about_requests_and_the_message_na
     assert connection({}).allowed
 
 
+@pytest.mark.parametrize("action", [c.Action.ALLOW, c.Action.DENY, c.Action.PASS])
+def test_only_a_rule_that_allows_leaves_its_requests_to_a_waypoint(action: c.Action) -> None:
+    found = Evaluator(Store(), connections_only=True)
+    rules = policy(ONE, c.Rule(action, http=c.HttpMatch(("GET",))))
+    for update in (rules, c.EndpointUpdate(POD, c.Endpoint("", (), (tier(ONE),))), c.InSync()):
+        found.apply(update)
+    alone = found.check(POD, FLOW)
+    left = found.check(POD, replace(FLOW, requests_left_to="waypoint a/b"))
+    assert not alone.allowed
+    assert left.allowed is (action is c.Action.ALLOW)
+    assert ("left to waypoint a/b" in left.message) is left.allowed
+    assert found.check(POD, FLOW) == alone
+
+
 def test_of_rules_that_may_not_have_http_a_denial_denies_and_another_is_an_error() -> None:
     assert connection(HTTP_GET, c.Action.DENY).rule == RuleRef("default", ONE, 0)
     verdict = connection(HTTP_GET, c.Action.PASS)

@@ -349,6 +349,8 @@ def test_sources_of_calicos_policies() -> None:
     assert config({"CALICO_POLICY_DIR": "/p"}).policies == PolicySettings(directory="/p")
     found = config({"POLICY_SYNC": "unix:///run/node", "CALICO_UNKNOWN_PODS": "allow"}).policies
     assert found == PolicySettings(sync="unix:/run/node", allow_unknown=True)
+    found = config({"CALICO_POLICY_DIR": "/p", "CALICO_HTTP_WAYPOINTS": "shop/waypoint, a/b"}).policies
+    assert found == PolicySettings(directory="/p", http_waypoints=frozenset({"shop/waypoint", "a/b"}))
 
 
 @pytest.mark.parametrize(
@@ -362,6 +364,11 @@ def test_sources_of_calicos_policies() -> None:
         (
             {"POLICY_SYNC": "/s", "CALICO_UNKNOWN_PODS": "yes"},
             "invalid env var CALICO_UNKNOWN_PODS=yes (must be deny or allow)",
+        ),
+        ({"CALICO_HTTP_WAYPOINTS": "a/b"}, "CALICO_HTTP_WAYPOINTS needs CALICO_POLICY_DIR or POLICY_SYNC"),
+        (
+            {"POLICY_SYNC": "/s", "CALICO_HTTP_WAYPOINTS": "waypoint"},
+            "invalid env var CALICO_HTTP_WAYPOINTS=waypoint ('waypoint' is no namespace/account)",
         ),
         ({"POLICY_SYNC": "unix:"}, "invalid env var POLICY_SYNC=unix: ('unix:' has no path)"),
     ],

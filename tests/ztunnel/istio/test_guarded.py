@@ -9,6 +9,7 @@ import pytest
 
 from hbone.aio.connection import Connection
 from tests.ztunnel.istio.inbound_case import ALLOW, APP, DENY, GATED, NEAR, POD, Through, fields, refused
+from tests.ztunnel.istio.outbound_case import BY_ADDRESS, WAYPOINT_HOST, waypoint
 from tests.ztunnel.istio.pods import (
     APP_PORT,
     CLIENT,
@@ -28,6 +29,7 @@ from tests.ztunnel.istio.pods import (
 from xds.model import calico as c
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.live import GRACE_S, LivePolicies
+from ztunnel.calico.settings import waypoints
 from ztunnel.calico.store import Store
 from ztunnel.istio.config import PodName
 from ztunnel.istio.guarded import GuardedInbound, GuardedOutbound
@@ -83,9 +85,11 @@ class Guarded(Cluster):
     policies: LivePolicies
 
 
-def run(folder: Path, body: Callable[[Guarded], Awaitable[None]], loop: str = "virtual") -> None:
+def run(
+    folder: Path, body: Callable[[Guarded], Awaitable[None]], loop: str = "virtual", *, http_waypoints: str = ""
+) -> None:
     async def with_policies(made: Cluster) -> None:
-        policies = LivePolicies(Handed, LoopClock())
+        policies = LivePolicies(Handed, LoopClock(), http_waypoints=waypoints(http_waypoints))
         made.node.policies = policies
         made.__class__ = Guarded
         assert isinstance(made, Guarded)
@@ -314,6 +318,36 @@ def test_the_endpoint_that_is_drawn_is_judged_with_the_ports_of_the_application(
         assert made.closed() == {"-": 1, "DENY": 1}
 
     run(tmp_path, body)
+
+
+ABOUT_HTTP = c.Rule(c.Action.ALLOW, http=c.HttpMatch(("GET",)))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_requests_are_left_to_a_waypoint_that_is_known_to_judge_them(tmp_path: Path, known: bool) -> None:
+    """In front of it, and only there, a rule that allows by HTTP allows a connection; the line names both."""
+
+    async def body(made: Guarded) -> None:
+        await made.start(NEAR)
+        made.mesh.apply([shop(waypoint=BY_ADDRESS), endpoint("server", SERVER, node=ELSEWHERE), waypoint()])
+        made.peer("waypoint", WAYPOINT_HOST)
+        made.handed.apply(outbound(ABOUT_HTTP))
+        assert await made.dial("127.1.0.1:80").ask() == (b"ping" if known else b"")
+        line = await made.line()
+        if not known:
+            assert (
+                "default|GlobalNetworkPolicy/out|rule 0 allows HTTP requests, which are not seen" in line["error"]
+            )
+            return
+        said = "default|GlobalNetworkPolicy/out|rule 0 is about HTTP, left to waypoint default/waypoint"
+        assert line["policy.http"] == said
+        # Elsewhere the rule allows nothing, also after an answer about the waypoint has been kept.
+        made.mesh.apply([shop(), endpoint("server", OTHER, node=ELSEWHERE)])
+        made.peer("server", OTHER)
+        assert await made.dial("127.1.0.1:80").ask() == b""
+        assert "allows HTTP requests" in (await made.line(2))["error"]
+
+    run(tmp_path, body, http_waypoints="default/waypoint" if known else "default/other")
 
 
 def test_plain_destinations_have_no_identity(tmp_path: Path) -> None:
