@@ -60,6 +60,12 @@ def add_arguments(subparsers: Any) -> None:
         metavar="NAMESPACE/NAME",
         help="of node proxies, which get certificates of their node's pods (default istio-system/ztunnel)",
     )
+    parser.add_argument(
+        "--policy-sync",
+        type=Path,
+        metavar="DIR",
+        help="serve the file's calico section by PolicySync, on DIR/NODE.sock for each node's proxy (POLICY_SYNC)",
+    )
     parser.add_argument("--check", action="store_true", help="only read the mesh file and list its faults")
     parser.set_defaults(run=run)
 
@@ -132,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 log_json=args.json_log,
                 tls_hosts=args.tls_host or (),
                 reviews=reviews,
+                policy_folder=args.policy_sync,
             )
             task = asyncio.current_task()
             assert task is not None

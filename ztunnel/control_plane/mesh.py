@@ -16,6 +16,7 @@
         hbone: false                      # true: terminates tunnels itself
         workload: productpage             # for baggage; default: the pod's name
         version: v1
+        labels: {app: productpage}        # for the selectors of calico's policies
     services:
       reviews:
         addresses: [10.96.183.192]
@@ -31,17 +32,24 @@
         rules:
         - from: {principals: [...], namespaces: [...], ip_blocks: [...]}
           to: {ports: [9080]}
+    calico:                               # resources as in files of policies; with --policy-sync
+    - apiVersion: projectcalico.org/v3
+      kind: GlobalNetworkPolicy
+      metadata: {name: reviews}
+      spec: {selector: app == 'reviews', ingress: [{action: Allow, source: {selector: app == 'productpage'}}]}
 
 Names without a namespace are in ``default``. Every fault is reported with its place, all of them together.
 """
 
 import ipaddress
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xds.model.address import IpNetwork, canonical
 from xds.model.identity import SpiffeId
+from ztunnel.calico.read import read_object
+from ztunnel.calico.resources import Resources
 from ztunnel.runtime.config_reader import ConfigReader, Faults
 
 
@@ -62,6 +70,7 @@ class Pod:
     hbone: bool
     workload: str
     version: str
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -149,6 +158,7 @@ class Mesh:
     services: tuple[Service, ...]
     waypoints: tuple[Waypoint, ...]
     policies: tuple[Policy, ...]
+    calico: Resources = field(default_factory=Resources)
 
     def on(self, node: str) -> list[Pod]:
         """Pods of a node that are in the mesh."""
@@ -168,7 +178,7 @@ def parse_mesh(text: str) -> Mesh:
     return mesh
 
 
-_KEYS = ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "waypoints", "policies")
+_KEYS = ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "waypoints", "policies", "calico")
 
 
 class _Reader(ConfigReader):
@@ -205,11 +215,34 @@ class _Reader(ConfigReader):
             services=tuple(services),
             waypoints=tuple(waypoints),
             policies=tuple(policies),
+            calico=self.calico(top),
         )
+
+    def calico(self, top: Mapping[str, Any]) -> Resources:
+        """Read policies, and labels of namespaces and accounts; pods are the file's own."""
+        found = Resources()
+        for index, document in enumerate(self.items(top, "calico", "file")):
+            place = f"calico[{index}]"
+            if not isinstance(document, Mapping):
+                self.fault(place, f"must be a resource, not {document!r}")
+                continue
+            if document.get("kind") == "Pod":
+                self.fault(place, "pods are those of the file, with their labels")
+                continue
+            read, faults = read_object(document)
+            for fault in faults:
+                self.fault(place, fault)
+            for part in fields(Resources):
+                table = getattr(found, part.name)
+                for key, value in getattr(read, part.name).items():
+                    if key in table:
+                        self.fault(place, f"{document.get('kind')} {key} is there twice")
+                    table[key] = value
+        return found
 
     def pod(self, name: str, value: object, domain: str, nodes: tuple[str, ...]) -> Pod | None:
         place = f"pods.{name}"
-        known = ("node", "addresses", "service_account", "mesh", "hbone", "workload", "version")
+        known = ("node", "addresses", "service_account", "mesh", "hbone", "workload", "version", "labels")
         entry = self.mapping(value, place, known)
         namespace, short = _split(name)
         node = self.text(entry, "node", place, "")
@@ -230,6 +263,10 @@ class _Reader(ConfigReader):
             hbone=self.flag(entry, "hbone", place, default=False),
             workload=self.text(entry, "workload", place, short),
             version=self.text(entry, "version", place, "latest"),
+            labels={
+                str(key): str(label)
+                for key, label in self.mapping(entry.get("labels"), f"{place}.labels", None).items()
+            },
         )
 
     def unique_names(self, section: object, place: str) -> None:

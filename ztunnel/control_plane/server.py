@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import grpc
 from google.protobuf.message import Message
 
-from xds.aio.grpc_server import server_tls
+from xds.aio.grpc_server import ServeError, server_tls
 from xds.aio.server import SnapshotServer
+from xds.model.calico import EndpointId
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 from xds.proto import registry
@@ -24,13 +27,16 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.istio.workload.workload_pb2 import Address
 from xds.protocol.snapshot import Answered, Snapshot
+from ztunnel.calico.compile import Compiled, compile_resources
 from ztunnel.control_plane.accounts import NODE_ACCOUNTS
 from ztunnel.control_plane.generate import Flavour, NodeConfig
 from ztunnel.control_plane.istio import METHOD, Registrar, is_node_proxy, node_name
 from ztunnel.control_plane.mesh import Mesh, MeshFaults, parse_mesh
+from ztunnel.control_plane.policies import policy_resources
 from ztunnel.control_plane.token_review import Api, KubeRegistrar
 from ztunnel.control_plane.workloads import WorkloadConfig
 from ztunnel.identity import authority as ca
+from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,44 @@ class Reviews:
     api: Api
     audience: str = "istio-ca"
     node_accounts: Sequence[str] = NODE_ACCOUNTS
+
+
+class NodePolicies:
+    """Serves the policies of a mesh by PolicySync, on a socket for each node; ``async with`` ends them.
+
+    Args:
+        folder: of the sockets; who may enter it may read the policies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._server = PolicySyncServer()
+
+    async def __aenter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._server.__aexit__(*exception)
+
+    async def publish(self, mesh: Mesh) -> None:
+        """Serve another mesh; nodes that it has not lose their sockets.
+
+        Raises:
+            ServeError: the socket of a node cannot be served.
+        """
+        self._server.publish(compile_resources(policy_resources(mesh)))
+        wanted = {str(self._folder / f"{node}.sock"): node for node in mesh.nodes}
+        for path in self._server.paths:
+            if path not in wanted:
+                await self._server.close(path)
+        for path, node in wanted.items():
+            if path not in self._server.paths:
+                await self._server.open(path, partial(_on_node, node), streams=NODE_STREAMS)
+
+
+def _on_node(node: str, compiled: Compiled) -> list[EndpointId]:
+    return [key for key, where in compiled.nodes.items() if where == node]
 
 
 @dataclass(slots=True)
@@ -68,6 +112,8 @@ class ControlPlane:
         tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.
         reviews: of tokens of service accounts; None: they are refused.
+        policy_folder: has a socket for each node, ``NODE.sock``, where PolicySync serves the file's policies to
+            that node's proxy; None: they are served to nobody.
         ready: set once serving.
     """
 
@@ -82,8 +128,10 @@ class ControlPlane:
         log_json: bool = False,
         tls_hosts: Sequence[str] = (),
         reviews: Reviews | None = None,
+        policy_folder: Path | None = None,
     ) -> None:
         self._path = path
+        self._policies = None if policy_folder is None else NodePolicies(policy_folder)
         self._lifetime = lifetime
         self._access_log = access_log
         self._log_json = log_json
@@ -130,6 +178,9 @@ class ControlPlane:
             await stack.enter_async_context(self._server)
             self._publish()
             self._publish_workloads()
+            if self._policies is not None:
+                await stack.enter_async_context(self._policies)
+                await self._policies.publish(self._mesh)
             self.ready.set()
             log.info("serving %s on %s", self._path, ", ".join(self._server.addresses))
             if self._tls:
@@ -142,6 +193,11 @@ class ControlPlane:
                     self._publish()
                 if changed:
                     self._publish_workloads()
+                if changed and self._policies is not None:
+                    try:
+                        await self._policies.publish(self._mesh)
+                    except ServeError as error:
+                        log.error("policies of a new node are not served: %s", error)
 
     @property
     def addresses(self) -> tuple[str, ...]:

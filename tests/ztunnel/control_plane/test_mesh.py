@@ -33,6 +33,33 @@ def test_defaults_and_namespaces() -> None:
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"typo": 1}, "file.typo: unknown; known are trust_domain"),
     ({"nodes": []}, "nodes: must be a mapping"),
+    ({"calico": {}}, "file.calico: must be a list"),
+    ({"calico": ["x"]}, "calico[0]: must be a resource, not 'x'"),
+    (
+        {"calico": [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}]},
+        "calico[0]: pods are those of the file",
+    ),
+    (
+        {
+            "calico": [
+                {
+                    "apiVersion": "projectcalico.org/v3",
+                    "kind": "GlobalNetworkPolicy",
+                    "metadata": {"name": "one"},
+                    "spec": {"selector": "app ==", "ingress": [{"action": "Allow"}]},
+                }
+            ]
+        },
+        "calico[0]: GlobalNetworkPolicy one: spec.selector: ",
+    ),
+    (
+        {"calico": [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shop"}}] * 2},
+        "calico[1]: Namespace shop is there twice",
+    ),
+    (
+        {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "labels": []}}},
+        "pods.p.labels: must be a mapping",
+    ),
     ({"outbound": "SOME"}, "outbound: must be one of ALLOW_ANY, REGISTRY_ONLY"),
     ({"pods": {"p": {"node": "mars", "addresses": ["10.0.0.1"]}}}, "pods.p.node: no such node: 'mars'"),
     ({"pods": {"p": {"node": "worker", "addresses": []}}}, "pods.p.addresses: a pod needs at least one address"),

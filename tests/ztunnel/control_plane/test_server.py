@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.ztunnel.calico.test_follower import following, until
 from tests.ztunnel.control_plane.meshes import document
 from xds.aio.client import AdsClient
+from xds.model.calico import EndpointId, Flow
 from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.protocol.resource import Update
 from xds.protocol.types import CDS, SDS
+from ztunnel.calico.follower import Follower
 from ztunnel.control_plane.mesh import MeshFaults
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.envoy.bootstrap import bootstrap_for
@@ -119,3 +122,53 @@ def test_a_faulty_file_at_the_start_is_refused(tmp_path: Path) -> None:
     path.write_text("pods: 1")
     with pytest.raises(MeshFaults, match="pods: must be a mapping"):
         ControlPlane(path, [], tmp_path / "ca")
+
+
+def policies(action: str) -> list[dict[str, object]]:
+    rule = {
+        "action": action,
+        "source": {"selector": "app == 'page'", "serviceAccounts": {"selector": "role == 'web'"}},
+    }
+    account = {"name": "bookinfo-productpage", "namespace": "default", "labels": {"role": "web"}}
+    spec = {"selector": "app == 'reviews'", "ingress": [rule]}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
+        {
+            "apiVersion": "projectcalico.org/v3",
+            "kind": "GlobalNetworkPolicy",
+            "metadata": {"name": "one"},
+            "spec": spec,
+        },
+    ]
+
+
+def test_its_policies_are_served_to_each_nodes_proxy(tmp_path: Path) -> None:
+    pods = document()["pods"]
+    pods["productpage"]["labels"] = {"app": "page"}
+    for name in ("reviews-v1", "reviews-v2"):
+        pods[name]["labels"] = {"app": "reviews"}
+    reviews = EndpointId("k8s", "default/reviews-v2", "eth0")
+
+    def mesh(action: str, **more: object) -> str:
+        return yaml.safe_dump(document(pods=pods, calico=policies(action), **more))
+
+    def allowed(follower: Follower, principal: str) -> bool:
+        flow = Flow(source_ip="10.244.2.3", destination_ip="10.244.2.23", source_principal=principal)
+        return follower.evaluator.check(reviews, flow).allowed
+
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        page = "spiffe://cluster.local/ns/default/sa/bookinfo-productpage"
+        async with following(f"unix:{tmp_path}/policies/worker2.sock") as follower, asyncio.timeout(WAIT_S):
+            await until(lambda: follower.in_sync)
+            names = {key.workload for key in follower.evaluator.store.endpoints}
+            assert names == {"default/productpage", "default/reviews-v2", "default/reviews-v3"}
+            assert allowed(follower, REVIEWS)  # no policy yet
+            path.write_text(mesh("Allow"))
+            await until(lambda: not allowed(follower, REVIEWS))
+            assert allowed(follower, page)
+            path.write_text(mesh("Permit"))
+            path.write_text(mesh("Deny", nodes={"worker": {}, "worker2": {}, "worker3": {}}))
+            await until(lambda: not allowed(follower, page))
+            await until((tmp_path / "policies" / "worker3.sock").is_socket)
+
+    serve(tmp_path, body, policy_folder=tmp_path / "policies")

@@ -1,0 +1,24 @@
+"""The policies of a mesh file in the form that PolicySync serves: its resources, with the file's pods. Pure."""
+
+from dataclasses import replace
+from ipaddress import ip_address
+
+from ztunnel.calico.resources import Pod, Resources
+from ztunnel.control_plane.mesh import Mesh
+
+
+def policy_resources(mesh: Mesh) -> Resources:
+    """Return everything that policies are compiled from, of all nodes."""
+    pods = {
+        (pod.namespace, pod.name): Pod(
+            namespace=pod.namespace,
+            name=pod.name,
+            labels=pod.labels,
+            account=pod.identity.service_account,
+            node=pod.node,
+            addresses=tuple(map(ip_address, pod.addresses)),
+            captured=pod.mesh,
+        )
+        for pod in mesh.pods.values()
+    }
+    return replace(mesh.calico, pods=pods)
