@@ -5,7 +5,9 @@ import asyncio
 import logging
 import signal
 import sys
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +37,11 @@ def add_arguments(subparsers: Any) -> None:
     explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
     explain.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML, or a folder of .yaml files")
     explain.add_argument(
-        "--server", metavar="URL", help="ask a running proxy or policy server instead: its admin address"
+        "--server",
+        metavar="WHERE",
+        help="ask what is running instead: the admin address of a proxy or policy server, or the socket of a "
+        "PolicySync server, unix:/path, which tells this command what it tells its clients (of a pod's socket the "
+        "one client gives way, and comes back)",
     )
     explain.add_argument(
         "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
@@ -133,6 +139,7 @@ def _ask_server(args: argparse.Namespace) -> int:
     if args.files:
         print("ztunnel policy explain: files and --server exclude each other", file=sys.stderr)
         return 2
+    is_socket = args.server.startswith(("unix:", "/", "./"))
     asked = {
         "from": args.source,
         "to": args.to,
@@ -143,6 +150,8 @@ def _ask_server(args: argparse.Namespace) -> int:
         **({"method": args.method} if args.method is not None else {}),
         **({"path": args.path} if args.path is not None else {}),
     }
+    if is_socket:
+        return _ask_socket(args.server, asked)
     base = args.server if "://" in args.server else f"http://{args.server}"
     url = f"{base.rstrip('/')}/policies/explain?{urllib.parse.urlencode(asked)}"
     try:
@@ -157,6 +166,43 @@ def _ask_server(args: argparse.Namespace) -> int:
         return 2
     print("\n".join(told["lines"]))
     return 0 if told["allowed"] else 1
+
+
+def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
+    """Answer by what a PolicySync server tells on a socket; the exit status is 0 if both ends allow."""
+    from ztunnel.calico.explain import BadQuestion, answer
+    from ztunnel.calico.follower import Follower
+    from ztunnel.calico.settings import sync_target
+    from ztunnel.runtime.clock import SystemClock
+
+    async def told() -> Follower:
+        changed = asyncio.Event()
+        follower = Follower(sync_target(where), SystemClock(), changed=changed.set)
+        deadline_s = time.monotonic() + _ASK_S
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(follower.run(), name="policies")
+            while not follower.in_sync and not follower.error and time.monotonic() < deadline_s:
+                # The end of a stream changes nothing of what it has told, so its error is looked for.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), 0.1)
+                changed.clear()
+            following.cancel()
+        return follower
+
+    # What a client of a policy server logs about its stream is no part of the answer.
+    logging.getLogger("ztunnel.calico.follower").setLevel(logging.CRITICAL)
+    try:
+        follower = asyncio.run(told())
+        if not follower.evaluator.store.in_sync:
+            reason = follower.error or f"it has not told all of its policies in {_ASK_S:g} s"
+            print(f"ztunnel policy explain: {where}: {reason}", file=sys.stderr)
+            return 2
+        allowed, lines = answer(follower.evaluator, asked)
+    except (BadQuestion, ValueError) as error:
+        print(f"ztunnel policy explain: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0 if allowed else 1
 
 
 def serve_command(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """``ztunnel policy`` as a person uses it."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -179,6 +180,13 @@ def test_serve_says_what_it_needs(args: tuple[str, ...], said: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_socket_that_is_none_is_one_line(tmp_path: Path) -> None:
+    done = ztunnel("explain", "--server", str(tmp_path / "none.sock"), "--from", "a/b", "--to", "c/d")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"ztunnel policy explain: {tmp_path}/none.sock: ")
+
+
 def test_serve_follows_the_files(files: Path) -> None:
     back = c.EndpointId("k8s", "shop/back", "eth0")
     command = ["serve", str(files), "--socket", f"{files}/node.sock", "--prefix", str(files), "--node", "n1"]
@@ -193,6 +201,14 @@ def test_serve_follows_the_files(files: Path) -> None:
             assert follower.evaluator.check(back, flow()).allowed
             (files / "policies.yaml").write_text(SEED.replace("[GET, POST]", "[POST]"))
             await until(lambda: not follower.evaluator.check(back, flow()).allowed)
+            # What a running server tells can be asked, and says the same.
+            asked = ("--from", "shop/front", "--to", "shop/back", "--path", "/api/v2/x", "--method")
+            for method, status in (("POST", 0), ("GET", 1)):
+                done = await asyncio.to_thread(
+                    ztunnel, "explain", "--server", f"unix:{files}/node.sock", *asked, method
+                )
+                assert (done.returncode, done.stderr) == (status, "")
+                assert "GlobalNetworkPolicy/allow-frontend-to-backend" in done.stdout
             (files / "policies.yaml").write_text("broken: [")
             (files / "more.yaml").write_text(SEED)
             (files / "policies.yaml").unlink()
