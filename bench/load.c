@@ -2,10 +2,12 @@
  *
  *   load serve PORT
  *   load up|down|rr|crr|idle HOST PORT CONNECTIONS SECONDS [SIZE]
+ *   load paced HOST PORT CONNECTIONS SECONDS SIZE RATE
  *   load wire INTERFACE INTERFACE MICROSECONDS
  *
  * The first byte of a connection says what it is: U the server swallows, D the server sends, E the server
- * echoes. Results are one JSON object on standard output. IPv4 only. A wire passes frames between two interfaces,
+ * echoes. Results are one JSON object on standard output. IPv4 only. Paced requests go out at a fixed rate over open
+ * connections, whatever the answers do, and are timed from when they were due. A wire passes frames between two interfaces,
  * each so late, until it is killed; it says a line when it has begun. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -25,6 +27,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -162,6 +165,85 @@ static void restart(Conn *c) {
     close(c->fd);
 }
 
+static int order(const void *a, const void *b) {
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+static void report(double took) {
+    qsort(samples, sample_count, sizeof *samples, order);
+    double p50 = sample_count ? samples[sample_count / 2] / 10.0 : 0;
+    double p99 = sample_count ? samples[sample_count * 99 / 100] / 10.0 : 0;
+    printf("{\"seconds\": %.6f, \"bytes\": %llu, \"messages\": %llu, \"failures\": %llu, \"p50_us\": %.1f, "
+           "\"p99_us\": %.1f}\n",
+           took, (unsigned long long)done_bytes, (unsigned long long)done_messages, (unsigned long long)failures, p50,
+           p99);
+}
+
+/* One request and its answer before the measurement, then the connection is idle. */
+static void warm(Conn *c, uint32_t size) {
+    int one = 1;
+    c->fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (c->fd < 0 || connect(c->fd, (struct sockaddr *)&target, sizeof target) < 0) die("connect");
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (write(c->fd, "E", 1) != 1 || write(c->fd, buffer, size) != (ssize_t)size) die("first request");
+    for (uint32_t left = size; left;) {
+        ssize_t got = read(c->fd, buffer, left);
+        if (got <= 0) die("first answer");
+        left -= (uint32_t)got;
+    }
+    fcntl(c->fd, F_SETFL, O_NONBLOCK);
+    watch(c, EPOLL_CTL_ADD, EPOLLIN);
+}
+
+static void paced(int count, double seconds, uint32_t size, double rate) {
+    Conn *all = calloc((size_t)count, sizeof *all);
+    Conn **idle = calloc((size_t)count, sizeof *idle); /* a ring: the connection that has rested longest is next */
+    uint64_t head = 0, tail = 0, due = 0, sent = 0, wanted = (uint64_t)(seconds * rate);
+    for (int i = 0; i < count; i++) warm(&all[i], size), idle[tail++ % (uint64_t)count] = &all[i];
+    uint64_t interval = (uint64_t)(1e9 / rate), start = now_ns() + interval, give_up = 0;
+    Conn timer = {.fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK)};
+    struct itimerspec when = {
+        .it_interval = {.tv_sec = (time_t)(interval / 1000000000u), .tv_nsec = (long)(interval % 1000000000u)},
+        .it_value = {.tv_sec = (time_t)(start / 1000000000u), .tv_nsec = (long)(start % 1000000000u)},
+    };
+    if (timer.fd < 0 || timerfd_settime(timer.fd, TFD_TIMER_ABSTIME, &when, NULL) < 0) die("timerfd");
+    watch(&timer, EPOLL_CTL_ADD, EPOLLIN);
+    struct epoll_event ready[EVENTS];
+    while (done_messages + failures < wanted && (!give_up || now_ns() < give_up)) {
+        int n = epoll_wait(poller, ready, EVENTS, 100);
+        for (int i = 0; i < n; i++) {
+            Conn *c = ready[i].data.ptr;
+            if (c == &timer) {
+                uint64_t ticks;
+                if (read(timer.fd, &ticks, sizeof ticks) == sizeof ticks) due += ticks;
+                if (due >= wanted && !give_up) due = wanted, give_up = now_ns() + 2000000000u;
+                continue;
+            }
+            ssize_t got = read(c->fd, buffer, CHUNK);
+            if (got < 0 && errno == EAGAIN) continue;
+            if (got <= 0 || (uint32_t)got > c->to_receive) {
+                failures++;
+                epoll_ctl(poller, EPOLL_CTL_DEL, c->fd, NULL);
+                continue;
+            }
+            c->to_receive -= (uint32_t)got;
+            if (c->to_receive) continue;
+            done_messages++;
+            sample(c->began);
+            idle[tail++ % (uint64_t)count] = c;
+        }
+        for (; sent < due && sent < wanted && head < tail; sent++) {
+            Conn *c = idle[head++ % (uint64_t)count];
+            c->began = start + sent * interval;
+            c->to_receive = size;
+            if (write(c->fd, buffer, size) != (ssize_t)size) failures++;
+        }
+    }
+    failures += wanted - done_messages - failures; /* what was due and not answered */
+    report((double)(now_ns() - start) / 1e9);
+}
+
 typedef struct {
     uint64_t due;
     int to;
@@ -227,6 +309,11 @@ int main(int argc, char **argv) {
     inet_pton(AF_INET, argv[2], &target.sin_addr);
     samples = malloc(sizeof *samples * MAX_SAMPLES);
     memset(buffer, 'x', CHUNK);
+    if (!strcmp(kind, "paced")) {
+        if (argc != 8) return 2;
+        paced(count, seconds, size, atof(argv[7]));
+        return 0;
+    }
     int up = !strcmp(kind, "up"), down = !strcmp(kind, "down"), crr = !strcmp(kind, "crr");
     int idle = !strcmp(kind, "idle");
     char mode = up ? 'U' : down ? 'D' : 'E';
@@ -329,17 +416,6 @@ int main(int argc, char **argv) {
         }
     }
     if (!measured) measured = now_ns();
-    double took = (double)(measured - start) / 1e9;
-    int order(const void *a, const void *b) {
-        uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-        return x < y ? -1 : x > y;
-    }
-    qsort(samples, sample_count, sizeof *samples, order);
-    double p50 = sample_count ? samples[sample_count / 2] / 10.0 : 0;
-    double p99 = sample_count ? samples[sample_count * 99 / 100] / 10.0 : 0;
-    printf("{\"seconds\": %.6f, \"bytes\": %llu, \"messages\": %llu, \"failures\": %llu, \"p50_us\": %.1f, "
-           "\"p99_us\": %.1f}\n",
-           took, (unsigned long long)done_bytes, (unsigned long long)done_messages, (unsigned long long)failures, p50,
-           p99);
+    report((double)(measured - start) / 1e9);
     return 0;
 }

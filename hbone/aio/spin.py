@@ -34,11 +34,9 @@ class Spin:
 
     - while many sockets are busy, or much is moved: sleeping collects their work into one wake-up;
     - for a while after the processor came back late: the cores are contended, and the scheduler serves a process
-    that
-      sleeps sooner than one that yields;
+      that sleeps sooner than one that yields;
     - ever more rarely while spins end without work, down to one activity in 256, so that a trickle of traffic
-    costs
-      no more than sleeping would.
+      costs no more than sleeping would.
 
     Besides, the time of spins in vain is bounded to a share of the processor.
     """
