@@ -8,10 +8,10 @@ account and cluster have the same defaults, and a workload belongs to the servic
 """
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from xds.dialects.istio.reading import port, service_key
 from xds.dialects.istio.rules import (
@@ -75,17 +75,20 @@ class LocalMesh:
     services: tuple[Service, ...] = ()
 
 
-def parse_local_file(text: str) -> LocalMesh:
-    """Read a local file.
+def parse_local_file(source: str | IO[str]) -> LocalMesh:
+    """Read a local file, given as its text or as what has it.
 
     Raises:
         ConfigError: every fault with its place, one after the other.
+        OSError, UnicodeDecodeError: by the file.
     """
     from xds.dialects.istio import local_yaml  # most meshes come from a control plane
 
-    content = local_yaml.load(text)
     reader = _Reader()
-    mesh = reader.mesh(content)
+    try:
+        mesh = reader.mesh(local_yaml.sections(source))
+    except local_yaml.Unreadable as error:
+        raise ConfigError(str(error)) from None
     if reader.faults:
         raise ConfigError("; ".join(reader.faults))
     return mesh
@@ -138,17 +141,23 @@ class _Reader:
             self.fault(place, error.reason)
             return default
 
-    def mesh(self, content: object) -> LocalMesh:
-        if content is None:
-            return LocalMesh()
-        if not isinstance(content, dict):
-            self.fault("", "the file must be a mapping with workloads, policies and services")
-            return LocalMesh()
-        fields = _Fields(self, content, "")
-        workloads = fields.take("workloads", self._list(self.workload), [])
-        policies = fields.take("policies", self._list(self.policy), [])
-        services = fields.take("services", self._list(self.service), [])
-        fields.end()
+    def mesh(self, sections: Iterable[tuple[object, object]]) -> LocalMesh:
+        """Read the document, each element of its lists before the next one is parsed."""
+        workloads: list[Workload] = []
+        policies: list[AuthorizationPolicy] = []
+        services: list[tuple[Service, dict[str, tuple[dict[int, int], Health]]]] = []
+        for key, value in sections:
+            match key:
+                case "workloads" | "policies" | "services" if value is None:
+                    pass
+                case "workloads":
+                    workloads = self.read(self._list(self.workload), value, key, [])
+                case "policies":
+                    policies = self.read(self._list(self.policy), value, key, [])
+                case "services":
+                    services = self.read(self._list(self.service), value, key, [])
+                case _:
+                    self.fault(str(key), "unknown key")
         self._unique("workloads", [workload.uid for workload in workloads])
         self._unique("policies", [policy.key for policy in policies])
         self._unique("services", [service.key for service, _ in services])
@@ -364,7 +373,7 @@ class _Reader:
     def _list(self, read: Callable[[object, str], Read]) -> Callable[[object, str], list[Read]]:
         """A reader of lists; a bad element is reported and left out."""
 
-        def each(value: list[object], place: str) -> Iterator[Read]:
+        def each(value: Iterable[object], place: str) -> Iterator[Read]:
             for index, element in enumerate(value):
                 where = f"{place}[{index}]"
                 try:
@@ -373,7 +382,7 @@ class _Reader:
                     self.fault(where, error.reason)
 
         def read_list(value: object, place: str) -> list[Read]:
-            if not isinstance(value, list):
+            if not isinstance(value, list | Iterator):
                 raise ConfigError("must be a list")
             return list(each(value, place))
 

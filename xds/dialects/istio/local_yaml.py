@@ -1,59 +1,271 @@
-"""The YAML of :mod:`xds.dialects.istio.local_file`: with tags for string matches, and no key twice."""
+"""The YAML of :mod:`xds.dialects.istio.local_file`: with tags for string matches, and no key twice.
 
-from collections.abc import Callable
-from typing import Any
+Values are made of the parser's events, one element of a list at a time. PyYAML's own way makes the tree of the
+whole document first: 3 GB for a mesh of 100,000 workloads, whose model takes 120 MB.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Final
 
 import yaml
 
 from xds.dialects.istio.rules import Comparison, Text
-from xds.errors import ConfigError
-from xds.proto.core_yaml import check_aliases
+
+#: Texts that are kept to be shared. What repeats in a large mesh (names of nodes, services, keys) repeats early.
+_MOST_KEPT: Final = 65_536
+#: Values that aliases may make of a document, and how many times as many as it has itself.
+_MOST_VALUES: Final = 200_000
+_MOST_TIMES: Final = 100
+
+_TAG: Final = "tag:yaml.org,2002:"
+_PLAIN_COLLECTIONS: Final = (None, "!", _TAG + "map", _TAG + "seq")
+_MERGE: Final = object()
 
 
-def load(text: str) -> object:
-    """The document as plain values and :class:`~xds.dialects.istio.rules.Text`.
-
-    Raises:
-        ConfigError: with line and column.
-    """
-    try:
-        content: object = yaml.load(text, Loader=_Loader)
-        check_aliases(content)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:  # a scalar that looks like a date and is none
-        raise ConfigError(f"not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError("not valid YAML: nested too deeply") from None
-    return content
-
-
-class _Loader(yaml.SafeLoader):
-    """Knows the tags of string matches, and refuses a key that is there twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """See the base class."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} is there twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
+    """Knows the tags of string matches."""
 
 
 def _constructor(comparison: Comparison) -> Callable[[Any, Any], Any]:
     def construct(loader: Any, node: Any) -> Any:
-        if comparison is Comparison.PRESENCE:
-            return Text(comparison)
-        if not isinstance(node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, f"!{comparison} needs a string", node.start_mark)
-        return Text(comparison, str(node.value))
+        return Text(comparison) if comparison is Comparison.PRESENCE else Text(comparison, str(node.value))
 
     return construct
 
 
 for _comparison in Comparison:
     _Loader.add_constructor(f"!{_comparison}", _constructor(_comparison))
+_TEXT_TAGS: Final = {f"!{comparison}": comparison for comparison in Comparison}
+
+
+class Unreadable(Exception):
+    """The document cannot be read; the text says why and where. No fault of one of its values."""
+
+
+def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
+    """Iterate over the document: its keys with their values.
+
+    A list is an iterator, which reads it: it serves until the next key is asked for. An empty document has no
+    keys.
+
+    Raises:
+        Unreadable: also by iterators. A syntax error, with line and column; a document that is no mapping; aliases
+            that are endless, or make far more of the document than is written.
+        OSError, UnicodeDecodeError: by the source.
+    """
+    with _declared():
+        document = _Document(source)
+    while True:
+        with _declared():
+            item = document.next_section()
+        if item is None:
+            return
+        yield item
+
+
+@contextmanager
+def _declared() -> Iterator[None]:
+    """Raise what the parser and its constructors raise as :class:`Unreadable`."""
+    try:
+        yield
+    except yaml.YAMLError as error:
+        raise Unreadable(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # a scalar that looks like a date and is none
+        raise Unreadable(f"not valid YAML: {error}") from None
+    except RecursionError:
+        raise Unreadable("not valid YAML: nested too deeply") from None
+
+
+class _Document:
+    """Makes values of events.
+
+    A value that has an anchor is kept, with the number of values that it is when each alias in it is written out.
+    An alias within what it names, which would be endless, names nothing yet.
+    """
+
+    def __init__(self, source: str | IO[str]) -> None:
+        self._loader = _Loader(source)
+        self._next = self._loader.get_event
+        self._plain: dict[str, object] = {}
+        self._quoted: dict[str, str] = {}
+        self._anchors: dict[str, tuple[object, int]] = {}
+        self._open_anchors: set[str] = set()
+        self._written = 0
+        self._values = 0
+        self._keys: set[str] = set()
+        self._elements: Iterator[object] | None = None
+        self._begun = False
+
+    def next_section(self) -> tuple[object, object] | None:
+        """Return the next key of the document with its value; None at the end."""
+        if not self._begun:
+            self._begun = True
+            if not self._begin():
+                return None
+        if self._elements is not None:
+            for _ in self._elements:
+                pass
+            self._elements = None
+        event = self._next()
+        if type(event) is yaml.MappingEndEvent:
+            self._end()
+            return None
+        key = self._key(event, self._keys)
+        event = self._next()
+        if type(event) is yaml.SequenceStartEvent and event.anchor is None and event.tag in _PLAIN_COLLECTIONS:
+            self._elements = self._each()
+            return key, self._guarded(self._elements)
+        value = self._value(event)
+        if key is _MERGE:
+            raise _error("keys of the document cannot be merged", event)
+        return key, value
+
+    def _begin(self) -> bool:
+        """Enter the document; False: it is empty."""
+        self._next()  # of the stream
+        if type(self._next()) is yaml.StreamEndEvent:
+            return False
+        event = self._next()
+        if type(event) is yaml.MappingStartEvent:
+            return True
+        if self._value(event) is None:
+            self._end()
+            return False
+        raise Unreadable("the file must be a mapping with workloads, policies and services")
+
+    def _end(self) -> None:
+        self._next()  # of the document
+        event = self._next()
+        if type(event) is not yaml.StreamEndEvent:
+            raise _error("there is another document", event)
+
+    def _guarded(self, elements: Iterator[object]) -> Iterator[object]:
+        while True:
+            with _declared():
+                try:
+                    element = next(elements)
+                except StopIteration:
+                    return
+            yield element
+
+    def _each(self) -> Iterator[object]:
+        """Iterate over what is left of a list."""
+        while True:
+            event = self._next()
+            if type(event) is yaml.SequenceEndEvent:
+                return
+            yield self._value(event)
+
+    def _value(self, event: Any) -> Any:
+        kind = type(event)
+        if kind is yaml.AliasEvent:
+            return self._alias(event)
+        anchor = event.anchor
+        before = self._values
+        if anchor is not None:
+            if anchor in self._anchors or anchor in self._open_anchors:
+                raise _error(f"found duplicate anchor {anchor!r}", event)
+            self._open_anchors.add(anchor)
+        self._written += 1
+        self._values += 1
+        if kind is yaml.ScalarEvent:
+            value = self._scalar(event)
+        else:
+            value = self._list() if kind is yaml.SequenceStartEvent else self._mapping()
+            if event.tag not in _PLAIN_COLLECTIONS:
+                value = self._tagged(event)
+        if anchor is not None:
+            self._open_anchors.discard(anchor)
+            self._anchors[anchor] = value, self._values - before
+        return value
+
+    def _alias(self, event: Any) -> object:
+        if event.anchor in self._open_anchors:
+            raise Unreadable("nested without end: a value contains itself by an alias")
+        found = self._anchors.get(event.anchor)
+        if found is None:
+            raise _error(f"found undefined alias {event.anchor!r}", event)
+        value, size = found
+        self._values += size
+        if self._values > _MOST_VALUES and self._values > _MOST_TIMES * self._written:
+            raise Unreadable(f"not valid YAML: its aliases would make more than {self._values:,} values of it")
+        return value
+
+    def _list(self) -> list[object]:
+        return list(self._each())
+
+    def _mapping(self) -> dict[object, object]:
+        result: dict[object, object] = {}
+        seen: set[str] = set()
+        merged: list[Any] = []
+        while True:
+            event = self._next()
+            if type(event) is yaml.MappingEndEvent:
+                break
+            key = self._key(event, seen)
+            value = self._value(self._next())
+            if key is _MERGE:
+                merged += value if isinstance(value, list) else [value]
+            else:
+                result[key] = value
+        for each in merged:
+            if not isinstance(each, dict):
+                raise _error("expected a mapping or list of mappings for merging", event)
+            for key, value in each.items():
+                result.setdefault(key, value)
+        return result
+
+    def _key(self, event: Any, seen: set[str]) -> object:
+        """Return the value of a key, or :data:`_MERGE`; no two keys of a mapping are written alike."""
+        if type(event) is not yaml.ScalarEvent:
+            value = self._value(event)
+            if isinstance(value, list | dict):
+                raise _error("found unhashable key", event)
+            return value
+        if event.value == "<<" and event.implicit[0] and event.tag is None:
+            return _MERGE
+        if event.value in seen:
+            raise _error(f"{event.value!r} is there twice", event)
+        seen.add(event.value)
+        return self._value(event)
+
+    def _scalar(self, event: Any) -> object:
+        text: str = event.value
+        tag = event.tag
+        if tag is None or tag == "!":
+            if not event.implicit[0]:
+                kept = self._quoted
+                if text in kept:
+                    return kept[text]
+                if len(kept) < _MOST_KEPT:
+                    kept[text] = text
+                return text
+            if text in self._plain:
+                return self._plain[text]
+            tag = self._loader.resolve(yaml.ScalarNode, text, (True, False))
+            value = text if tag == _TAG + "str" else self._constructed(tag, event)
+            if len(self._plain) < _MOST_KEPT:
+                self._plain[text] = value
+            return value
+        return self._constructed(tag, event)
+
+    def _constructed(self, tag: str, event: Any) -> object:
+        """Return what the constructor of a tag makes of a scalar; those of the safe loader make plain values."""
+        constructors = self._loader.yaml_constructors
+        construct = constructors.get(tag) or constructors[None]
+        return construct(self._loader, yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
+
+    def _tagged(self, event: Any) -> object:
+        comparison = _TEXT_TAGS.get(event.tag)
+        if comparison is Comparison.PRESENCE:
+            return Text(comparison)
+        if comparison is not None:
+            raise _error(f"{event.tag} needs a string", event)
+        raise _error(f"could not determine a constructor for the tag {event.tag!r}", event)
+
+
+def _error(problem: str, event: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, event.start_mark)

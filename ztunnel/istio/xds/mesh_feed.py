@@ -190,6 +190,6 @@ class LocalFile:
     def _read(self) -> LocalMesh:
         try:
             with open(self._path, encoding="utf-8") as file:
-                return parse_local_file(file.read())
+                return parse_local_file(file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot be read: {error}") from None

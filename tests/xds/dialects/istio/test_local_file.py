@@ -1,13 +1,19 @@
 """The local file: the whole example by value, and every fault with its place."""
 
+import io
 import ipaddress
 import json
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xds.dialects.istio import local_yaml
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.authorization import Action, PolicyScope
@@ -202,7 +208,7 @@ def test_faults_have_their_place(text: str, faults: str) -> None:
 
 def test_all_faults_are_told_together() -> None:
     text = "services: [{name: s, namespace: n, hostname: h, vips: [], ports: {}, a: 1}]\nb: 2\nworkloads: 3"
-    assert refused(text) == "workloads: must be a list; services[0].a: unknown key; b: unknown key"
+    assert refused(text) == "services[0].a: unknown key; b: unknown key; workloads: must be a list"
 
 
 def test_names_are_unique() -> None:
@@ -235,6 +241,77 @@ def test_json_is_yaml() -> None:
     mesh = parse_local_file(json.dumps({"policies": [policy], "workloads": [workload]}))
     assert mesh.workloads[0].services == {"n/h": {80: 8080}}
     assert json.loads(json.dumps(mesh.policies[0].rules)) == rules
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text("ab:- #'\"\n{}&*!~1", max_size=6)
+    | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab1~", max_size=2), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text("abc", max_size=3), VALUES, max_size=4), st.booleans())
+def test_documents_are_read_as_yaml_reads_them(document: dict[str, Any], flow: bool) -> None:
+    """With the same object in two places, which becomes an anchor and an alias."""
+    document = {**document, "list": [document.get("a"), document.get("a")], "again": document}
+    assert read(yaml.safe_dump(document, default_flow_style=flow)) == document
+
+
+@given(st.text(alphabet="{}[]:,!&*-<\n ab\"'1.", max_size=60))
+def test_any_text_is_read_as_yaml_reads_it(text: str) -> None:
+    try:
+        found = read(text)
+    except local_yaml.Unreadable:
+        return
+    assert found == (yaml.safe_load(text) or {})
+
+
+def read(text: str) -> dict[object, object]:
+    found = local_yaml.sections(text)
+    return {key: list(value) if isinstance(value, Iterator) else value for key, value in found}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: &x [*x]", "contains itself by an alias"),
+        ("a: *x", "found undefined alias 'x'"),
+        ("a: &x 1\nb: &x 2", "found duplicate anchor 'x'"),
+        ("a: {b: 1, b: 2}", "'b' is there twice"),
+        ("a: [{<<: 1}]", "expected a mapping or list of mappings for merging"),
+        ("a: {[1]: 2}", "found unhashable key"),
+        ("a: 1\n---\nb: 2", "there is another document"),
+        ("workloads: []\npolicies: ]", "line 2, column 11"),
+        ("a: !!python/object:os.system []", "could not determine a constructor"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefgh")),
+            "its aliases would make more than",
+        ),
+        ("a: " + "[" * 5000, "not valid YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text: str, fault: str) -> None:
+    assert fault in refused(text)
+
+
+def test_a_mapping_takes_what_it_merges_unless_it_has_its_own() -> None:
+    text = "base: &b {x: 1, y: 2}\nother: &o {y: 3, z: 4}\nall: {<<: [*b, *o], x: 0}"
+    assert read(text)["all"] == yaml.safe_load(text)["all"] == {"x": 0, "y": 2, "z": 4}
+
+
+def test_an_element_is_read_before_the_next_one_is_parsed() -> None:
+    """A mesh of 45 MB is never whole in memory as text or values."""
+    source = io.StringIO("workloads:\n" + "- {a: b}\n" * 100_000)
+    sections = local_yaml.sections(source)
+    _, elements = next(sections)
+    assert isinstance(elements, Iterator)
+    assert next(elements) == {"a": "b"}
+    assert source.tell() < 100_000
 
 
 @given(st.text(alphabet="{}[]:,!&*-\n ab\"'1.", max_size=60))
