@@ -90,7 +90,40 @@ def balanced(kind: str, **config: object) -> Json:
     return with_cluster(load_balancing_policy={"policies": [policy]})
 
 
+def logged_by(kind: str = "Tcp", **change: Any) -> Json:
+    """A listener with a logger of an access log service."""
+    common = {
+        "log_name": "l",
+        "transport_api_version": "V3",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "app"}},
+        **{name: value for name, value in change.items() if not name.startswith("additional")},
+    }
+    more = {name: value for name, value in change.items() if name.startswith("additional")}
+    config = {"@type": f"{T}envoy.extensions.access_loggers.grpc.v3.{kind}GrpcAccessLogConfig", **more}
+    log = {"name": "service", "typed_config": {**config, "common_config": common}}
+    return static([listener(chain(tcp(access_log=[log])))[1]], [cluster(9)[1]])
+
+
 ROWS: dict[str, Row] = {
+    "log service": Row(logged_by, True, True),
+    "log service of requests": Row(
+        lambda: logged_by("Http", additional_request_headers_to_log=["x"], buffer_size_bytes=0), True, True
+    ),
+    "log service without a name": Row(lambda: logged_by(log_name=""), False, False),
+    "log service, no time": Row(lambda: logged_by(buffer_flush_interval="0s"), False, False),
+    "log service, no service": Row(lambda: logged_by(grpc_service={}), False, False),
+    "log service, no such cluster": Row(
+        lambda: logged_by(grpc_service={"envoy_grpc": {"cluster_name": "missing"}}),
+        True,
+        False,
+        "no entry would ever be sent",
+    ),
+    "log service, retries": Row(
+        lambda: logged_by(grpc_stream_retry_policy={"num_retries": 2}), True, False, NOT_HERE
+    ),
+    "log service, headers of answers": Row(
+        lambda: logged_by("Http", additional_response_headers_to_log=["x"]), True, False, NOT_HERE
+    ),
     "good": Row(lambda: over_tls({}), True, True),
     **{f"tls, {name}": Row(lambda make=case[0]: over_tls(make()), False, False) for name, case in BAD.items()},
     "tls, garbage revocation list": Row(

@@ -107,6 +107,11 @@ class Call:
             await self._send(first)
             await self._send(message)
         if ended:
+            self.end()
+
+    def end(self) -> None:
+        """Send the end of our messages; nothing if the call is over."""
+        if not self.over:
             self._connection.end(self._id)
 
     def cancel(self) -> None:

@@ -80,3 +80,38 @@ class AccessLog:
     format: FormatString | JsonFormat
     omit_empty: bool = False
     filter: LogFilter | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStream:
+    """A stream of entries to an access log service; loggers with equal ones share it.
+
+    Attributes:
+        cluster: a static cluster of the bootstrap.
+        http: the entries are those of requests, not of TCP connections.
+        flush_interval_s: the longest that an entry waits.
+        buffer_bytes: entries of so many bytes are sent at once, and no more are kept while that cannot be done.
+    """
+
+    cluster: str
+    log_name: str
+    http: bool
+    flush_interval_s: float = 1.0
+    buffer_bytes: int = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcAccessLog:
+    """Where an entry goes, and what it holds besides the facts that all have.
+
+    Attributes:
+        request_headers: names in lower case.
+        filter: which entries are made; None: all.
+    """
+
+    stream: LogStream
+    request_headers: tuple[str, ...] = ()
+    filter: LogFilter | None = None
+
+
+AnyAccessLog: TypeAlias = AccessLog | GrpcAccessLog

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from xds.model.access_log import AccessLog
+from xds.model.access_log import AnyAccessLog
 from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.strings import StringMatch
 from xds.model.tls import ConfigSource
@@ -101,4 +101,4 @@ class HttpConnectionManager:
     stream_idle_timeout_s: float | None = None
     idle_timeout_s: float = 3600.0
     max_request_headers_kb: int | None = None
-    access_log: tuple[AccessLog, ...] = ()
+    access_log: tuple[AnyAccessLog, ...] = ()

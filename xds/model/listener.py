@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from xds.model.access_log import AccessLog
+from xds.model.access_log import AnyAccessLog
 from xds.model.address import SocketAddress
 from xds.model.chain_match import ChainMatch, ChainSelector
 from xds.model.facts import ConnectionFacts
@@ -252,7 +252,7 @@ class TcpProxy:
     max_duration_s: float = 0.0
     hash_source_ip: bool = False
     metadata_match: Mapping[str, object] = field(default_factory=dict, hash=False)
-    access_log: tuple[AccessLog, ...] = ()
+    access_log: tuple[AnyAccessLog, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +307,7 @@ class Listener:
     listener_filters: tuple[ListenerFilterEntry, ...] = ()
     listener_filters_timeout_s: float = 15.0
     continue_on_filter_timeout: bool = False
-    access_log: tuple[AccessLog, ...] = ()
+    access_log: tuple[AnyAccessLog, ...] = ()
     direction: str = "unspecified"
     stat_prefix: str = ""
     content: str = ""

@@ -38,6 +38,7 @@ from ztunnel.envoy.settings import Settings, TunnelSource
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.state import State
 from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.log_stream import LogStreams
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.terminate import Terminator
 from ztunnel.envoy.upstream import manager as cluster_manager
@@ -101,12 +102,13 @@ class Proxy:
         self.poller = Poller(SpinSettings(limit_s=settings.spin_us / 1e6))
         self.poller.peers.windows.limit, _ = waiting_bytes(memory_limit_bytes())
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)
-        self.logs = AccessLogs(self.stats, settings.log_flush_s)
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
         # One stream per subscription; nothing connects before something subscribes.
         targets = self.bootstrap.targets
         self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
+        self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
+        self.logs = AccessLogs(self.stats, settings.log_flush_s, self._log_streams)
         self._streams = {
             GrpcSource(name, delta): PerTypeClient(
                 target.address, node, delta=delta, connect=self._grpc.connect(name)
@@ -285,6 +287,7 @@ class Proxy:
             if self.policies is not None:
                 self._tasks.keep(self.policies.run, "policies")
             stack.callback(self._grpc.close)
+            stack.push_async_callback(self._log_streams.close)
             for stream in self._streams.values():
                 await stack.enter_async_context(stream)
             if self.ads is not None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ztunnel.envoy.stream_info import Flag, StreamInfo
-from ztunnel.envoy.telemetry.access_log import LogSink, write_all
+from ztunnel.envoy.telemetry.access_log import Sink, write_all
 from ztunnel.runtime.clock import Clock
 
 
@@ -107,8 +107,8 @@ class Hop:
 
     info: StreamInfo
     clock: Clock
-    listener_sinks: Sequence[LogSink] = ()
-    filter_sinks: Sequence[LogSink] = ()
+    listener_sinks: Sequence[Sink] = ()
+    filter_sinks: Sequence[Sink] = ()
     finished: bool = field(default=False)
 
     def refused(self, error: Refused) -> None:

@@ -82,6 +82,7 @@ IGNORED = {
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.json_format": "likewise",
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.log_format": "likewise",
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.typed_json_format": "likewise",
+    "envoy.extensions.access_loggers.grpc.v3.CommonGrpcAccessLogConfig.transport_api_version": _ONLY_V3,
     "envoy.extensions.filters.common.set_filter_state.v3.FilterStateValue.read_only": "nothing sets a value twice",
     "envoy.extensions.filters.http.router.v3.Router.dynamic_stats": "chooses statistics of HTTP",
     "envoy.extensions.filters.http.router.v3.Router.suppress_envoy_headers": "no such header is ever sent",

@@ -51,10 +51,23 @@ BY_FILE = {"path_config_source": {"path": "/x", "watched_directory": {"path": "/
 CIDR = {"address_prefix": "10.0.0.0", "prefix_len": 8}
 REGEX = {"google_re2": {}, "regex": "a+"}
 FORMAT = {"text_format_source": {"inline_string": "%START_TIME%"}}
+LOG_SERVICE = {
+    "log_name": "l",
+    "transport_api_version": "V3",
+    "grpc_service": {"envoy_grpc": {"cluster_name": "als"}},
+    "buffer_flush_interval": "2s",
+    "buffer_size_bytes": 100,
+}
 LOGS = [
     typed("envoy.extensions.access_loggers.file.v3.FileAccessLog", path="/dev/null", log_format=FORMAT),
     typed("envoy.extensions.access_loggers.stream.v3.StdoutAccessLog", log_format={"json_format": {"a": "b"}}),
     typed("envoy.extensions.access_loggers.stream.v3.StderrAccessLog", log_format={"text_format": "x"}),
+    typed("envoy.extensions.access_loggers.grpc.v3.TcpGrpcAccessLogConfig", common_config=LOG_SERVICE),
+    typed(
+        "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
+        common_config=LOG_SERVICE,
+        additional_request_headers_to_log=["x"],
+    ),
 ]
 CERTIFICATE = {
     "certificate_chain": inline(_LEAF.chain_pem),

@@ -5,24 +5,41 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from xds.dialects.envoy.reading import Surroundings, at, constraint, format_text, only, required, struct, unpack
+from xds.dialects.envoy.reading import (
+    Surroundings,
+    at,
+    constraint,
+    format_text,
+    grpc_cluster,
+    only,
+    only_v3,
+    required,
+    seconds,
+    struct,
+    unpack,
+    wrapped,
+)
 from xds.errors import ConfigError, Unsupported
 from xds.model.access_log import (
     AccessLog,
     AllFilters,
+    AnyAccessLog,
     AnyFilter,
     Comparison,
     DurationFilter,
     FlagFilter,
+    GrpcAccessLog,
     JsonFormat,
     JsonValue,
     LogFilter,
+    LogStream,
     StatusFilter,
 )
 from xds.model.format_string import FormatString, parse_format
 from xds.proto.envoy.config.accesslog.v3 import accesslog_pb2 as config
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.access_loggers.file.v3.file_pb2 import FileAccessLog
+from xds.proto.envoy.extensions.access_loggers.grpc.v3 import als_pb2 as als
 from xds.proto.envoy.extensions.access_loggers.stream.v3.stream_pb2 import StderrAccessLog, StdoutAccessLog
 from xds.proto.well_known import Struct
 
@@ -60,7 +77,9 @@ _FLAGS = frozenset(
 _OPS = frozenset(config.ComparisonFilter.Op.values())
 
 
-def compile_access_logs(messages: Iterable[config.AccessLog], surroundings: Surroundings) -> tuple[AccessLog, ...]:
+def compile_access_logs(
+    messages: Iterable[config.AccessLog], surroundings: Surroundings
+) -> tuple[AnyAccessLog, ...]:
     """Every logger of a list, in order."""
     loggers = []
     for index, message in enumerate(messages):
@@ -69,7 +88,7 @@ def compile_access_logs(messages: Iterable[config.AccessLog], surroundings: Surr
     return tuple(loggers)
 
 
-def _access_log(message: config.AccessLog, surroundings: Surroundings) -> AccessLog:
+def _access_log(message: config.AccessLog, surroundings: Surroundings) -> AnyAccessLog:
     if not message.HasField("filter"):
         return _logger(message, surroundings)
     with at("filter"):
@@ -136,7 +155,7 @@ def _flags(message: config.ResponseFlagFilter) -> frozenset[str]:
     return frozenset(message.flags)
 
 
-def _logger(message: config.AccessLog, surroundings: Surroundings) -> AccessLog:
+def _logger(message: config.AccessLog, surroundings: Surroundings) -> AnyAccessLog:
     only(message, "name", "typed_config", "filter")
     with at("typed_config"):
         logger = unpack(message.typed_config, message.name)
@@ -148,7 +167,44 @@ def _logger(message: config.AccessLog, surroundings: Surroundings) -> AccessLog:
                 return AccessLog(path, parse_format(DEFAULT_FORMAT))
             with at("log_format"):
                 return _substitution(path, logger.log_format, surroundings)
+        if isinstance(logger, als.TcpGrpcAccessLogConfig):
+            return GrpcAccessLog(stream=_stream(logger, http=False))
+        if isinstance(logger, als.HttpGrpcAccessLogConfig):
+            only(logger, "common_config", "additional_request_headers_to_log")  # answers are this proxy's own
+            wanted = tuple(map(str.lower, logger.additional_request_headers_to_log))
+            return GrpcAccessLog(stream=_stream(logger, http=True), request_headers=wanted)
         raise Unsupported(f"no such access logger: {logger.DESCRIPTOR.full_name}")
+
+
+def _stream(logger: als.TcpGrpcAccessLogConfig | als.HttpGrpcAccessLogConfig, *, http: bool) -> LogStream:
+    if not logger.HasField("common_config"):
+        raise constraint(logger, "common_config", "value is required")
+    common = logger.common_config
+    with at("common_config"):
+        only(
+            common,
+            "log_name",
+            "grpc_service",
+            "transport_api_version",
+            "buffer_flush_interval",
+            "buffer_size_bytes",
+        )
+        required(common, "log_name")
+        only_v3(common, "transport_api_version")
+        if not common.HasField("grpc_service"):
+            raise constraint(common, "grpc_service", "value is required")
+        with at("grpc_service"):
+            cluster = grpc_cluster(common.grpc_service)
+        interval_s = seconds(common, "buffer_flush_interval", 1.0)
+        if interval_s <= 0:
+            raise constraint(common, "buffer_flush_interval", "value must be greater than 0s")
+        return LogStream(
+            cluster=cluster,
+            log_name=common.log_name,
+            http=http,
+            flush_interval_s=interval_s,
+            buffer_bytes=wrapped(common, "buffer_size_bytes", 16384),
+        )
 
 
 def _file(logger: FileAccessLog, surroundings: Surroundings) -> AccessLog:

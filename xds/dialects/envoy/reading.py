@@ -410,7 +410,7 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
         "initial_fetch_timeout",
         "resource_api_version",
     )
-    _only_v3(source, "resource_api_version")
+    only_v3(source, "resource_api_version")
     kind = source.WhichOneof("config_source_specifier")
     if kind == "ads":
         return AdsSource()
@@ -428,7 +428,7 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
     raise constraint(source, "config_source_specifier", "value is required")
 
 
-def _only_v3(message: Message, field: str) -> None:
+def only_v3(message: Message, field: str) -> None:
     """Refuse version 2 of the protocol, as Envoy; what leaves the version open gets 3."""
     if getattr(message, field) == core.V2:
         raise ConfigError("V2 (and AUTO) xDS transport protocol versions are deprecated", field)
@@ -440,7 +440,7 @@ def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
     Whether it repeats the node is the bootstrap's to say for ADS; other streams send it once.
     """
     only(source, "api_type", "grpc_services", "set_node_on_first_message_only", "transport_api_version")
-    _only_v3(source, "transport_api_version")
+    only_v3(source, "transport_api_version")
     kinds = core.ApiConfigSource
     if source.api_type in (kinds.AGGREGATED_GRPC, kinds.AGGREGATED_DELTA_GRPC):
         return AdsSource()
@@ -448,15 +448,24 @@ def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
         raise Unsupported("only gRPC and delta gRPC are supported", "api_type")
     if len(source.grpc_services) != 1:
         raise ConfigError("exactly one gRPC service is needed", "grpc_services")
-    service = source.grpc_services[0]
     with at("grpc_services", 0):
-        only(service, "envoy_grpc", "google_grpc")
-        if service.WhichOneof("target_specifier") != "envoy_grpc":
-            raise Unsupported("only envoy_grpc is supported", "target_specifier")
-        with at("envoy_grpc"):
-            only(service.envoy_grpc, "cluster_name")
-            required(service.envoy_grpc, "cluster_name")
-    return GrpcSource(service.envoy_grpc.cluster_name, source.api_type == kinds.DELTA_GRPC)
+        cluster = grpc_cluster(source.grpc_services[0])
+    return GrpcSource(cluster, source.api_type == kinds.DELTA_GRPC)
+
+
+def grpc_cluster(service: core.GrpcService) -> str:
+    """The cluster of a gRPC service.
+
+    Raises:
+        ConfigError: it is reached in another way, or with settings that are not obeyed.
+    """
+    only(service, "envoy_grpc", "google_grpc")
+    if service.WhichOneof("target_specifier") != "envoy_grpc":
+        raise Unsupported("only envoy_grpc is supported", "target_specifier")
+    with at("envoy_grpc"):
+        only(service.envoy_grpc, "cluster_name")
+        required(service.envoy_grpc, "cluster_name")
+    return service.envoy_grpc.cluster_name
 
 
 def fetch_timeout(source: core.ConfigSource) -> float:

@@ -13,7 +13,7 @@ from ztunnel.envoy.outcome import Denied
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo
-from ztunnel.envoy.telemetry.access_log import AccessLogs, LogSink
+from ztunnel.envoy.telemetry.access_log import AccessLogs, Sink
 from ztunnel.envoy.telemetry.format import Renderer, renderer
 from ztunnel.envoy.telemetry.stats import Scope, Stats, http_scope, tcp_scope
 from ztunnel.policy.engine import judge, reads_port
@@ -86,7 +86,7 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        self.sinks: tuple[LogSink, ...] = logs.sinks(model.access_log)
+        self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         scope = tcp_scope(stats, model.stat_prefix)
         self.cx_total = scope.counter("downstream_cx_total")
         self.cx_no_route = scope.counter("downstream_cx_no_route")
@@ -114,7 +114,7 @@ class LiveConnectionManager:
 
     def __init__(self, model: HttpConnectionManager, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        self.sinks: tuple[LogSink, ...] = logs.sinks(model.access_log)
+        self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.routes: RouteTable | None = model.routes if isinstance(model.routes, RouteTable) else None
         scope = http_scope(stats, model.stat_prefix)
         self.server_header = b"server", model.server_name.encode()
@@ -209,7 +209,7 @@ class LiveChain:
             self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.updated_by_sds, owner=owner)
 
     @property
-    def sinks(self) -> tuple[LogSink, ...]:
+    def sinks(self) -> tuple[Sink, ...]:
         """The loggers of the terminal filter."""
         if self.proxy is not None:
             return self.proxy.sinks

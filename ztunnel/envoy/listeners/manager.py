@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,9 +12,10 @@ from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import unpack
 from xds.errors import ConfigError
+from xds.model.access_log import AnyAccessLog, GrpcAccessLog
 from xds.model.http import HttpConnectionManager, RouteTableRef
 from xds.model.listener import DiscoveredFilter, Listener, WorkloadMetadata
-from xds.model.tls import ConfigSource
+from xds.model.tls import ConfigSource, GrpcSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2
 from xds.proto.envoy.config.listener.v3 import listener_pb2
@@ -58,15 +59,25 @@ class Delivered:
 
 
 def wanted_sources(model: Listener) -> set[ConfigSource]:
-    """Return where a listener's routes and extension configurations come from; its secrets are the chains'."""
+    """Return where a listener's routes and extension configurations come from, and where its access logs go.
+
+    Its secrets are the chains'.
+    """
     sources = {
         entry.filter.source for entry in model.listener_filters if isinstance(entry.filter, DiscoveredFilter)
     }
+    sources.update(_log_services(model.access_log))
     for chain in model.all_chains:
         terminal = chain.terminal
+        sources.update(_log_services(terminal.access_log))
         if isinstance(terminal, HttpConnectionManager) and isinstance(terminal.routes, RouteTableRef):
             sources.add(terminal.routes.source)
     return sources
+
+
+def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
+    """Yield the streams to log services, as streams: each needs a static cluster, as one of resources does."""
+    return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
 class ListenerManager:

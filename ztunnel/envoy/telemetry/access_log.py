@@ -1,15 +1,18 @@
-"""Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes.
+"""Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes; or makes entries.
 
 Lines are written when 64 KiB are queued or after a flush interval (by default 10 s, as Envoy's).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from xds.model.access_log import AccessLog, LogFilter
+from xds.model.access_log import AccessLog, AnyAccessLog, GrpcAccessLog, LogFilter
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.access_log_filter import Chooses, chooser
 from ztunnel.envoy.telemetry.format import Line, Renderer, log_renderer
+from ztunnel.envoy.telemetry.log_entries import MakesEntry, entry_maker
+from ztunnel.envoy.telemetry.log_stream import LogStreams, Sender
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.runtime.log_writer import LogFile, LogWriter, WriteCounts
 
@@ -33,7 +36,19 @@ class LogSink:
             self.writer.hand_over(self.file)
 
 
-def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
+@dataclass(frozen=True, slots=True)
+class EntrySink:
+    """A configured logger of an access log service; ``chooses`` as of :class:`LogSink`."""
+
+    entry_of: MakesEntry
+    sender: Sender
+    chooses: Chooses | None = None
+
+
+Sink: TypeAlias = LogSink | EntrySink
+
+
+def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
     """Write one line per logger about a finished hop.
 
     A listener and the filter behind it usually print the same values: they are read once for all of them.
@@ -42,6 +57,9 @@ def write_all(sinks: Iterable[LogSink], info: StreamInfo) -> None:
     values: tuple[str, ...] = ()
     for sink in sinks:
         if sink.chooses is not None and not sink.chooses(info):
+            continue
+        if isinstance(sink, EntrySink):
+            sink.sender.add(sink.entry_of(info))
             continue
         render = sink.render
         if isinstance(render, Line):
@@ -59,12 +77,14 @@ class AccessLogs:
     Args:
         stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
         flush_interval_s: longest a line may wait; the owner calls :meth:`LogWriter.flush` so often.
+        streams: to access log services; None: no configuration names one.
 
     Attributes:
         writer: the files and their thread.
     """
 
-    def __init__(self, stats: Stats, flush_interval_s: float = 10.0) -> None:
+    def __init__(self, stats: Stats, flush_interval_s: float = 10.0, streams: LogStreams | None = None) -> None:
+        self.streams = streams
         self.flush_interval_s = flush_interval_s
         scope = stats.scope("filesystem")
         self.writer = LogWriter(
@@ -77,14 +97,17 @@ class AccessLogs:
         #: With the model itself, which keeps its ``id`` from being reused.
         self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
-    def sinks(self, logs: Iterable[AccessLog]) -> tuple[LogSink, ...]:
+    def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:
         """Return one sink per configured log, opening files on first use.
 
         Raises:
             OSError: a file cannot be opened.
         """
-        sinks = []
+        sinks: list[Sink] = []
         for entry in logs:
+            if isinstance(entry, GrpcAccessLog):
+                sinks.append(self._entry_sink(entry))
+                continue
             file = self.writer.file(entry.path)
             # Compilers give equal formats as one object, so that thousands of chains share one sink.
             key = (entry.path, id(entry.format), entry.omit_empty, entry.filter)
@@ -95,3 +118,8 @@ class AccessLogs:
                 known = self._sinks[key] = (entry, sink)
             sinks.append(known[1])
         return tuple(sinks)
+
+    def _entry_sink(self, log: GrpcAccessLog) -> EntrySink:
+        assert self.streams is not None
+        chooses = chooser(log.filter) if log.filter is not None else None
+        return EntrySink(entry_maker(log), self.streams.sender(log.stream), chooses)

@@ -236,7 +236,8 @@ def _duration(info: StreamInfo) -> str | None:
     return None if info.duration_s is None else str(int(info.duration_s * 1000))
 
 
-def _stream_id(info: StreamInfo) -> str:
+def stream_id(info: StreamInfo) -> str:
+    """Return the hop's identifier, made when a log first asks for it."""
     info.stream_id = info.stream_id or str(uuid.uuid4())
     return info.stream_id
 
@@ -272,7 +273,7 @@ _ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILE
 _Local = SocketAddress | InternalAddress
 
 
-def _local(info: StreamInfo) -> _Local:
+def local_address(info: StreamInfo) -> _Local:
     """Return the local address: the original destination where a filter restored it, also behind a tunnel."""
     local = info.direct_local
     return local if isinstance(local, InternalAddress) and not info.restored else info.destination
@@ -287,7 +288,7 @@ def _port(local: _Local | None) -> str | None:
 
 
 def _local_endpoint_id(info: StreamInfo) -> str:
-    local = _local(info)
+    local = local_address(info)
     return _Kept(local.endpoint_id) if isinstance(local, InternalAddress) else _EMPTY
 
 
@@ -341,9 +342,9 @@ def _query(argument: str) -> Reader:
 
 _CHAINS: dict[str, Callable[[StreamInfo], Chain]] = {
     "DOWNSTREAM_PEER_": lambda info: info.tls.peer_chain if info.tls else (),
-    "DOWNSTREAM_LOCAL_": lambda info: _own(info.tls.local) if info.tls else (),
+    "DOWNSTREAM_LOCAL_": lambda info: own_chain(info.tls.local) if info.tls else (),
     "UPSTREAM_PEER_": lambda info: _upstream_chain(info.upstream_tls),
-    "UPSTREAM_LOCAL_": lambda info: _own(info.upstream_certificate),
+    "UPSTREAM_LOCAL_": lambda info: own_chain(info.upstream_certificate),
 }
 _KEPT = frozenset(("DOWNSTREAM_PEER_URI_SAN", "DOWNSTREAM_PEER_DNS_SAN", "DOWNSTREAM_LOCAL_URI_SAN"))
 _OF_CHAINS = tuple(
@@ -354,7 +355,8 @@ _OF_CHAINS = tuple(
 )
 
 
-def _own(certificate: Certificate | None) -> Chain:
+def own_chain(certificate: Certificate | None) -> Chain:
+    """Return our own certificate, for :data:`~ztunnel.envoy.telemetry.certificate_values.VALUES`."""
     return (leaf_of(certificate),) if certificate is not None else ()
 
 
@@ -396,9 +398,9 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_TRANSPORT_FAILURE_REASON": lambda info: _underscored(info.upstream_failure),
     "UPSTREAM_PEER_URI_SAN": lambda info: _sans(info.upstream_uri_sans),
     "UPSTREAM_REQUEST_ATTEMPT_COUNT": lambda info: str(info.attempts),
-    "DOWNSTREAM_LOCAL_ADDRESS": lambda info: str(_local(info)),
-    "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host(_local(info)),
-    "DOWNSTREAM_LOCAL_PORT": lambda info: _port(_local(info)),
+    "DOWNSTREAM_LOCAL_ADDRESS": lambda info: str(local_address(info)),
+    "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host(local_address(info)),
+    "DOWNSTREAM_LOCAL_PORT": lambda info: _port(local_address(info)),
     "DOWNSTREAM_REMOTE_ADDRESS": lambda info: info.downstream_remote,
     "DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: info.remote_text or info.source.host,
     "DOWNSTREAM_REMOTE_PORT": lambda info: None if info.remote_text else str(info.source.port),
@@ -419,7 +421,7 @@ _READERS: dict[str, Reader] = {
     "VIRTUAL_CLUSTER_NAME": lambda info: None,
     "FILTER_CHAIN_NAME": lambda info: info.chain or None,
     "CONNECTION_ID": lambda info: str(info.connection_id),
-    "STREAM_ID": _stream_id,
+    "STREAM_ID": stream_id,
     "UNIQUE_ID": lambda info: str(uuid.uuid4()),
     "ACCESS_LOG_TYPE": lambda info: "DownstreamEnd" if info.method else "TcpConnectionEnd",
     "LISTENER_NAME": lambda info: info.listener or None,

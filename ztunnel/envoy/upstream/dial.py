@@ -219,7 +219,7 @@ def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
         return UpstreamFailed("the cluster is going away")
     if isinstance(error, TunnelBroken):
         return UpstreamFailed(f"tunnel failed: {error}", final=error.perhaps_delivered)
-    return UpstreamFailed(f"delayed_connect_error: {_reason(error)}")
+    return UpstreamFailed(f"delayed connect error: {_reason(error)}")
 
 
 def pick_cluster(choices: tuple[WeightedCluster, ...], rng: random.Random) -> str:

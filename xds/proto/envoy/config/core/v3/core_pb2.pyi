@@ -80,6 +80,37 @@ TIMEOUT: HealthStatus.ValueType  # 4
 DEGRADED: HealthStatus.ValueType  # 5
 Global___HealthStatus: _TypeAlias = HealthStatus  # noqa: Y015
 
+class _RequestMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    METHOD_UNSPECIFIED: _RequestMethod.ValueType  # 0
+    GET: _RequestMethod.ValueType  # 1
+    HEAD: _RequestMethod.ValueType  # 2
+    POST: _RequestMethod.ValueType  # 3
+    PUT: _RequestMethod.ValueType  # 4
+    DELETE: _RequestMethod.ValueType  # 5
+    CONNECT: _RequestMethod.ValueType  # 6
+    OPTIONS: _RequestMethod.ValueType  # 7
+    TRACE: _RequestMethod.ValueType  # 8
+    PATCH: _RequestMethod.ValueType  # 9
+
+class RequestMethod(_RequestMethod, metaclass=_RequestMethodEnumTypeWrapper): ...
+
+METHOD_UNSPECIFIED: RequestMethod.ValueType  # 0
+GET: RequestMethod.ValueType  # 1
+HEAD: RequestMethod.ValueType  # 2
+POST: RequestMethod.ValueType  # 3
+PUT: RequestMethod.ValueType  # 4
+DELETE: RequestMethod.ValueType  # 5
+CONNECT: RequestMethod.ValueType  # 6
+OPTIONS: RequestMethod.ValueType  # 7
+TRACE: RequestMethod.ValueType  # 8
+PATCH: RequestMethod.ValueType  # 9
+Global___RequestMethod: _TypeAlias = RequestMethod  # noqa: Y015
+
 class _ApiVersion:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
