@@ -2,7 +2,8 @@
 
 Packets: a pod sends UDP datagrams to another pod of its node, each one waited for, so that rate and p99 are of a
 round trip through the forward hook; and new TCP connections, which are what policies judge. One policy selects the
-destination, the others other pods of the node, of which all 10,000 are for this part. Variants take turns.
+destination, the others other pods of the node, of which all 10,000 are for this part. Variants take turns. Two
+are rules of the form that Galaxy's controller makes (:mod:`bench.netpol_galaxy`), for the same policies and pods.
 """
 
 import contextlib
@@ -16,9 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.netpol_cluster import cluster
+from bench.netpol_galaxy import NAME, galaxy_table
 from deploy.lab import Lab, Place, may_make_namespaces
 from tproxy.aio.table import BlockingTable
+from tproxy.expressions import Family
 from tproxy.resources import Table
+from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.table import TABLE, TableBuilder, local_endpoints
@@ -125,9 +129,9 @@ def measure_start(place: Place) -> None:
         table.apply(None)
 
 
-def table_of(source: Place, destination: Place, policies: int) -> Table:
-    """Return a table that has this many policies, one of them for the destination; 0 has an empty map."""
-    objects = keyed(cluster(max(policies * 2, 100), policies))
+def compiled_of(source: Place, destination: Place, policies: int, pods: int) -> Compiled:
+    """Return this many policies, one of them for the destination, and so many pods."""
+    objects = keyed(cluster(pods, policies))
     for key in [key for key in objects if key.kind == "Pod"]:
         objects[key] = {**objects[key], "spec": {**objects[key]["spec"], "nodeName": "here"}}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "bench"}}
@@ -153,7 +157,7 @@ def table_of(source: Place, destination: Place, policies: int) -> Table:
         }
     compiler = Compiler()
     compiler.apply(PolicyObjects().changes(objects))
-    return TableBuilder().build(compiler.compiled, "here").table
+    return compiler.compiled
 
 
 def datagrams(source: Place, destination: Place) -> list[float]:
@@ -195,19 +199,29 @@ def measure_packets(place: Place, source: Place, destination: Place) -> None:
     """Print rate and p99 with different numbers of policies."""
     variants: dict[str, Table | None] = {"no table": None}
     for policies in (0, 100, POLICIES):
-        variants[f"{policies:,} policies"] = table_of(source, destination, policies)
+        compiled = compiled_of(source, destination, policies, max(policies * 2, 100))
+        variants[f"{policies:,} policies"] = TableBuilder().build(compiled, "here").table
+        if policies:
+            made = galaxy_table(compiled, "bench/server")
+            variants[f"{policies:,}, Galaxy's form"] = made
+            jumps = next(len(chain.rules) for chain in made.chains if chain.name == "GLX-INGRESS")
+            print(f"Galaxy's form of {policies:,} policies: {jumps:,} pods in a row, {len(made.sets):,} sets")
     packets: dict[str, list[float]] = {name: [] for name in variants}
     opened: dict[str, list[float]] = {name: [] for name in variants}
-    with contextlib.closing(BlockingTable(TABLE, place.netns)) as kept:
+    ours = BlockingTable(TABLE, place.netns)
+    galaxys = BlockingTable(NAME, place.netns, Family.IPV4)
+    with contextlib.closing(ours), contextlib.closing(galaxys):
         for _ in range(ROUNDS):
             for name, table in variants.items():
-                kept.apply(table)
+                for kept in (ours, galaxys):
+                    kept.apply(table if table is not None and table.name == kept.name else None)
                 packets[name] += datagrams(source, destination)
                 opened[name] += connections(source, destination)
-        kept.apply(None)
-    print(f"\n{'':16}{'datagrams there and back':>32}{'new TCP connections':>30}")
+        for kept in (ours, galaxys):
+            kept.apply(None)
+    print(f"\n{'':24}{'datagrams there and back':>32}{'new TCP connections':>30}")
     for name in variants:
-        row = [name.ljust(16)]
+        row = [name.ljust(24)]
         for values, width in ((packets[name], 32), (opened[name], 30)):
             ordered = sorted(values)
             rate, p99 = len(values) / sum(values) * 1e6, ordered[len(ordered) * 99 // 100]
