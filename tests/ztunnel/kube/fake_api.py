@@ -27,6 +27,7 @@ class FakeApi:
         garbage: lines that the next watch sends first.
         keeps: what is created is an object from then on; 409 for a second one of that name.
         versions: of API groups that are installed.
+        silent: watches say nothing more, as if their connections had been lost without a FIN.
         lists: how many lists were begun.
         watches: open streams.
     """
@@ -40,6 +41,7 @@ class FakeApi:
         self.garbage: list[bytes] = []
         self.keeps = False
         self.versions = {"v1"}
+        self.silent = False
         self.lists = 0
         self.watches: list[asyncio.StreamWriter] = []
         self.version = 100
@@ -234,7 +236,7 @@ class FakeApi:
         self.watches.append(writer)
         while writer in self.watches:
             for at, kind, of, item in self.history:
-                if at > version and of == plural:
+                if at > version and of == plural and not self.silent:
                     version = at
                     _chunk(writer, json.dumps({"type": kind, "object": item}).encode() + b"\n")
             # Not a Condition with a time limit: a watch that is cancelled while it takes the condition's lock

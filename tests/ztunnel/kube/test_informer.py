@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ztunnel.kube.fake_api import FakeApi
+from ztunnel.kube import client as client_module
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import ADMIN_NETWORK_POLICY, NAMESPACE, POD, Kind, Selection
@@ -245,6 +246,30 @@ def test_a_refusal_is_one_line_and_is_overcome(
     assert len(lines) == 1
     assert said in lines[0]
     assert "\n" not in lines[0]
+
+
+def test_a_watch_that_has_died_without_a_word_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_SILENT_S", 0.3)
+
+    async def check() -> None:
+        async with FakeApi().serve() as api, following(api, tmp_path) as reader:
+            await reader.until(lambda: reader.synced)
+            await api.wait_watches()
+            api.silent = True
+            dead = list(api.watches)
+            await api.put("pods", "default", "a")
+            async with asyncio.timeout(WAIT_S):
+                while all(writer in dead for writer in api.watches):
+                    await asyncio.sleep(0.005)
+            # Another stream took its place, and nothing was missed in between.
+            api.silent = False
+            await api.put("pods", "default", "b")
+            await reader.until(lambda: reader.names == {"a", "b"})
+
+    run(check())
+    assert any("no answer in time" in record.getMessage() for record in caplog.records)
 
 
 def test_known_objects_stay_while_the_server_is_away(tmp_path: Path) -> None:
