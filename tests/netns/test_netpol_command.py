@@ -336,6 +336,11 @@ def test_metrics_count_by_policy_and_direction(clean: Cluster, tmp_path: Path) -
     assert 'policy="end of tier default",verdict="dropped"' in page
     assert 'netpol_policed_pods{direction="ingress"} 1.0' in page
     assert "netpol_in_force 1.0" in page
+    assert "netpol_not_followed{" not in page
+    (tmp_path / "broken.yaml").write_text("broken: [")
+    until(lambda: f'netpol_not_followed{{what="{tmp_path}/broken.yaml"}} 1.0' in scraped(), "the broken file")
+    (tmp_path / "broken.yaml").unlink()
+    until(lambda: "netpol_not_followed{" not in scraped(), "the end of the broken file")
 
 
 def test_print_shows_the_table_and_changes_nothing(clean: Cluster, tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ class FileObjects:
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
         self._told: dict[ObjectKey, Object] = {}
         self._synced = False
+        self._faults: dict[str, str] = {}
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """Why a file is not followed at this moment, by its path."""
+        return self._faults
 
     async def next(self) -> Changes:
         """See :meth:`~ztunnel.kube.objects.ObjectSource.next`."""
@@ -61,6 +67,7 @@ class FileObjects:
         for path in self._states.keys() - set(paths):
             del self._states[path]
             self._objects.pop(path, None)
+            self._faults.pop(str(path), None)
             changed = True
         for path in paths:
             state = file_state(path)
@@ -70,7 +77,9 @@ class FileObjects:
             changed = True
             try:
                 self._objects[path] = dict(self._read(path))
+                self._faults.pop(str(path), None)
             except (OSError, UnicodeDecodeError, ConfigError) as error:
+                self._faults[str(path)] = str(error)
                 log.error("objects not read file=%s error=%s; what it held before stays", path, error)
         return changed or not self._states
 

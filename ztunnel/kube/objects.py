@@ -58,6 +58,15 @@ class ObjectSource(Protocol):
         ...
 
 
+class WatchedSource(ObjectSource, Protocol):
+    """A source that says what it cannot follow."""
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """What cannot be followed at this moment, and why: plurals of kinds, or paths of files."""
+        ...
+
+
 class EventSink(Protocol):
     """Tells the owner of an object what is wrong with it, where ``kubectl describe`` shows it."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xds.model.address import IpNetwork, SocketAddress
     from ztunnel.http.page import Page, PageRequest
     from ztunnel.kube.client import Client
-    from ztunnel.kube.objects import EventSink, ObjectSource
+    from ztunnel.kube.objects import EventSink, WatchedSource
     from ztunnel.netpol.controller import Controller
     from ztunnel.netpol.table import TableBuilder
     from ztunnel.policysync.server import PolicySyncServer
@@ -176,7 +176,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
                 nodes=_follows_nodes(args),
             )
             if metrics is not None:
-                await stack.enter_async_context(_metrics(controller, table, metrics))
+                await stack.enter_async_context(_metrics(controller, table, metrics, source))
             await controller.run(once=args.once)
     return DONE
 
@@ -211,7 +211,7 @@ async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tupl
 
 async def _source(
     args: argparse.Namespace, stack: contextlib.AsyncExitStack
-) -> "tuple[ObjectSource, EventSink, Client | None]":
+) -> "tuple[WatchedSource, EventSink, Client | None]":
     """Return where objects come from, and where faults of them go: files and lines, or the API server's client."""
     from ztunnel.policysync.problems import LoggedEvents
 
@@ -280,7 +280,7 @@ def _until_signal() -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> Any:
+def _metrics(controller: "Controller", table: Any, address: "SocketAddress", source: "WatchedSource") -> Any:
     from ztunnel.http.exposition import page
     from ztunnel.http.page import not_found
     from ztunnel.http.server import PageServer
@@ -288,7 +288,7 @@ def _metrics(controller: "Controller", table: Any, address: "SocketAddress") -> 
     from ztunnel.runtime.clock import SystemClock
 
     async def measured(request: "PageRequest") -> "Page":
-        return page(families(controller, await table.read()), request)
+        return page(families(controller, await table.read(), source.faults), request)
 
     def pages(request: "PageRequest") -> Any:
         return measured(request) if request.path == "/metrics" else not_found(["/metrics"])

@@ -1,7 +1,7 @@
 """The metrics of a node's network policy."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tproxy.expressions import Verdict, VerdictCode
 from tproxy.packets import counters
@@ -11,8 +11,13 @@ from ztunnel.netpol.controller import Controller
 from ztunnel.netpol.table import Built
 
 
-def families(controller: Controller, table: Table | None) -> Iterator[Family]:
-    """Yield the families of one scrape; ``table`` was read just now, with its counters."""
+def families(controller: Controller, table: Table | None, not_followed: Iterable[str]) -> Iterator[Family]:
+    """Yield the families of one scrape.
+
+    Args:
+        table: was read just now, with its counters.
+        not_followed: plurals of the kinds, or paths of the files, that cannot be followed at this moment.
+    """
     counts, built = controller.counts, controller.built
     plain: tuple[tuple[str, str, str, float], ...] = (
         ("netpol_synced", "gauge", "1 once every object has been told", controller.synced),
@@ -32,6 +37,9 @@ def families(controller: Controller, table: Table | None) -> Iterator[Family]:
     )
     for name, kind, text, value in plain:
         yield family(name, kind, text, [((), float(value))], ())
+    kinds = [((kind,), 1.0) for kind in not_followed]
+    text = "Kinds or files that cannot be followed now: what is known of them stays in force"
+    yield family("netpol_not_followed", "gauge", text, kinds, ("what",))
     if built is not None:
         pods = [((str(direction),), float(len(found))) for direction, found in built.policed.items()]
         yield family("netpol_policed_pods", "gauge", "Pods that policies isolate", pods, ("direction",))

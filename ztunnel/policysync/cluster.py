@@ -5,7 +5,7 @@ from typing import Protocol
 
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
-from ztunnel.kube.objects import Changes, EventSink, ObjectSource
+from ztunnel.kube.objects import Changes, EventSink, WatchedSource
 from ztunnel.policysync.objects import PolicyObjects
 from ztunnel.policysync.problems import ProblemReports
 from ztunnel.policysync.view import excerpt
@@ -39,7 +39,7 @@ class ClusterPolicies:
 
     def __init__(
         self,
-        source: ObjectSource,
+        source: WatchedSource,
         server: Publisher,
         node: str | None,
         events: EventSink,
@@ -59,6 +59,11 @@ class ClusterPolicies:
     def problems(self) -> int:
         """The number of objects that are not in force as they are written."""
         return len(self._objects.problems)
+
+    @property
+    def not_followed(self) -> tuple[str, ...]:
+        """Plurals of the kinds that the source cannot follow at this moment."""
+        return tuple(self._source.faults)
 
     async def follow(self) -> None:
         """Take one batch of changes; call it again and again. Cancelling it between two batches loses nothing."""

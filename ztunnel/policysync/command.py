@@ -303,6 +303,7 @@ class _Files:
         self._seen = files.states_of(paths)
         self.compiled = compile_resources(resources)
         self.problems = 0
+        self.not_followed: tuple[str, ...] = ()
         server.publish(self.compiled)
 
     async def follow(self) -> None:
@@ -368,7 +369,7 @@ def _metrics(text: str, server: "PolicySyncServer", policies: "_Files | ClusterP
             return not_found(["/metrics"])
         from ztunnel.http.exposition import page
 
-        return page(families(server, policies.problems), request)
+        return page(families(server, policies.problems, policies.not_followed), request)
 
     try:
         address = SocketAddress.parse(text if ":" in text else f"0.0.0.0:{text}")

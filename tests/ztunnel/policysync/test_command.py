@@ -4,10 +4,12 @@ import asyncio
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ztunnel.calico.cluster import PODS, SEED, flow
 from tests.ztunnel.calico.test_follower import following, run, until
 from tests.ztunnel.kube.fake_api import FakeApi
@@ -109,6 +111,12 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
     api.versions |= {"v1alpha1", "v1alpha2", "v3"}
     process: subprocess.Popen[str] | None = None
 
+    port = free_port()
+
+    def scraped() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+            return str(answer.read().decode())
+
     async def pod(name: str, address: str, node: str = "n1") -> None:
         status = {"phase": "Running", "podIPs": [{"ip": address}]}
         await api.put("pods", "shop", name, labels={"app": name}, spec={"nodeName": node}, status=status)
@@ -124,7 +132,14 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
             only = {"selector": "app == 'back'", "order": 1, "ingress": [{"action": "Deny"}]}
             await api.put("networkpolicies.v3", "shop", "one", spec=only)
             command = ["serve", "--kube", "--kubeconfig", str(api.kubeconfig(tmp_path)), "--node", "n1"]
-            more = ["--socket", f"{tmp_path}/node.sock", "--prefix", str(tmp_path)]
+            more = [
+                "--socket",
+                f"{tmp_path}/node.sock",
+                "--prefix",
+                str(tmp_path),
+                "--metrics",
+                f"127.0.0.1:{port}",
+            ]
             process = subprocess.Popen(
                 [sys.executable, "-m", "ztunnel", "policy", *command, *more], stderr=subprocess.PIPE, text=True
             )
@@ -144,6 +159,9 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
                 await until(lambda: any(body.get("reason") == "PolicyNotApplied" for body in api.bodies))
         async with following(f"unix:{tmp_path}/node.sock") as follower:
             await until(lambda: follower.in_sync)  # the API server is away, and the last policies are served
+            while 'policysync_not_followed{what="pods"} 1.0' not in (page := await asyncio.to_thread(scraped)):
+                await asyncio.sleep(0.02)
+            assert "policysync_faulty_objects 1.0" in page
             assert not follower.evaluator.check(back, flow()).allowed
 
     try:

@@ -151,7 +151,7 @@ def test_reports_of_flows_are_added_up(tmp_path: Path) -> None:
             }
             shown = {
                 (sample.name, *sample.labels.values()): sample.value
-                for family in families(server, 0)
+                for family in families(server, 0, ())
                 for sample in family.samples
             }
             assert shown["policysync_flow_bytes_total", rule, "denied"] == 200
