@@ -133,6 +133,29 @@ def test_the_chart_may_follow_nodes(tmp_path: Path) -> None:
     assert verbs == ["get", "list", "watch"]
 
 
+def test_the_chart_may_follow_calico(tmp_path: Path) -> None:
+    made = rendered(tmp_path, netpol={"enabled": True, "calico": True})
+    [container] = made["DaemonSet", "ztunnel-netpol"]["spec"]["template"]["spec"]["containers"]
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    assert parser.parse_args(container["args"]).calico
+    # It has what the PolicySync server's role has, which follows the same kinds, and its own Node.
+    rules = [made["ClusterRole", "ztunnel-netpol"]["rules"]]
+    served = yaml.safe_load_all((FOLDER.parent / "policy" / "rbac.yaml").read_text())
+    rules += [document["rules"] for document in served if document["kind"] == "ClusterRole"]
+    ours, theirs = (
+        {
+            (group, resource, verb)
+            for rule in listed
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        for listed in rules
+    )
+    assert ours == theirs | {("", "nodes", "get")}
+
+
 @pytest.mark.parametrize(
     ("scope", "kinds"),
     [("CLUSTER", {"ClusterRole", "ClusterRoleBinding"}), ("NAMESPACE", {"DaemonSet", "ServiceAccount"})],

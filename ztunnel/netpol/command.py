@@ -76,6 +76,12 @@ def add_arguments(subparsers: Any) -> None:
         '"node": those that the Node object has',
     )
     follow.add_argument(
+        "--calico",
+        action="store_true",
+        help="follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
+        "services that they name; with --objects they are read in any case",
+    )
+    follow.add_argument(
         "--node-peers",
         action="store_true",
         help="follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
@@ -225,10 +231,10 @@ async def _source(
     from ztunnel.kube.client import connect
     from ztunnel.kube.events import EventWriter
     from ztunnel.kube.informer import Informer
-    from ztunnel.policysync.kinds import NODES, SELECTIONS
+    from ztunnel.policysync.kinds import NODES, SELECTIONS, SERVED
 
     client = await stack.enter_async_context(connect(args.kubeconfig))
-    selections = (*SELECTIONS, NODES) if args.node_peers else SELECTIONS
+    selections = (*(SERVED if args.calico else SELECTIONS), *((NODES,) if args.node_peers else ()))
     informer = await stack.enter_async_context(Informer(client, selections))
     writer = EventWriter(client, "ztunnel-netpol", args.node, informer.known)
     return informer, LoggedEvents(await stack.enter_async_context(writer)), client

@@ -60,6 +60,30 @@ def test_the_table_of_an_api_servers_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("follows", [True, False])
+def test_calicos_policies_are_followed_where_they_are_asked_for(tmp_path: Path, follows: bool) -> None:
+    async def main() -> tuple[int, str]:
+        api = FakeApi()
+        api.versions |= {"v3"}
+        async with api.serve():
+            await api.put("namespaces", "", "x")
+            await api.put("pods", "x", "a", spec=POD["spec"], status=POD["status"])
+            spec = {"selector": "all()", "ingress": [{"action": "Deny", "protocol": "UDP"}]}
+            await api.put("globalnetworkpolicies.v3", "", "guard", spec=spec)
+            await api.put("networkpolicies.v3", "x", "one", spec={"ingress": [{"action": "Allow"}]})
+            await api.put("networkpolicies", "x", "one", spec={"podSelector": {}, "ingress": []})
+            words = ["--calico"] if follows else []
+            return await _run(
+                "run", "--kubeconfig", str(api.kubeconfig(tmp_path)), "--node", "n1", "--print", *words
+            )
+
+    status, text = asyncio.run(main())
+    assert status == DONE, text
+    assert "KubernetesNetworkPolicy/x/one" in text
+    assert ('"GlobalNetworkPolicy/guard' in text) is follows
+    assert ('"NetworkPolicy/x/one' in text) is follows
+
+
+@pytest.mark.parametrize("follows", [True, False])
 def test_nodes_are_followed_where_they_are_asked_for(tmp_path: Path, follows: bool) -> None:
     rule = {"action": "Deny", "to": [{"nodes": {"matchLabels": {"role": "edge"}}}]}
     spec = {"tier": "Admin", "priority": 1, "subject": {"namespaces": {}}, "egress": [rule]}
