@@ -334,6 +334,7 @@ class Proxy:
         heap.settle()
         self._state = State.LIVE
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
+        self.stats.scope("server").histogram("initialization_time_ms").record(startup_ms)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
 
     def _discover(

@@ -164,6 +164,7 @@ class Datapath:
             connection.drain = None
             owner.closed()
             hop.finish()
+            owner.cx_length.record((info.duration_s or 0.0) * 1000)
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
@@ -191,8 +192,12 @@ class Datapath:
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
             listener = self._listeners.hand_off(info.destination, listener)
+        if not listener.reads_bytes:
+            await self._run_filters(listener, end, info, transparent=transparent)
+            return listener
+        listener.pre_cx_active.stored += 1
         try:
-            if listener.reads_bytes and listener.model.listener_filters_timeout_s:
+            if listener.model.listener_filters_timeout_s:
                 async with asyncio.timeout(listener.model.listener_filters_timeout_s):
                     await self._run_filters(listener, end, info, transparent=transparent)
             else:
@@ -201,6 +206,8 @@ class Datapath:
             listener.pre_cx_timeout.value += 1
             if not listener.model.continue_on_filter_timeout:
                 raise FilterClosed("listener filters timed out") from None
+        finally:
+            listener.pre_cx_active.stored -= 1
         return listener
 
     @staticmethod
@@ -219,6 +226,7 @@ class Datapath:
                         restore(end, info, transparent=transparent)
                 case model.TlsInspector():
                     await inspect_tls(end, info)
+                    listener.inspected.count(info.facts)
                 case model.HttpInspector():
                     await inspect_http(end, info)
                 case model.ProxyProtocol():
@@ -314,12 +322,12 @@ class Datapath:
             for each in (hop, *upstream.hops):
                 each.info.bytes_received = received
                 each.info.bytes_sent = sent
+                cluster = self._connector.cluster(each.info.cluster)
+                if cluster is not None:
+                    cluster.stats.cx_tx_bytes.value += received
+                    cluster.stats.cx_rx_bytes.value += sent
             proxy.rx_bytes.value += received
             proxy.tx_bytes.value += sent
-            cluster = self._connector.cluster(hop.info.cluster)
-            if cluster is not None:
-                cluster.stats.cx_tx_bytes.value += received
-                cluster.stats.cx_rx_bytes.value += sent
         self._note_end(hop, proxy, ended, upstream)
 
     @staticmethod
@@ -367,7 +375,7 @@ class Datapath:
                 raise _handshake_failed(info, listener, error) from error
             raise
         _note_peer(info, facts, chain)
-        listener.ssl.negotiated(facts.version, facts.cipher, facts.group)
+        listener.ssl.negotiated(facts)
         return secured
 
     # Inbound: tunnels that end here
@@ -392,7 +400,7 @@ class Datapath:
             served.append(tunnels)
             if tunnels.facts is not None:
                 _note_peer(info, tunnels.facts, chain)
-                listener.ssl.negotiated(tunnels.facts.version, tunnels.facts.cipher, tunnels.facts.group)
+                listener.ssl.negotiated(tunnels.facts)
             try:
                 chain.judge(info, port_known=not self._terminator.judges_ports)
             except Refused as error:
@@ -402,6 +410,9 @@ class Datapath:
             manager.cx_total.value += 1
             manager.cx_http2.value += 1
             manager.cx_active.stored += 1
+            secured = tunnels.facts is not None
+            manager.cx_ssl_total.value += secured
+            manager.cx_ssl_active.stored += secured
             connection.aborts_by(tunnels.abort)
             connection.drain = tunnels.drain
             if connection.leaving:
@@ -423,6 +434,8 @@ class Datapath:
             if connection.drain is not None:
                 manager.cx_active.stored -= 1
                 manager.cx_destroy.value += 1
+                manager.cx_ssl_active.stored -= info.tls is not None
+                manager.cx_length.record((self._clock.monotonic() - info.started) * 1000)
                 manager.cx_protocol_error.value += isinstance(served[0].error, RemoteProtocolError)
         if denied:
             raise denied[0]
@@ -501,6 +514,7 @@ class Datapath:
                 manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
             manager.rq_active.stored -= 1
             hop.finish()
+            manager.rq_time.record((info.duration_s or 0.0) * 1000)
 
     async def _carry_tunnel(
         self,
@@ -558,6 +572,7 @@ class Datapath:
             # A client that leaves after the application has answered in full has lost nothing.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
+            manager.rq_reset.value += not lost
             info.response_details = "downstream_remote_disconnect" if lost else "http2.remote_reset"
 
     def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:

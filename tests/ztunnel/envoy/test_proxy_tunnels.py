@@ -52,6 +52,10 @@ def test_a_tunnel_end_to_end(tmp_path: Path) -> None:
             assert await ask(rig.port("l"), b"x" * 1_000_000) == b"hi " + b"x" * 1_000_000
             assert rig.count("cluster.tunnel.upstream_rq_total") == 2
             assert rig.count("cluster.tunnel.ssl.handshake") == 1  # one connection carried both
+            assert rig.count("cluster.tunnel.upstream_cx_total") == 1
+            assert rig.count("cluster.tunnel.upstream_cx_http2_total") == 1
+            assert rig.count("http.inbound.downstream_rq_completed") == 2
+            assert rig.count("http.inbound.downstream_cx_ssl_active") == 1
             assert rig.count("http.inbound.downstream_rq_2xx") == 2
 
     run(tmp_path, body)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hbone.settings import Role
+from hbone.tls import PeerFacts
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
@@ -15,7 +17,16 @@ from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.access_log import AccessLogs, Sink
 from ztunnel.envoy.telemetry.format import Renderer, renderer
-from ztunnel.envoy.telemetry.stats import Scope, Stats, http_scope, tcp_scope
+from ztunnel.envoy.telemetry.stats import (
+    Counter,
+    Declared,
+    Gauge,
+    Scope,
+    Stats,
+    count_parameters,
+    http_scope,
+    tcp_scope,
+)
 from ztunnel.policy.engine import judge, reads_port
 
 
@@ -109,6 +120,23 @@ class LiveTcpProxy:
             )
 
 
+class _Counted(NamedTuple):
+    """Counters of a connection manager that others follow from."""
+
+    requests: Counter
+    connections: Gauge
+    by_class: tuple[Counter, ...]
+
+
+#: Statistics that are others under another name, as every connection and request here is one of HTTP/2.
+_DERIVED = (
+    Declared("rq_total", Counter, lambda counted: counted.requests.value),
+    Declared("downstream_rq_http2_total", Counter, lambda counted: counted.requests.value),
+    Declared("downstream_rq_completed", Counter, lambda counted: sum(each.value for each in counted.by_class)),
+    Declared("downstream_cx_http2_active", Gauge, lambda counted: counted.connections.value),
+)
+
+
 class LiveConnectionManager:
     """An HTTP connection manager with its counters (``http.<stat prefix>.``)."""
 
@@ -132,8 +160,15 @@ class LiveConnectionManager:
         self.rq_idle_timeout = scope.counter("downstream_rq_idle_timeout")
         self.rq_timeout = scope.counter("downstream_rq_timeout")
         self.rq_by_class = {n: scope.counter(f"downstream_rq_{n}xx") for n in (2, 3, 4, 5)}
+        self.rq_reset = scope.counter("downstream_rq_rx_reset")
+        self.rq_time = scope.histogram("downstream_rq_time")
         self.no_route = scope.counter("no_route")
         self.no_cluster = scope.counter("no_cluster")
+        self.cx_ssl_total = scope.counter("downstream_cx_ssl_total")
+        self.cx_ssl_active = scope.gauge("downstream_cx_ssl_active")
+        self.cx_length = scope.histogram("downstream_cx_length_ms")
+        counted = _Counted(self.rq_total, self.cx_active, tuple(self.rq_by_class.values()))
+        scope.declare(_DERIVED, counted)
 
     @property
     def wanted_routes(self) -> RouteTableRef | None:
@@ -150,6 +185,7 @@ class LiveSsl:
         self.connection_error = self._scope.counter("connection_error")
         self.fail_verify_error = self._scope.counter("fail_verify_error")
         self.fail_verify_san = self._scope.counter("fail_verify_san")
+        self.no_certificate = self._scope.counter("no_certificate")
         self.fail_verify_no_cert = self._scope.counter("fail_verify_no_cert")
         self.not_ready = scope.counter("server_ssl_socket_factory.downstream_context_secrets_not_ready")
         self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
@@ -158,12 +194,11 @@ class LiveSsl:
         """Count a context that was rebuilt because a secret changed."""
         self.sds_updates.value += 1
 
-    def negotiated(self, version: str, cipher: str, group: str | None) -> None:
-        """Count the parameters of a finished handshake."""
+    def negotiated(self, facts: PeerFacts) -> None:
+        """Count a finished handshake and its parameters."""
         self.handshake.value += 1
-        for kind, name in (("versions", version), ("ciphers", cipher), ("curves", group)):
-            if name:
-                self._scope.counter(f"{kind}.{name}").value += 1
+        self.no_certificate.value += facts.certificate is None
+        count_parameters(self._scope, facts.version, facts.cipher, facts.group)
 
 
 class LiveChain:

@@ -6,9 +6,11 @@ from hbone.aio.socket import PlainSocket
 from tproxy.aio import sockets
 from xds.model import listener as model
 from xds.model.address import SocketAddress, canonical
+from xds.model.facts import ConnectionFacts
 from ztunnel.dataplane import proxy_protocol
 from ztunnel.envoy.listeners import client_hello
 from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.envoy.telemetry.stats import Scope
 from ztunnel.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
 
 _LOCAL_METADATA = "envoy.filters.listener.original_dst"
@@ -98,6 +100,26 @@ async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
         info.facts.server_name = hello.server_name
         info.facts.application_protocols = hello.alpn
         return
+
+
+class InspectorCounts:
+    """What TLS inspectors of the process found (``tls_inspector.``)."""
+
+    __slots__ = ("_alpn", "_no_alpn", "_no_sni", "_no_tls", "_sni", "_tls")
+
+    def __init__(self, scope: Scope) -> None:
+        self._tls, self._no_tls = scope.counter("tls_found"), scope.counter("tls_not_found")
+        self._sni, self._no_sni = scope.counter("sni_found"), scope.counter("sni_not_found")
+        self._alpn, self._no_alpn = scope.counter("alpn_found"), scope.counter("alpn_not_found")
+
+    def count(self, facts: ConnectionFacts) -> None:
+        """Count a connection that was inspected; of other protocols nothing more is known."""
+        if facts.transport_protocol != "tls":
+            self._no_tls.value += 1
+            return
+        self._tls.value += 1
+        (self._sni if facts.server_name else self._no_sni).value += 1
+        (self._alpn if facts.application_protocols else self._no_alpn).value += 1
 
 
 async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:

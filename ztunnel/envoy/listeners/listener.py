@@ -28,6 +28,7 @@ from xds.model.listener import (
 )
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.envoy.listeners.chains import LiveChain, LiveSsl
+from ztunnel.envoy.listeners.filters import InspectorCounts
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.envoy.telemetry.access_log import AccessLogs
@@ -119,10 +120,13 @@ class LiveListener:
         self.cx_active = scope.gauge("downstream_cx_active")
         self.cx_destroy = scope.counter("downstream_cx_destroy")
         self.no_filter_chain_match = scope.counter("no_filter_chain_match")
+        self.cx_length = scope.histogram("downstream_cx_length_ms")
+        self.pre_cx_active = scope.gauge("downstream_pre_cx_active")
         self.pre_cx_timeout = scope.counter("downstream_pre_cx_timeout")
         self.extension_config_missing = scope.counter("extension_config_missing")
         self.node_local = scope.counter("node_local_shortcut")
         self.ssl = LiveSsl(scope)
+        self.inspected = InspectorCounts(stats.scope("tls_inspector"))
         kept = {chain.model.content: chain for chain in keep}
 
         def live(chain: FilterChain, place: str) -> LiveChain:

@@ -316,6 +316,18 @@ def prometheus_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_:]", "_", name)
 
 
+#: Groups of key exchange by BoringSSL's names, which Envoy prints, where OpenSSL's differ.
+_GROUPS = {"x25519": "X25519", "secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
+
+
+def count_parameters(scope: Scope, version: str, cipher: str, group: str | None) -> None:
+    """Count what a handshake agreed on: ``<scope>.versions.TLSv1.3`` and the like."""
+    curve = _GROUPS.get(group, group) if group is not None else ""
+    for kind, name in (("versions", version), ("ciphers", cipher), ("curves", curve)):
+        if name:
+            scope.counter(f"{kind}.{name}").value += 1
+
+
 def cluster_scope(stats: Stats, name: str) -> Scope:
     """Return the scope ``cluster.<name>.``."""
     return stats.scope(f"cluster.{name}", family="cluster", labels=(("envoy_cluster_name", name),))

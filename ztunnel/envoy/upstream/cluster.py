@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
+from hbone.tls import PeerFacts
 from xds.dialects.envoy import compile_assignment
 from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
@@ -34,7 +36,16 @@ from ztunnel.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.stream_info import StreamInfo
-from ztunnel.envoy.telemetry.stats import Counter, Declared, Gauge, OnTouch, Stats, cluster_scope, declared_in
+from ztunnel.envoy.telemetry.stats import (
+    Counter,
+    Declared,
+    Gauge,
+    OnTouch,
+    Stats,
+    cluster_scope,
+    count_parameters,
+    declared_in,
+)
 from ztunnel.envoy.upstream.balancer import Balancer, in_subset, source_hash
 from ztunnel.envoy.upstream.health_checker import HealthChecker
 from ztunnel.envoy.upstream.health_state import CheckResult
@@ -79,6 +90,8 @@ class ClusterStats:
 
     cx_total = OnTouch(Counter, "upstream_cx_total")
     cx_active = OnTouch(Gauge, "upstream_cx_active")
+    cx_destroy = OnTouch(Counter, "upstream_cx_destroy")
+    cx_http2 = OnTouch(Counter, "upstream_cx_http2_total")
     cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
     cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
     cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
@@ -95,10 +108,28 @@ class ClusterStats:
     sds_updates = OnTouch(Counter, "client_ssl_socket_factory.ssl_context_update_by_sds")
     handshakes = OnTouch(Counter, "ssl.handshake")
     ssl_errors = OnTouch(Counter, "ssl.connection_error")
+    ssl_fail_verify = OnTouch(Counter, "ssl.fail_verify_error")
+    ssl_fail_verify_san = OnTouch(Counter, "ssl.fail_verify_san")
     drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
 
     def __init__(self, stats: Stats, model: Cluster) -> None:
         self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
+
+    def negotiated(self, facts: PeerFacts) -> None:
+        """Count a finished handshake and its parameters."""
+        self.handshakes.value += 1
+        count_parameters(self.scope.scope("ssl"), facts.version, facts.cipher, facts.group)
+
+    def ssl_failed(self, error: TlsError) -> None:
+        """Count a failed handshake by its reason."""
+        if error.by_peer:
+            self.ssl_errors.value += 1
+        elif error.reason is TlsReason.SAN:
+            self.ssl_fail_verify_san.value += 1
+        elif error.reason in (TlsReason.CHAIN, TlsReason.EXPIRED, TlsReason.REVOKED):
+            self.ssl_fail_verify.value += 1
+        else:
+            self.ssl_errors.value += 1
 
     def declare(self) -> None:
         """Show the counters on pages, in place of an earlier version's."""
@@ -118,6 +149,21 @@ class Breaker:
         self.connections = 0
         self.pending = 0
         self.requests = 0
+
+    @property
+    def connections_open(self) -> bool:
+        """Whether the limit of connections is reached: "open" as an electric circuit is."""
+        return self.connections >= self.limits.max_connections
+
+    @property
+    def pending_open(self) -> bool:
+        """Whether the limit of waiting requests is reached."""
+        return self.pending >= self.limits.max_pending_requests
+
+    @property
+    def requests_open(self) -> bool:
+        """Whether the limit of requests is reached."""
+        return self.requests >= self.limits.max_requests
 
 
 class LiveCluster:
@@ -527,6 +573,9 @@ _STATE = (
     Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
     Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+    Declared("circuit_breakers.default.cx_open", Gauge, lambda cluster: int(cluster.breaker.connections_open)),
+    Declared("circuit_breakers.default.rq_open", Gauge, lambda cluster: int(cluster.breaker.requests_open)),
+    Declared("circuit_breakers.default.rq_pending_open", Gauge, lambda cluster: int(cluster.breaker.pending_open)),
 )
 
 

@@ -239,7 +239,7 @@ class Connector:
         info = hop.info
         if cluster.model.http2 is None:
             raise UpstreamFailed("tunnels need HTTP/2, which the cluster does not speak")
-        if cluster.breaker.requests >= cluster.breaker.limits.max_requests:
+        if cluster.breaker.requests_open:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
@@ -327,8 +327,10 @@ class Connector:
                 )
         except TimeoutError:
             raise UpstreamFailed("connection timeout", timed_out=True) from None
-        if context is not None:
-            cluster.stats.handshakes.value += 1
+        cluster.stats.cx_total.value += 1
+        cluster.stats.cx_http2.value += 1
+        if connection.facts is not None:
+            cluster.stats.negotiated(connection.facts)
         return connection
 
     def cluster(self, name: str) -> LiveCluster | None:

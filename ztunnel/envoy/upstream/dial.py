@@ -68,10 +68,10 @@ class Dialler:
             UpstreamFailed: it could not be opened.
         """
         breaker = cluster.breaker
-        if breaker.connections >= breaker.limits.max_connections:
+        if breaker.connections_open:
             cluster.stats.cx_overflow.value += 1
             raise Overflow()
-        if breaker.pending >= breaker.limits.max_pending_requests:
+        if breaker.pending_open:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         inner = transport.inner if isinstance(transport, InternalUpstream) else transport
@@ -109,7 +109,7 @@ class Dialler:
                 info.upstream_uri_sans = facts.uri_sans
                 info.upstream_tls, info.upstream_certificate = facts, context.presented
                 info.upstream_sni = context.model.sni
-                cluster.stats.handshakes.value += 1
+                cluster.stats.negotiated(facts)
                 return end
         except TimeoutError:
             raise UpstreamFailed("connection timeout", timed_out=True) from None
@@ -164,16 +164,20 @@ class Dialler:
 
 
 def account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> None:
-    """Count an open connection until its upstream closes."""
+    """Count an open connection until its upstream closes; as in Envoy it is one request, too."""
     stats = cluster.stats
     stats.cx_total.value += 1
     stats.cx_active.stored += 1
+    stats.rq_total.value += 1
+    stats.rq_active.stored += 1
     host.cx_total += 1
     host.cx_active += 1
     cluster.breaker.connections += 1
 
     def closed() -> None:
         stats.cx_active.stored -= 1
+        stats.rq_active.stored -= 1
+        stats.cx_destroy.value += 1
         host.cx_active -= 1
         cluster.breaker.connections -= 1
 
@@ -210,7 +214,7 @@ def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
     if isinstance(error, UpstreamFailed):
         return error
     if isinstance(error, TlsError):
-        cluster.stats.ssl_errors.value += 1
+        cluster.stats.ssl_failed(error)
         return UpstreamFailed(f"TLS_error: {error}")
     timed_out = isinstance(error, ConnectTimedOut | PeerSilent)
     if timed_out:

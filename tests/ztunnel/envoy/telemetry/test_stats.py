@@ -11,6 +11,7 @@ from ztunnel.envoy.telemetry.stats import (
     Stats,
     TextReadout,
     cluster_scope,
+    count_parameters,
     declared_in,
 )
 from ztunnel.envoy.telemetry.stats_page import Choice, Kind, chosen, text_pieces
@@ -96,3 +97,19 @@ def test_a_closed_scope_leaves_nothing_and_gets_nothing() -> None:
     owner.active.value = 1
     assert page(stats) == ""
     assert stats.texts == []
+
+
+def test_what_a_handshake_agreed_on_has_the_names_of_envoy() -> None:
+    stats = Stats()
+    scope = stats.scope("listener.l.ssl")
+    count_parameters(scope, "TLSv1.3", "TLS_AES_128_GCM_SHA256", "secp256r1")
+    count_parameters(scope, "TLSv1.3", "TLS_AES_128_GCM_SHA256", "X25519MLKEM768")
+    count_parameters(scope, "TLSv1.2", "", None)
+    counted = [(metric.name, metric.value) for metric in stats if isinstance(metric, Counter)]
+    assert {name.removeprefix("listener.l.ssl."): value for name, value in counted} == {
+        "versions.TLSv1.3": 2,
+        "versions.TLSv1.2": 1,
+        "ciphers.TLS_AES_128_GCM_SHA256": 2,
+        "curves.P-256": 1,
+        "curves.X25519MLKEM768": 1,
+    }
