@@ -269,22 +269,28 @@ async def _serve(args: argparse.Namespace, resources: "Resources | None") -> Non
 
 
 async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None", stop: asyncio.Event) -> None:
-    """Follow changes until ``stop`` is set; sockets of pods, and their credentials, are looked for beside that."""
+    """Follow changes until ``stop`` is set; sockets of pods, and their credentials, are looked for beside that.
+
+    Raises:
+        The first error of what is followed, bare.
+    """
     from ztunnel.calico import files
 
-    async with asyncio.TaskGroup() as group:
-        following = group.create_task(policies.follow(), name="policies")
-        stopping = group.create_task(stop.wait(), name="stop")
-        while not stop.is_set():
-            # A Binder reads the folder of credentials again each time.
-            limit_s = files.POLL_S if binder is not None else None
-            await asyncio.wait({following, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-                following = group.create_task(policies.follow(), name="policies")
-            if binder is not None:
-                await binder.bind(policies.compiled)
-        following.cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(policies.follow(), name="policies")
+            stopping = group.create_task(stop.wait(), name="stop")
+            while not stop.is_set():
+                # A Binder reads the folder of credentials again each time.
+                limit_s = files.POLL_S if binder is not None else None
+                await asyncio.wait({following, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following = group.create_task(policies.follow(), name="policies")
+                if binder is not None:
+                    await binder.bind(policies.compiled)
+            following.cancel()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
 
 
 class _Files:

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,13 @@ from tests.ports import free_port
 from tests.ztunnel.calico.cluster import PODS, SEED, flow
 from tests.ztunnel.calico.test_follower import following, run, until
 from tests.ztunnel.kube.fake_api import FakeApi
+from xds.aio.grpc_server import ServeError
 from xds.model import calico as c
+from ztunnel.policysync import add_arguments
+from ztunnel.policysync.cluster import ClusterPolicies
+from ztunnel.policysync.command import _follow
+from ztunnel.policysync.problems import LoggedEvents
+from ztunnel.policysync.server import PolicySyncServer
 
 LIMIT_S = 30.0
 WEB = "spiffe://cluster.local/ns/shop/sa/frontend"
@@ -190,12 +198,27 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
         (("--socket", "x", "--kube", "--kubeconfig", "/none/config"), "/none/config"),
     ],
 )
-def test_serve_says_what_it_needs(args: tuple[str, ...], said: str) -> None:
-    done = ztunnel("serve", *args)
-    assert done.returncode in (1, 2)
-    assert done.stderr.startswith("ztunnel policy serve: ")
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_serve_says_what_it_needs(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    parsed = parser.parse_args(["policy", "serve", *args])
+    assert parsed.run(parsed) in (1, 2)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("ztunnel policy serve: ")
+    assert said in line
+
+
+def test_what_fails_while_policies_are_followed_ends_the_command_by_its_own_name() -> None:
+    class Broken(ClusterPolicies):
+        async def follow(self) -> None:
+            raise ServeError("unix:/gone", "gone")
+
+    async def main() -> None:
+        source: Any = None
+        with pytest.raises(ServeError, match="unix:/gone"):
+            await _follow(Broken(source, PolicySyncServer(), None, LoggedEvents()), None, asyncio.Event())
+
+    run(main)
 
 
 def test_a_socket_that_is_none_is_one_line(tmp_path: Path) -> None:
