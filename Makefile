@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol
+.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -75,6 +75,9 @@ soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what
 
 bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 	$(PY) -m bench.compare
+
+bench-start: $(STAMP) ## from exec to the first connection served, in meshes of 10, 1,000 and 10,000 workloads; COUNT=n each
+	$(PY) -m tests.soak.recovery $(if $(COUNT),--count $(COUNT))
 
 bench-idle: $(STAMP) ## what idle connections cost, and what is left when they are gone
 	$(PY) -m bench.idle

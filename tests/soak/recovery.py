@@ -1,20 +1,26 @@
-"""``python -m tests.soak.recovery [COUNT]``: kills a node's proxy, starts it again, prints how long pods wait.
+"""``make bench-start [COUNT=n]``: kills a node's proxy, starts it again, prints how long its pods wait.
 
 Times are seconds from exec: to the first line of the log (the imports are over), to the last pod's listeners, to
 the first connection that an application gets through its tunnel, and the processor time of the process up to
-then, which depends less on what else the machine does.
+then, which depends less on what else the machine does; and the memory of the process then. In meshes of 10, 1,000
+and 10,000 workloads; 10,000 are read from a local file.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import os
 import statistics
-import sys
 import tempfile
 import time
 from datetime import datetime
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from deploy.lab import Place
 from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, ask
@@ -22,6 +28,8 @@ from tests.netns.toys import app
 from tproxy.errors import TproxyError
 
 _MOST_S = 30.0
+_MOST_SENT = 2000
+_FIRST_OTHER = ip_address("10.128.0.1")
 
 
 async def recover(mesh: AmbientMesh, proxy: NodeProxy, client: Place, host: object) -> dict[str, float]:
@@ -37,7 +45,8 @@ async def recover(mesh: AmbientMesh, proxy: NodeProxy, client: Place, host: obje
         await asyncio.sleep(0.002)
     took_s = time.monotonic() - began_s
     fields = Path(f"/proc/{proxy.process.pid}/stat").read_text().rpartition(")")[2].split()
-    processor_s = (int(fields[11]) + int(fields[12])) / 100
+    processor_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    resident = int(Path(f"/proc/{proxy.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def lines() -> list[dict[str, str]]:
         text = proxy.log_path.read_bytes()[mark:].decode().splitlines()
@@ -47,7 +56,13 @@ async def recover(mesh: AmbientMesh, proxy: NodeProxy, client: Place, host: obje
         await asyncio.sleep(0.01)
     pods = next(line for line in lines() if "pod snapshot complete" in line["message"])
     first, last = (datetime.fromisoformat(line["time"]).timestamp() - began_at for line in (lines()[0], pods))
-    return {"imports": first, "pods": last, "served": took_s, "processor": processor_s}
+    return {
+        "imports, s": first,
+        "pods listening, s": last,
+        "first connection served, s": took_s,
+        "processor until then, s": processor_s,
+        "memory then, MiB": resident / 2**20,
+    }
 
 
 async def _served(client: Place, host: object) -> bool:
@@ -57,22 +72,78 @@ async def _served(client: Place, host: object) -> bool:
         return False
 
 
-async def measured(folder: Path, count: int) -> list[dict[str, float]]:
+def crowd(workloads: int) -> dict[str, Any]:
+    """Return so many workloads of other nodes, as a mesh file describes pods."""
+    return {
+        f"ns-{number % 100}/other-{number}": {
+            "node": "other",
+            "addresses": [str(_FIRST_OTHER + number)],
+            "service_account": f"account-{number // 10}",
+        }
+        for number in range(workloads)
+    }
+
+
+class CrowdedMesh(AmbientMesh):
+    """Two nodes with a pod each, in a mesh with many other workloads.
+
+    Many come from a local file: the embedded control plane, which is for a laptop, takes minutes to describe them.
+    """
+
+    def __init__(self, folder: Path, workloads: int) -> None:
+        self._others = crowd(workloads - 2)
+        local = self._described if workloads > _MOST_SENT else None
+        super().__init__({"w1": ["client"], "w2": ["far"]}, folder, local=local)
+
+    def write_mesh(self, **changes: object) -> None:
+        """See the base class; the others are added to the file."""
+        super().write_mesh(**changes)
+        if self.local is None:
+            path = self.folder / "mesh.yaml"
+            described = yaml.safe_load(path.read_text())
+            described["pods"] |= self._others
+            described["nodes"]["other"] = {}
+            path.write_text(yaml.safe_dump(described))
+
+    def _described(self, mesh: AmbientMesh) -> dict[str, Any]:
+        others = [
+            {
+                "uid": f"Kubernetes//Pod/{name}",
+                "name": name.partition("/")[2],
+                "namespace": name.partition("/")[0],
+                "serviceAccount": pod["service_account"],
+                "workloadIps": pod["addresses"],
+                "protocol": "HBONE",
+                "node": pod["node"],
+                "services": {},
+            }
+            for name, pod in self._others.items()
+        ]
+        return {"workloads": [*self.workloads(), *others]}
+
+
+async def measured(folder: Path, count: int, workloads: int) -> list[dict[str, float]]:
     """Return the times of so many recoveries."""
-    async with AmbientMesh({"w1": ["client"], "w2": ["far"]}, folder) as mesh, app(mesh.lab.pod("far")):
+    async with CrowdedMesh(folder, workloads) as mesh, app(mesh.lab.pod("far")):
         client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
         assert await _served(client, host)
         return [await recover(mesh, mesh.proxies["w1"], client, host) for _ in range(count)]
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 9
-    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-        found = asyncio.run(measured(Path(folder), count))
-    for name in found[0]:
-        values = sorted(times[name] for times in found)
-        median = statistics.median(values)
-        print(f"{name:<10} median {median:.3f} s   best {values[0]:.3f}   worst {values[-1]:.3f}")
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(prog="make bench-start", description=__doc__)
+    parser.add_argument("--count", type=int, default=9, help="of each size")
+    parser.add_argument("--workloads", type=int, nargs="+", default=(10, 1000, 10_000))
+    options = parser.parse_args()
+    print("| workloads | | median | best | worst |\n|---|---|---|---|---|")
+    for workloads in options.workloads:
+        with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+            found = asyncio.run(measured(Path(folder), options.count, workloads))
+        for name in found[0]:
+            values = sorted(times[name] for times in found)
+            cells = (f"{value:.2f}" for value in (statistics.median(values), values[0], values[-1]))
+            print(f"| {workloads:,} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
