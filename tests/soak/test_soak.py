@@ -19,7 +19,9 @@ def test_every_kind_of_change_under_load(tmp_path: Path) -> None:
     assert run.restarts == 0
 
 
-def test_a_proxy_that_was_killed_serves_again(tmp_path: Path) -> None:
-    (times,) = asyncio.run(measured(tmp_path, 1))
-    assert 0.0 < times["imports"] < times["pods"]
-    assert times["processor"] > 0.0
+@pytest.mark.parametrize("workloads", [10, 3000], ids=["told by a control plane", "of a local file"])
+def test_a_proxy_that_was_killed_serves_again(tmp_path: Path, workloads: int) -> None:
+    (times,) = asyncio.run(measured(tmp_path, 1, workloads))
+    assert 0.0 < times["imports, s"] < times["pods listening, s"]
+    assert times["processor until then, s"] > 0.0
+    assert times["memory then, MiB"] > 20.0
