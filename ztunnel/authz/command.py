@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 import logging
-import re
 import signal
 import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from ztunnel.calico.settings import sync_target
+from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
     from xds.model.address import SocketAddress
@@ -70,7 +70,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--dial", "-d", default=DEFAULT_DIAL, metavar="ADDRESS", help=f"PolicySync server (default {DEFAULT_DIAL})"
     )
     parser.add_argument(
-        "--socket-mode", type=_mode, default=0o777, metavar="OCTAL", help="of the Unix socket (default 777)"
+        "--socket-mode", type=socket_mode, default=0o777, metavar="OCTAL", help="of the Unix socket (default 777)"
     )
     parser.add_argument("--per-host", action="store_true", help="serve all pods of a node, by destination address")
     parser.add_argument("--explain", action="store_true", help="tell clients which rule denied them")
@@ -245,12 +245,6 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
     async with Channel(dial) as channel:
         return await channel.unary(method, message, timeout_s=_CALL_S)
-
-
-def _mode(text: str) -> int:
-    if not re.fullmatch("0?[0-7]{3}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mode such as 770")
-    return int(text, 8)
 
 
 def _http_address(text: str | None, host: str = "0.0.0.0") -> "SocketAddress | None":

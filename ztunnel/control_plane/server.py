@@ -60,7 +60,7 @@ class NodePolicies:
     """Serves the policies of a mesh by PolicySync, on a socket for each node; ``async with`` ends them.
 
     Args:
-        folder: of the sockets; who may enter it may read the policies.
+        folder: of the sockets.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,8 @@ class NodePolicies:
                 await self._server.close(path)
         for path, node in wanted.items():
             if path not in self._server.paths:
-                await self._server.open(path, partial(_on_node, node), streams=NODE_STREAMS)
+                # As private as the socket of xDS: this user's proxies, and root's.
+                await self._server.open(path, partial(_on_node, node), streams=NODE_STREAMS, mode=0o600)
 
 
 def _on_node(node: str, compiled: Compiled) -> list[EndpointId]:

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.runtime.sockets import socket_mode
+
 if TYPE_CHECKING:
     from ztunnel.calico.resources import Resources
     from ztunnel.http.server import PageServer
@@ -69,6 +71,13 @@ def add_arguments(subparsers: Any) -> None:
         "--node-peers", action="store_true", help="with --kube: follow Nodes, for rules that are about nodes"
     )
     serve.add_argument("--socket", metavar="PATH", help="for a node's proxy: all its pods")
+    serve.add_argument(
+        "--socket-mode",
+        type=socket_mode,
+        default=0o777,
+        metavar="OCTAL",
+        help="of --socket (default 777); 600 is for proxies of this user and of root",
+    )
     serve.add_argument("--prefix", type=Path, metavar="DIR", help="a socket for each pod, DIR/mount/UID/socket")
     serve.add_argument("--node", metavar="NAME", help="only pods of this node")
     serve.add_argument(
@@ -260,7 +269,7 @@ async def _serve(args: argparse.Namespace, resources: "Resources | None") -> Non
         if args.metrics is not None:
             await stack.enter_async_context(_metrics(args.metrics, server, policies))
         if args.socket is not None:
-            await server.open(args.socket, of_node, streams=NODE_STREAMS)
+            await server.open(args.socket, of_node, streams=NODE_STREAMS, mode=args.socket_mode)
         binder = Binder(server, args.prefix, args.node) if args.prefix is not None else None
         if binder is not None:
             await binder.bind(policies.compiled)

@@ -83,11 +83,13 @@ class PolicySyncServer:
             for stream in streams:
                 stream.changed.set()
 
-    async def open(self, path: str, endpoints: Endpoints, *, streams: int = 1) -> None:
+    async def open(self, path: str, endpoints: Endpoints, *, streams: int = 1, mode: int = SOCKET_MODE) -> None:
         """Serve a socket, in place of a stale one.
 
         Args:
             streams: how many it has at once, see :data:`NODE_STREAMS`.
+            mode: of the socket. A pod's is open to all, since only the pod has its folder; of a node's it is all
+                that says who may read the policies of every pod.
 
         Raises:
             ServeError: the path cannot be served.
@@ -99,7 +101,7 @@ class PolicySyncServer:
                     (lambda context: self._serve(context, path, endpoints, streams)) if method == SYNC else None
                 ),
                 unary={REPORT: self._report},
-                socket_mode=SOCKET_MODE,
+                socket_mode=mode,
             )
             await stack.enter_async_context(server)
             self._sockets[path] = stack.pop_all()

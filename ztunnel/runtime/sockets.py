@@ -1,7 +1,20 @@
-"""Waits for sockets that asyncio's streams do not support, such as those that carry packets and descriptors."""
+"""Waits for sockets that asyncio's streams do not support, and reads the modes of Unix sockets."""
 
+import argparse
 import asyncio
+import re
 import socket
+
+
+def socket_mode(text: str) -> int:
+    """Return the mode of a Unix socket, for ``argparse``: three octal digits.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not re.fullmatch("0?[0-7]{3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mode such as 770")
+    return int(text, 8)
 
 
 async def ready(sock: socket.socket, *, writing: bool) -> None:

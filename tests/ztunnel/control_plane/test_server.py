@@ -1,6 +1,8 @@
 """The control plane over a real socket: live edits, faults that change nothing, renewed certificates."""
 
 import asyncio
+import os
+import stat
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -160,6 +162,7 @@ def test_its_policies_are_served_to_each_nodes_proxy(tmp_path: Path) -> None:
         page = "spiffe://cluster.local/ns/default/sa/bookinfo-productpage"
         async with following(f"unix:{tmp_path}/policies/worker2.sock") as follower, asyncio.timeout(WAIT_S):
             await until(lambda: follower.in_sync)
+            assert stat.S_IMODE(os.stat(tmp_path / "policies" / "worker2.sock").st_mode) == 0o600
             names = {key.workload for key in follower.evaluator.store.endpoints}
             assert names == {"default/productpage", "default/reviews-v2", "default/reviews-v3"}
             assert allowed(follower, REVIEWS)  # no policy yet

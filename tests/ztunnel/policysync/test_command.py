@@ -1,7 +1,9 @@
 """``ztunnel policy`` as a person uses it."""
 
 import asyncio
+import os
 import signal
+import stat
 import subprocess
 import sys
 import urllib.request
@@ -231,6 +233,7 @@ def test_a_socket_that_is_none_is_one_line(tmp_path: Path) -> None:
 def test_serve_follows_the_files(files: Path) -> None:
     back = c.EndpointId("k8s", "shop/back", "eth0")
     command = ["serve", str(files), "--socket", f"{files}/node.sock", "--prefix", str(files), "--node", "n1"]
+    command += ["--socket-mode", "600"]
     process = subprocess.Popen(
         [sys.executable, "-m", "ztunnel", "policy", *command], stderr=subprocess.PIPE, text=True
     )
@@ -255,6 +258,8 @@ def test_serve_follows_the_files(files: Path) -> None:
             (files / "policies.yaml").unlink()
             await until(lambda: follower.evaluator.check(back, flow()).allowed)
         assert (files / "mount" / "u-2" / "socket").is_socket()
+        modes = [stat.S_IMODE(os.stat(files / path).st_mode) for path in ("node.sock", "mount/u-2/socket")]
+        assert modes == [0o600, 0o777]
 
     try:
         run(main)
