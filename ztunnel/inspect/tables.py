@@ -10,6 +10,8 @@ from typing import Any, Final
 Dump = Mapping[str, Any]
 Row = tuple[str, ...]
 
+#: Pairs that the table of the status shows.
+_MOST_DENIALS: Final = 10
 _NONE: Final = "-"
 #: The lists of a dump that other tables count.
 _COUNTED = ("workloads", "services", "policies")
@@ -129,6 +131,26 @@ def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
     for policy in dump.get("policies") or []:
         if policy.get("faults"):
             yield ("policy not understood", f"{'/'.join(_name(policy))}: {policy['faults'][0]}")
+    denials = [each for each in dump.get("denials") or [] if not namespace or _concerns(each, namespace)]
+    for each in denials[:_MOST_DENIALS]:
+        yield ("denied", _denial(each))
+    if len(denials) > _MOST_DENIALS:
+        yield ("denied", f"and {len(denials) - _MOST_DENIALS} pairs more: see /denials")
+
+
+def _concerns(denial: Dump, namespace: str) -> bool:
+    """Return whether a workload of a namespace is one of the two."""
+    destination = _text(denial, "destination").rpartition(":")[0]
+    return any(name.endswith(f".{namespace}") for name in (_text(denial, "source"), destination))
+
+
+def _denial(each: Dump) -> str:
+    identity = f" ({each['identity']})" if each.get("identity") else ""
+    return (
+        f"{each.get('count')} x {_text(each, 'direction')} {_text(each, 'source')}{identity} to "
+        f"{_text(each, 'destination')}: {_text(each, 'reason')}; last {_text(each, 'lastTime')} "
+        f"from {_text(each, 'lastAddress')}"
+    )
 
 
 def _of(dump: Dump, key: str, namespace: str) -> Iterator[Dump]:

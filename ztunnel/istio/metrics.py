@@ -20,6 +20,7 @@ from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
+from ztunnel.istio.denials import Denial, Denials
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class Counts:
     authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    denials: tuple[Denial, ...] = ()
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     calmed: int = 0
@@ -258,6 +260,7 @@ class Metrics:
         #: Decisions by Calico's policies, and when they were made last; see :class:`ztunnel.calico.guard.Hits`.
         self.policy_decisions: dict[tuple[str, str, str], int] = {}
         self.policy_used_s: dict[tuple[str, str], float] = {}
+        self.denials = Denials()
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
@@ -361,6 +364,7 @@ class Metrics:
             authorization_dry_run=dict(self.authorization_dry_run),
             policy_decisions=dict(self.policy_decisions),
             policy_used_s=dict(self.policy_used_s),
+            denials=tuple(self.denials),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             calmed=self.calmed,
@@ -417,6 +421,7 @@ class Metrics:
         _add(self.policy_decisions, part.policy_decisions)
         for policy, used_s in part.policy_used_s.items():
             self.policy_used_s[policy] = max(used_s, self.policy_used_s.get(policy, 0.0))
+        self.denials.add(part.denials)
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count

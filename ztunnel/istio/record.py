@@ -13,6 +13,7 @@ from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.logs import Bare, Field, LogStream, Recurring
 from ztunnel.istio.metrics import Metrics, PeerLabels, TrafficSeries, traffic_labels
 from ztunnel.istio.outcome import Failed, Flags
@@ -172,6 +173,8 @@ class Record:
         flags = failure.flags if failure is not None else Flags.NONE
         series.used_s = now_s
         series.finished(flags, self.counts)
+        if flags is Flags.DENY and failure is not None:
+            node.metrics.denials.note(self._pair(str(failure)), str(self.source), node.clock.wall())
         if node.logs.access_level > (_INFO if failure is None else _ERROR):
             return
         counts = self.counts
@@ -201,6 +204,20 @@ class Record:
                 ("error", reason),
             ]
             node.logs.write(node.clock.wall(), "warn", "access", "connection failed", fields)
+
+    def _pair(self, reason: str) -> Pair:
+        """Return what this connection is counted under when policy denies it."""
+        wanted = self.hbone_authority or str(self.destination)
+        destination = self.destination_workload
+        return Pair(
+            direction=str(self.direction),
+            source=_called(self.source_workload) or self.source.host,
+            identity=str(self.source_identity) if self.secured and self.source_identity is not None else "",
+            destination=f"{_called(destination)}:{wanted.rpartition(':')[2]}"
+            if destination is not None
+            else wanted,
+            reason=reason,
+        )
 
     def _fields(self) -> list[Field | Recurring]:
         source, destination = self.source_labels, self.destination_labels
@@ -245,3 +262,7 @@ def _peer_fields(prefix: str, name: str, labels: PeerLabels, identity: SpiffeId 
         yield f"{prefix}.identity", str(identity)
     if labels.cluster:
         yield f"{prefix}.cluster", labels.cluster
+
+
+def _called(workload: Workload | None) -> str:
+    return f"{workload.name}.{workload.namespace}" if workload is not None else ""

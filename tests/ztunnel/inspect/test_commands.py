@@ -156,6 +156,34 @@ def test_tables_of_a_saved_dump(command: str, saved: str, capsys: Said) -> None:
     assert capsys.readouterr().out.splitlines() == TRANSCRIPTS[command]
 
 
+def test_the_status_shows_the_last_denials(saved: str, capsys: Said) -> None:
+    def denial(number: int) -> dict[str, object]:
+        return {
+            "direction": "inbound",
+            "source": f"client-{number}.shop",
+            "identity": "spiffe://td/ns/shop/sa/c" if number else "",
+            "destination": "cart.default:80",
+            "reason": "explicitly denied by: default/p",
+            "count": number + 1,
+            "lastAddress": "10.0.0.1:1",
+            "lastTime": "2026-11-23T00:00:00Z",
+        }
+
+    Path(saved).write_text(json.dumps({**RUST, "denials": [denial(number) for number in range(12)]}))
+    assert main(["status", "-f", saved]) == 0
+    lines = [
+        line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("denied")
+    ]
+    what = "cart.default:80: explicitly denied by: default/p; last 2026-11-23T00:00:00Z from 10.0.0.1:1"
+    assert lines[:2] == [
+        f"1 x inbound client-0.shop to {what}",
+        f"2 x inbound client-1.shop (spiffe://td/ns/shop/sa/c) to {what}",
+    ]
+    assert lines[10:] == ["and 2 pairs more: see /denials"]
+    assert main(["status", "-f", saved, "-n", "other"]) == 0
+    assert "denied" not in capsys.readouterr().out
+
+
 def test_certificates_of_one_namespace(saved: str, capsys: Said) -> None:
     assert main(["certificates", "-f", saved, "-n", "default"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

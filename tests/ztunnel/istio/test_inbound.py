@@ -40,6 +40,7 @@ from xds.model.workload import ApplicationTunnel, AppProtocol
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.baggage_labels import SETS_PER_PEER
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.outcome import DRAINED, POLICY_CHANGE, RECURSIVE_CALL, REVOKED
 
 # Tunnels
@@ -206,6 +207,16 @@ def test_a_policy_that_denies_is_401(tmp_path: Path) -> None:
         assert line["error"] == "connection closed due to policy rejection: explicitly denied by: default/gate"
         assert cluster.closed("destination") == {"DENY": 1}
         assert cluster.wire.dialled == []
+        (denial,) = cluster.node.metrics.denials
+        assert denial.times == 1
+        assert denial.address == line["src.addr"]
+        assert denial.pair == Pair(
+            "inbound",
+            line["src.addr"].rpartition(":")[0],
+            line["src.identity"],
+            f"{line['dst.workload']}.default:{line['dst.hbone_addr'].rpartition(':')[2]}",
+            line["error"],
+        )
 
     play(tmp_path, closing(body))
 

@@ -12,6 +12,7 @@ from xds.model.workload import WorkloadUid
 from ztunnel.http.exposition import page
 from ztunnel.http.page import Page, PageRequest
 from ztunnel.istio.admin.metrics_page import families
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.metrics import (
     EXPIRY_S,
     DnsDurations,
@@ -322,6 +323,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         worker.authorization_dry_run[("p", "DENY", "match")] = number
         worker.policy_decisions[("default", "p", "denied")] = number
         worker.policy_used_s[("default", "p")] = 10.0 - number
+        worker.denials.note(Pair("inbound", "a", "", "b:80", "no"), f"10.0.0.{number}:1", 10.0 - number)
         worker.connect_retries = worker.over_budget = worker.calmed = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
@@ -349,6 +351,8 @@ def test_one_page_is_the_sum_of_processes() -> None:
     ):
         assert values_of(text, name, **labels) == [value], name
     assert summed.policy_used_s == {("default", "p"): 9.0}, "the latest"
+    (denial,) = summed.denials
+    assert (denial.times, denial.last_s, denial.address) == (2, 9.0, "10.0.0.1:1")
     # The page is apart: what it adds up changes nobody's numbers.
     assert main.sockets_open["source"] == 0
     assert len(others[0].series) == len(main.series) == 1

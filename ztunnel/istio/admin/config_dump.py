@@ -9,6 +9,7 @@ import base64
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,28 @@ from ztunnel.istio.admin.inspected import InspectedProxy
 from ztunnel.istio.certificates.credentials import Roots
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode
+from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.zds.pods import RunningPod
 
 
-def pieces(proxy: InspectedProxy, connections: Mapping[RunningPod, object] | None = None) -> Iterator[str]:
+def pieces(
+    proxy: InspectedProxy,
+    connections: Mapping[RunningPod, object] | None = None,
+    metrics: Metrics | None = None,
+) -> Iterator[str]:
     """Iterate over the pieces of the page.
 
     Args:
         proxy: the proxy to show.
         connections: live connections of pods that workers carry.
+        metrics: the sum of all processes' counts; without workers, the proxy's own.
     """
     mesh = proxy.mesh
     yield "{\n"
     yield from _list("certificates", _certificates(proxy))
     yield from _value("config", config_entry(proxy.config))
+    yield from _list("denials", denials(metrics or proxy.metrics))
     yield from _list("policies", mesh_dump.policies(mesh))
     yield from _list("services", mesh_dump.services(mesh))
     yield from _value("stagedServices", mesh_dump.staged_services(mesh))
@@ -53,6 +61,19 @@ def pieces(proxy: InspectedProxy, connections: Mapping[RunningPod, object] | Non
 def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
     """Yield ``workloadState`` of the dump by itself; ``carried`` are the connections that workers carry."""
     yield _dumped(_pods(proxy, carried), 0) + "\n"
+
+
+def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
+    """Return the last denials by pair, the newest first."""
+    return [
+        {
+            **denial.pair._asdict(),
+            "count": denial.times,
+            "lastAddress": denial.address,
+            "lastTime": f"{datetime.fromtimestamp(denial.last_s, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }
+        for denial in metrics.denials
+    ]
 
 
 def _dumped(value: object, indent: int) -> str:

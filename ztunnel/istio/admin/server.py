@@ -41,6 +41,7 @@ _SIDECAR_PATHS = ("/drain", "/quitquitquit")
 _PAGES = {
     "/config_dump": "everything this proxy knows",
     "/connections": "live connections, by pod",
+    "/denials": "the last connections that policies denied or ended, by pair of workloads",
     "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
     "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
     "/logging": "levels of the log (POST)",
@@ -156,8 +157,8 @@ class Servers:
         return _metrics_page(await workers.metrics(), request)
 
     async def _dump_of_all(self, workers: InspectedWorkers) -> Page:
-        connections = await workers.connections()
-        return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections))
+        connections, metrics = await workers.connections(), await workers.metrics()
+        return Page(content_type=JSON, body=config_dump.pieces(self._proxy, connections, metrics))
 
     def _admin(self, request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
@@ -181,6 +182,8 @@ class Servers:
                 return text("jemalloc not enabled\n", 500, PLAIN)
             case "/connections":
                 return self._connections()
+            case "/denials":
+                return self._denials()
             case "/explain":
                 from ztunnel.istio.admin.explain_page import explain_page
 
@@ -197,6 +200,11 @@ class Servers:
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
+
+    async def _denials(self) -> Page:
+        workers = self._proxy.workers
+        metrics = await workers.metrics() if workers is not None else self._proxy.metrics
+        return text(json.dumps(config_dump.denials(metrics), indent=2) + "\n", content_type=JSON)
 
     async def _policies(self) -> Page:
         """Return Calico's policies with what this process and its workers have counted."""

@@ -19,6 +19,7 @@ from xds.model.address import SocketAddress
 from ztunnel.istio.admin.config_dump import build_info, config_entry, logged_config
 from ztunnel.istio.admin.server import Servers
 from ztunnel.istio.app import IstioProxy
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.environment import config_from
 
 ALONE = {"XDS_ADDRESS": "", "FAKE_CA": "true", "IPV6_ENABLED": "false", "INPOD_UDS": "/nowhere/ztunnel.sock"}
@@ -307,7 +308,11 @@ def test_a_taken_port_is_named() -> None:
 
 # The dump
 
-TOP = ["certificates", "config", "policies", "services", "stagedServices", "staticConfig", "version", "workloads"]
+#: The Rust ztunnel's, and ``denials``, in order.
+TOP = [
+    *("certificates", "config", "denials", "policies", "services", "stagedServices", "staticConfig"),
+    *("version", "workloads"),
+]
 CONFIG_KEYS = """
     proxy dnsProxy windowSize connectionWindowSize frameSize poolMaxStreamsPerConn poolUnusedReleaseTimeout
     socks5Addr adminAddr statsAddr readinessAddr inboundAddr inboundPlaintextAddr outboundAddr dnsProxyAddr
@@ -338,6 +343,18 @@ def test_the_dump_of_a_shared_proxy() -> None:
         assert [type(dump[key]) for key in ("workloads", "services", "policies", "certificates")] == [list] * 4
         assert (dump["workloadState"], dump["stagedServices"]) == ({}, {})
         assert json.loads((await rig.ask("admin", "/connections")).text) == dump["workloadState"]
+        assert dump["denials"] == json.loads((await rig.ask("admin", "/denials")).text) == []
+        asked = Pair(
+            "inbound", "client.shop", "spiffe://td/ns/shop/sa/client", "cart.shop:80", "denied by: shop/p"
+        )
+        rig.proxy.metrics.denials.note(asked, "10.0.0.1:4000", 1_000_000_000.5)
+        (denial,) = json.loads((await rig.ask("admin", "/denials")).text)
+        assert denial == {
+            **asked._asdict(),
+            "count": 1,
+            "lastAddress": "10.0.0.1:4000",
+            "lastTime": "2001-09-09T01:46:40Z",
+        }
         assert dump["staticConfig"] == {"policies": [], "services": [], "workloads": []}
         (entry,) = dump["certificates"]
         assert entry["identity"] == "spiffe://cluster.local/ns/default/sa/default"

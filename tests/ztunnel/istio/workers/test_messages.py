@@ -40,6 +40,7 @@ from xds.model.workload import (
 )
 from xds.proto.istio.security import authorization_pb2 as security
 from ztunnel.istio.config import PodName
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.environment import config_from
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.outcome import Flags
@@ -297,6 +298,7 @@ def test_counts_survive_the_wire() -> None:
     metrics.authorization_dry_run[("p", "DENY", "match")] = 3
     metrics.policy_decisions[("default", "p", "denied")] = 3
     metrics.policy_used_s[("default", "p")] = 2.5
+    metrics.denials.note(Pair("inbound", "a", "", "b:80", "no"), "10.0.0.1:1", 1.5)
     metrics.crl_rejections["source"] = 4
     for part in metrics.counts():
         response = Response(number=1, value=CountsPart(part))
