@@ -96,8 +96,9 @@ bench-netpol: $(STAMP) ## what network policy in the kernel costs: packets, the 
 bench-enrol: $(STAMP) ## 250 pods enrolled in one go; 10,000 that come and go, and what is left: ten minutes
 	$(PY) -m bench.enrol
 
-bench-pushes: $(STAMP) ## a control plane that pushes 5,000 times a second, SotW and delta: no stream lost
+bench-pushes: $(STAMP) ## 5,000 pushes a second, SotW and delta: no stream lost; then 1,000 changes of one endpoint beside Envoy
 	$(PY) -m bench.pushes
+	$(PY) -m bench.changes
 
 compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C compiler and Python's headers
 	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace
