@@ -43,3 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("pure") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from walking modules and test items over and over: some hundred thousand objects."""
+    gc.collect()
+    gc.freeze()

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -142,12 +143,17 @@ def modules(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path, *, typing_only: bool = False) -> Iterator[str]:
-    """Yield every module that a file imports, dotted.
+@cache
+def imports(path: Path, *, typing_only: bool = False) -> tuple[str, ...]:
+    """Return every module that a file imports, dotted.
 
     Args:
         typing_only: those below ``TYPE_CHECKING``, too, and modules of packages one by one.
     """
+    return tuple(_imports(path, typing_only))
+
+
+def _imports(path: Path, typing_only: bool) -> Iterator[str]:
     for node in _nodes(ast.parse(path.read_text()), typing_only=typing_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -161,6 +167,7 @@ def imports(path: Path, *, typing_only: bool = False) -> Iterator[str]:
                 yield module
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()

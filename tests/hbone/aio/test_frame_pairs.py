@@ -81,12 +81,9 @@ def nothing_left() -> Iterator[None]:
 
     gc.collect()
     gc.freeze()  # what there is already, the whole test session, need not be looked through again and again
-    try:
-        before = alive()
-        yield
-        assert alive() == before
-    finally:
-        gc.unfreeze()
+    before = alive()
+    yield
+    assert alive() == before
 
 
 async def deliver(peer: RawPeer, reads: list[bytes]) -> bool:
