@@ -382,6 +382,27 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
         ),
         "trust_chain_verification: a chain that is not trusted is never accepted",
     ),
+    *(
+        (
+            listener_document(filter_chains=[{"filters": [tcp()], "transport_socket": downstream(common)}]),
+            f"common_tls_context.{field}: only one certificate per context is supported",
+        )
+        for common, field in (
+            ({"tls_certificates": [CERTIFICATE, CERTIFICATE]}, "tls_certificates[1]"),
+            (
+                {"tls_certificates": [CERTIFICATE], "tls_certificate_sds_secret_configs": [{"name": "s"}]},
+                "tls_certificate_sds_secret_configs[0]",
+            ),
+            (
+                {"tls_certificate_sds_secret_configs": [{"name": "s"}, {"name": "t"}]},
+                "tls_certificate_sds_secret_configs[1]",
+            ),
+        )
+    ),
+    (
+        listener_document({"name": "later", "config_discovery": {"type_urls": ["x"]}}),
+        "filters[0].config_discovery: network filters are configured inline only",
+    ),
     (
         listener_document(
             filter_chains=[{"filters": [tcp()], "transport_socket": downstream({"tls_certificates": [{}]})}]

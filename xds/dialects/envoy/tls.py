@@ -134,7 +134,12 @@ def _certificate_source(
 ) -> Certificate | SecretRef | None:
     count = len(message.tls_certificates) + len(message.tls_certificate_sds_secret_configs)
     if count > 1:
-        raise Unsupported("only one certificate per context is supported", "tls_certificates")
+        # OpenSSL would choose between an RSA and an ECDSA one by what the client can verify. Its binding has no
+        # SSL_CTX_add1_chain_cert: each would be sent with the intermediates of both.
+        of_secrets = len(message.tls_certificates) < 2 and message.tls_certificate_sds_secret_configs
+        field = "tls_certificate_sds_secret_configs" if of_secrets else "tls_certificates"
+        index = 1 - len(message.tls_certificates) if of_secrets else 1
+        raise Unsupported("only one certificate per context is supported", f"{field}[{index}]")
     if message.tls_certificate_sds_secret_configs:
         with at("tls_certificate_sds_secret_configs", 0):
             return _secret_ref(message.tls_certificate_sds_secret_configs[0])
