@@ -30,8 +30,14 @@
         service_account: bookinfo-reviews # or pods: [...]; neither: every pod of the namespace
         dry_run: false
         rules:
-        - from: {principals: [...], namespaces: [...], ip_blocks: [...]}
-          to: {ports: [9080]}
+        - from:
+            principals: [cluster.local/ns/default/sa/bookinfo-productpage]
+            namespaces: [default]
+            ip_blocks: [10.244.0.0/16]
+            not_principals: []            # none of these: what the others allow but for them
+            not_namespaces: []
+            not_ip_blocks: []
+          to: {ports: [9080], not_ports: []}
     calico:                               # resources as in files of policies; with --policy-sync
     - apiVersion: projectcalico.org/v3
       kind: GlobalNetworkPolicy

@@ -28,7 +28,7 @@
       tokenSeconds: 43200
       rootConfigMap: istio-ca-root-cert
       drainSeconds: 20               # how long an ordinary container stays for the application's last connections
-      resources: {requests: {cpu: 100m, memory: 128Mi}, limits: {memory: 1Gi}}
+      resources: {requests: {cpu: 100m, memory: 128Mi}, limits: {memory: 1Gi}, claims: []}
       includeOutboundIPRanges: "*"   # these six as the annotations of the same names
       excludeOutboundIPRanges: ""
       includeInboundPorts: "*"
