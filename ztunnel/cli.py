@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import sys
@@ -45,6 +46,23 @@ _HELP = {
     "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
 }
 
+#: The commands that the packages add, beside ``proxy`` and ``version``.
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "agent": ("agent",),
+    "authz": ("authz",),
+    "control_plane": ("control-plane",),
+    "init": ("init",),
+    "inject": ("inject", "gate", "drain"),
+    "inspect": (
+        *("status", "connections", "workloads", "services", "policies", "certificates"),
+        *("explain", "log"),
+    ),
+    "intercept": ("intercept",),
+    "limits": ("limits",),
+    "netpol": ("netpol",),
+    "policysync": ("policy",),
+}
+
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -70,40 +88,20 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
     commands.add_parser("version", help="print the version")
-    named = argv[0] if argv else ""
-    if named in ("drain", "gate"):  # in every pod: they import no other command
-        from ztunnel import inject
-
-        inject.add_arguments(commands)
-    elif named == "init":
-        from ztunnel import init
-
-        init.add_arguments(commands)
-    elif named != "proxy":  # it would keep the other commands' modules in memory for its whole life
-        from ztunnel import (
-            agent,
-            authz,
-            control_plane,
-            init,
-            inject,
-            inspect,
-            intercept,
-            limits,
-            netpol,
-            policysync,
-        )
-
-        agent.add_arguments(commands)
-        authz.add_arguments(commands)
-        control_plane.add_arguments(commands)
-        init.add_arguments(commands)
-        inject.add_arguments(commands)
-        inspect.add_arguments(commands)
-        intercept.add_arguments(commands)
-        limits.add_arguments(commands)
-        netpol.add_arguments(commands)
-        policysync.add_arguments(commands)
+    for package in _packages(argv[0] if argv else ""):
+        importlib.import_module(f"ztunnel.{package}").add_arguments(commands)
     return parser
+
+
+def _packages(named: str) -> list[str]:
+    """Return the packages whose commands a command line may mean.
+
+    That of the named one alone, because a command begins sooner so, and keeps no other's modules in memory for its
+    life; some run in every pod. All for the help, and for what is no command.
+    """
+    if named in ("proxy", "version"):
+        return []
+    return [package for package, added in COMMANDS.items() if named in added] or list(COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ztunnel.cli import COMMANDS
 
 
 def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +45,13 @@ def test_a_taken_admin_port_is_one_line(source: str, tmp_path: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ztunnel: ")
     assert f"127.0.0.1:{port}" in last
+
+
+@pytest.mark.parametrize("package", COMMANDS)
+def test_the_table_has_the_commands_of_each_package(package: str) -> None:
+    added = argparse.ArgumentParser().add_subparsers()
+    importlib.import_module(f"ztunnel.{package}").add_arguments(added)
+    assert tuple(added.choices) == COMMANDS[package]
 
 
 def test_an_unknown_command_is_one_line_and_the_help() -> None:
