@@ -17,6 +17,7 @@ from ztunnel.envoy.settings import (
     settings_from,
 )
 from ztunnel.runtime.settings import SettingsError
+from ztunnel.runtime.subcommands import subcommands
 
 log = logging.getLogger("ztunnel")
 
@@ -55,7 +56,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inject": ("inject", "gate", "drain"),
     "inspect": (
         *("status", "connections", "workloads", "services", "policies", "certificates"),
-        *("explain", "log"),
+        *("explain", "log", "completion"),
     ),
     "intercept": ("intercept",),
     "limits": ("limits",),
@@ -113,11 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ztunnel.istio.workers.worker import run
 
         return run(int(given[1]))
+    if given[:2] == ["completion", "--words"]:
+        return _complete(given[2:])
     parser = _parser(given)
     if given[0] == "help":
         parser.print_help()
         return 0
-    if not given[0].startswith("-") and given[0] not in _choices(parser):
+    if not given[0].startswith("-") and given[0] not in subcommands(parser):
         print(f"unknown command: {given[0]}", file=sys.stderr)
         parser.print_help(sys.stderr)
         return 1
@@ -134,16 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(status)
 
 
+def _complete(words: Sequence[str]) -> int:
+    """Print the candidates for the last of the words, a line each; see :mod:`ztunnel.inspect.completion`."""
+    from ztunnel import inspect
+
+    for word in inspect.candidates(_parser(words), words, inspect.names_for(words, inspect.ADDRESS)):
+        print(word)
+    return 0
+
+
 def _command_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the innermost command that a command line names: its usage helps."""
     for word in given:
-        parser = _choices(parser).get(word, parser)
+        parser = subcommands(parser).get(word, parser)
     return parser
-
-
-def _choices(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the sub-commands of a command."""
-    return next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
 
 
 async def _result(status: Awaitable[int]) -> int:

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ztunnel.inspect.completion import SCRIPTS
 from ztunnel.inspect.outline import outline
 from ztunnel.inspect.source import AskFailed, ask, ask_json, read_json
 from ztunnel.inspect.tables import ENVOY_PAGES, TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
 from ztunnel.runtime.text_table import aligned
 
-_ADDRESS: Final = "127.0.0.1:15000"
+ADDRESS: Final = "127.0.0.1:15000"
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -47,17 +48,25 @@ def add_arguments(subparsers: Any) -> None:
     log = subparsers.add_parser("log", help="show or set the level of a running proxy's log")
     log.add_argument("level", nargs="?", help="such as debug; without it the levels are shown")
     log.add_argument(
-        "--address", default=_ADDRESS, metavar="HOST:PORT", help=f"of the admin server (default {_ADDRESS})"
+        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"of the admin server (default {ADDRESS})"
     )
     log.set_defaults(run=_log)
+    completion = subparsers.add_parser(
+        "completion",
+        help="print what lets a shell complete command lines",
+        description="Print a script for a shell: `source <(ztunnel completion bash)` in ~/.bashrc, the same in "
+        "~/.zshrc, `ztunnel completion fish > ~/.config/fish/completions/ztunnel.fish`.",
+    )
+    completion.add_argument("shell", choices=SCRIPTS)
+    completion.set_defaults(run=_completion)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
-        default=_ADDRESS,
+        default=ADDRESS,
         metavar="HOST:PORT",
-        help=f"of the proxy's admin server (default {_ADDRESS})",
+        help=f"of the proxy's admin server (default {ADDRESS})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -117,6 +126,11 @@ def _log(args: argparse.Namespace) -> int:
         print(ask(args.address, "/logging", {"level": args.level}, method="POST"), end="")
     except AskFailed as error:
         return _failed(args, str(error))
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(SCRIPTS[args.shell], end="")
     return 0
 
 

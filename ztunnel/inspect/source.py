@@ -17,7 +17,14 @@ class AskFailed(Exception):
     """There is no answer; the text names the server or file, and what to do about it."""
 
 
-def ask(server: str, path: str, parameters: Mapping[str, str | None] | None = None, method: str = "GET") -> str:
+def ask(
+    server: str,
+    path: str,
+    parameters: Mapping[str, str | None] | None = None,
+    method: str = "GET",
+    *,
+    limit_s: float = _ANSWER_S,
+) -> str:
     """Return a page of an admin server.
 
     Args:
@@ -25,6 +32,7 @@ def ask(server: str, path: str, parameters: Mapping[str, str | None] | None = No
         path: of the page, from ``/``.
         parameters: of the query; those that are ``None`` are left out.
         method: of the request.
+        limit_s: how long the server may take for each step of its answer.
 
     Raises:
         AskFailed: there is no such server or page, or it refuses.
@@ -34,7 +42,7 @@ def ask(server: str, path: str, parameters: Mapping[str, str | None] | None = No
     query = f"?{urllib.parse.urlencode(given)}" if given else ""
     try:
         request = urllib.request.Request(f"{base.rstrip('/')}{path}{query}", method=method)
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
             page: bytes = response.read()
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace").strip().partition("\n")[0]
@@ -47,9 +55,11 @@ def ask(server: str, path: str, parameters: Mapping[str, str | None] | None = No
     return page.decode(errors="replace")
 
 
-def ask_json(server: str, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+def ask_json(
+    server: str, path: str, parameters: Mapping[str, str | None] | None = None, *, limit_s: float = _ANSWER_S
+) -> Any:
     """Return a page of JSON; see :func:`ask`."""
-    return _parsed(ask(server, path, parameters), f"{server}: {path}")
+    return _parsed(ask(server, path, parameters, limit_s=limit_s), f"{server}: {path}")
 
 
 def read_json(file: str) -> Any:

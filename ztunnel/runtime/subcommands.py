@@ -1,0 +1,9 @@
+"""The sub-commands of a command, which ``argparse`` keeps to itself."""
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+
+
+def subcommands(parser: ArgumentParser) -> Mapping[str, ArgumentParser]:
+    """Return the parsers of a command's sub-commands by name; empty if it has none."""
+    return next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
