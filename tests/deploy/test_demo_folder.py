@@ -14,8 +14,9 @@ WAIT_S = 20.0
 ROOT = Path(__file__).parents[2]
 #: A demo with one program, which ignores every signal that can be ignored.
 DEMO = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from deploy.demo.folder import demo_folder
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a run of the tests under nohup ignores it
 STUBBORN = '''
 import signal, time
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -68,7 +69,10 @@ def test_a_signal_leaves_neither_programs_nor_keys(number: signal.Signals) -> No
     demo, folder, program = started()
     with demo:
         demo.send_signal(number)
-        demo.wait(WAIT_S)
+        try:
+            demo.wait(WAIT_S)
+        finally:
+            demo.kill()  # else a failure here is also one of whatever test comes next
     until(lambda: not runs(program) and not folder.exists())
 
 
