@@ -152,7 +152,7 @@ def _free_port() -> int:
 
 
 def cost(kind: str, changes: int, rate: float) -> float:
-    """Return the CPU seconds that a proxy of a kind (``envoy`` or ``ours``) needs for so many changes."""
+    """Return the CPU seconds that ``envoy`` or ``ours`` needs for ``changes`` changes of one endpoint each."""
     server, admin = Server(), _free_port()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bootstrap.json"

@@ -130,7 +130,7 @@ def measure_start(place: Place) -> None:
 
 
 def compiled_of(source: Place, destination: Place, policies: int, pods: int) -> Compiled:
-    """Return this many policies, one of them for the destination, and so many pods."""
+    """Return what ``policies`` policies, one of them for the destination, and ``pods`` pods are compiled to."""
     objects = keyed(cluster(pods, policies))
     for key in [key for key in objects if key.kind == "Pod"]:
         objects[key] = {**objects[key], "spec": {**objects[key]["spec"], "nodeName": "here"}}

@@ -23,7 +23,7 @@ from deploy.lab import sweep
 #: The variable by which the watcher recognises the demo's programs, and their children.
 MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-#: How long the watcher goes on ending processes; SIGKILL takes longer only for one that hangs in the kernel.
+#: How long the watcher sends SIGKILL. A process that outlives it hangs in a system call.
 _END_S = 5.0
 
 
@@ -81,7 +81,7 @@ def _locked(prefix: str) -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor that holds a folder's lock; None: it is gone, not ours, or somebody holds it."""
+    """Return a descriptor that holds a folder's lock; None if the folder is gone or another user's, or locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

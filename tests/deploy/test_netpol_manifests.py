@@ -9,51 +9,30 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.kustomization import Kustomization, asked
 from tests.programs import needed
 from ztunnel.netpol import add_arguments
 from ztunnel.policysync.kinds import SELECTIONS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOLDER = DEPLOY / "kustomize" / "netpol"
-
-
-def documents(name: str) -> dict[str, Any]:
-    return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())}
+MANIFESTS = Kustomization("netpol")
 
 
 def test_every_file_is_in_the_kustomization() -> None:
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    assert set(listed) == {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
+    assert MANIFESTS.lists_every_file()
 
 
 def test_the_role_is_what_the_command_asks_for() -> None:
-    given = {
-        (group, resource, verb)
-        for rule in documents("rbac.yaml")["ClusterRole"]["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    asked = {
-        (selection.kind.api_version.rpartition("/")[0], selection.kind.plural, verb)
-        for selection in SELECTIONS
-        for verb in ("list", "watch")
-    }
-    assert given == asked | {("", "events", "create"), ("", "events", "patch"), ("", "nodes", "get")}
+    core = {("", "events", "create"), ("", "events", "patch"), ("", "nodes", "get")}
+    assert MANIFESTS.given() == asked(SELECTIONS) | core
 
 
 def test_the_account_is_the_bound_one() -> None:
-    objects = documents("rbac.yaml")
-    [subject] = objects["ClusterRoleBinding"]["subjects"]
-    account = objects["ServiceAccount"]["metadata"]
-    pod = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]
-    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
-    assert pod["serviceAccountName"] == account["name"]
-    assert objects["ClusterRoleBinding"]["roleRef"]["name"] == objects["ClusterRole"]["metadata"]["name"]
+    assert MANIFESTS.binds_its_account()
 
 
 def test_the_container_may_change_the_nodes_tables_and_nothing_else() -> None:
-    pod = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]
+    pod = MANIFESTS.pod()
     [container] = pod["containers"]
     assert pod["hostNetwork"] is True
     security = container["securityContext"]
@@ -63,7 +42,7 @@ def test_the_container_may_change_the_nodes_tables_and_nothing_else() -> None:
 
 
 def test_the_arguments_are_the_commands() -> None:
-    [container] = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    [container] = MANIFESTS.pod()["containers"]
     parser = ArgumentParser()
     add_arguments(parser.add_subparsers())
     args = parser.parse_args(container["args"])
@@ -89,7 +68,7 @@ def rendered(tmp_path: Path, **values: Any) -> dict[tuple[str, str], Any]:
 def test_the_chart_makes_what_the_kustomization_does(tmp_path: Path) -> None:
     made = rendered(tmp_path, netpol={"enabled": True})
     named = {key: value for key, value in made.items() if key[1] == "ztunnel-netpol"}
-    wanted = {**documents("rbac.yaml"), **documents("daemonset.yaml")}
+    wanted = {**MANIFESTS.documents("rbac.yaml"), **MANIFESTS.documents("daemonset.yaml")}
     assert {kind for kind, _ in named} == set(wanted)
     for kind, document in wanted.items():
         document["metadata"]["labels"] = {"app": "ztunnel-netpol", "app.kubernetes.io/name": "ztunnel-netpol"}
@@ -141,7 +120,7 @@ def test_the_chart_may_follow_calico(tmp_path: Path) -> None:
     assert parser.parse_args(container["args"]).calico
     # It has what the PolicySync server's role has, which follows the same kinds, and its own Node.
     rules = [made["ClusterRole", "ztunnel-netpol"]["rules"]]
-    served = yaml.safe_load_all((FOLDER.parent / "policy" / "rbac.yaml").read_text())
+    served = yaml.safe_load_all((DEPLOY / "kustomize" / "policy" / "rbac.yaml").read_text())
     rules += [document["rules"] for document in served if document["kind"] == "ClusterRole"]
     ours, theirs = (
         {

@@ -1,39 +1,19 @@
 """The manifests of the PolicySync server: the role is what the command asks for, and the process gets no more."""
 
 from argparse import ArgumentParser
-from pathlib import Path
-from typing import Any
 
-import yaml
-
+from tests.deploy.kustomization import Kustomization, asked
 from ztunnel.policysync import add_arguments
 from ztunnel.policysync.kinds import SERVED
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "kustomize" / "policy"
-
-
-def documents(name: str) -> dict[str, Any]:
-    return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())}
+MANIFESTS = Kustomization("policy")
 
 
 def test_every_file_is_in_the_kustomization() -> None:
-    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    assert set(listed) == {path.name for path in FOLDER.iterdir()} - {"kustomization.yaml"}
+    assert MANIFESTS.lists_every_file()
 
 
 def test_the_role_is_what_the_command_asks_for() -> None:
-    given = {
-        (group, resource, verb)
-        for rule in documents("rbac.yaml")["ClusterRole"]["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-    asked = {
-        (selection.kind.api_version.rpartition("/")[0], selection.kind.plural, verb)
-        for selection in SERVED
-        for verb in ("list", "watch")
-    }
     # Calico's API server asks whether an account may read the tier of a policy.
     tiered = {
         ("projectcalico.org", f"tier.{selection.kind.plural}", verb)
@@ -44,21 +24,15 @@ def test_the_role_is_what_the_command_asks_for() -> None:
         for verb in ("get", "list", "watch")
     }
     events = {("", "events", "create"), ("", "events", "patch")}
-    assert given == asked | tiered | events | {("projectcalico.org", "tiers", "get")}
+    assert MANIFESTS.given() == asked(SERVED) | tiered | events | {("projectcalico.org", "tiers", "get")}
 
 
 def test_the_account_is_the_bound_one() -> None:
-    objects = documents("rbac.yaml")
-    [subject] = objects["ClusterRoleBinding"]["subjects"]
-    account = objects["ServiceAccount"]["metadata"]
-    pod = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]
-    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
-    assert pod["serviceAccountName"] == account["name"]
-    assert objects["ClusterRoleBinding"]["roleRef"]["name"] == objects["ClusterRole"]["metadata"]["name"]
+    assert MANIFESTS.binds_its_account()
 
 
 def test_the_container_has_its_folder_and_no_privilege() -> None:
-    pod = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["spec"]
+    pod = MANIFESTS.pod()
     [container] = pod["containers"]
     security = container["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"]}

@@ -130,7 +130,7 @@ class ApiObjects:
         return {key: found[key] for key in self._written} | passed_by
 
     def _caught_up(self) -> bool:
-        """Whether what was told is what was written: every version, and nothing that was deleted."""
+        """Return whether the informer has told every object in its last version, and none that was deleted."""
         versions = {key: seen["metadata"]["resourceVersion"] for key, seen in self._seen.items()}
         return self._written.items() <= versions.items() and all(
             key in self._written

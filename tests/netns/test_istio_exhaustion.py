@@ -83,7 +83,7 @@ async def unread(mesh: AmbientMesh, count: int) -> AsyncIterator[None]:
 @LONG
 @pytest.mark.parametrize("node", ["w1", "w2"])
 def test_readers_that_never_read_and_a_small_memory_cgroup(tmp_path: Path, node: str) -> None:
-    """Row 33: backpressure on both sides of the tunnel, nobody is killed, and others are served meanwhile."""
+    """Row 33: backpressure on both sides of the tunnel; no process is killed, and other pods are served."""
 
     async def main() -> None:
         async with mesh_of(NODES, tmp_path) as mesh, app(mesh.lab.pod("far")), app(mesh.lab.pod("near")):

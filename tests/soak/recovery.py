@@ -73,7 +73,7 @@ async def _served(client: Place, host: object) -> bool:
 
 
 def crowd(workloads: int) -> dict[str, Any]:
-    """Return so many workloads of other nodes, as a mesh file describes pods."""
+    """Return ``workloads`` pods of other nodes, in the form of a mesh file."""
     return {
         f"ns-{number % 100}/other-{number}": {
             "node": "other",

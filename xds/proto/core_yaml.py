@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 
 #: Values that aliases may make of a document, and how many times as many as it has itself: an anchor that a
 #: document of a mesh repeats for each chain makes tens of times.
-_MOST_VALUES: Final = 200_000
-_MOST_TIMES: Final = 100
+MOST_VALUES: Final = 200_000
+MOST_TIMES: Final = 100
 
 
 def load(text: str) -> object:
@@ -77,7 +77,7 @@ def check_aliases(value: object) -> None:
         return total
 
     total = size(value)
-    if total > _MOST_VALUES and total > _MOST_TIMES * len(sizes):
+    if total > MOST_VALUES and total > MOST_TIMES * len(sizes):
         raise ConfigError(f"not valid YAML: its aliases would make {total:,} values of it")
 
 

@@ -68,7 +68,7 @@ def test_explain_takes_names_of_a_running_proxy(capsys: pytest.CaptureFixture[st
         await asyncio.to_thread(ask, str(rig.addresses["admin"][0]))
 
     served(check)
-    assert words("explain", "--address", "127.0.0.1:1", "") == []  # nobody there
+    assert words("explain", "--address", "127.0.0.1:1", "") == []  # no server there
 
 
 #: Prints the candidates of a line, as the shell itself finds them.

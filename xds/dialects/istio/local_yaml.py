@@ -11,12 +11,10 @@ from typing import IO, Any, Final
 import yaml
 
 from xds.dialects.istio.rules import Comparison, Text
+from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES
 
 #: Texts that are kept to be shared. What repeats in a large mesh (names of nodes, services, keys) repeats early.
 _MOST_KEPT: Final = 65_536
-#: Values that aliases may make of a document, and how many times as many as it has itself.
-_MOST_VALUES: Final = 200_000
-_MOST_TIMES: Final = 100
 
 _TAG: Final = "tag:yaml.org,2002:"
 _PLAIN_COLLECTIONS: Final = (None, "!", _TAG + "map", _TAG + "seq")
@@ -190,7 +188,7 @@ class _Document:
             raise _error(f"found undefined alias {event.anchor!r}", event)
         value, size = found
         self._values += size
-        if self._values > _MOST_VALUES and self._values > _MOST_TIMES * self._written:
+        if self._values > MOST_VALUES and self._values > MOST_TIMES * self._written:
             raise Unreadable(f"not valid YAML: its aliases would make more than {self._values:,} values of it")
         return value
 
