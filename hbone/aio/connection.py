@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from hbone.aio import waits
 from hbone.aio.answers import PendingAnswers
+from hbone.aio.fiber import OneShotFuture
 from hbone.aio.keepalive import Keepalive
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
@@ -163,7 +164,7 @@ class Connection(TunnelCarrier):
         self._greedy = role is Role.SERVER  # until the end of the handshake
         self._flushing = False
         self._closing = False
-        self._established: asyncio.Future[None] = poller.loop.create_future()
+        self._established: OneShotFuture[None] = OneShotFuture(poller)
         self._closed: asyncio.Future[None] = poller.loop.create_future()
         self._keepalive: Keepalive | None = None
         self._first: asyncio.TimerHandle | None = None
@@ -218,7 +219,12 @@ class Connection(TunnelCarrier):
             self.engine.start()
         if self._closing and self.role is Role.SERVER:
             self.engine.drain()  # asked for during the handshake; GOAWAY may not come before SETTINGS
-        self.flush()
+        if self.role is Role.SERVER:
+            self.flush()
+        else:
+            # The tunnel that this connection was dialled for opens in this turn: its CONNECT, our SETTINGS and the
+            # answer to the server's leave as one segment.
+            self.poller.schedule_flush(self)
         self._keep_alive()
         limit_s = self.settings.first_request_timeout_s
         if self.role is Role.SERVER and limit_s is not None and self.error is None:

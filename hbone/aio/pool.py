@@ -9,8 +9,9 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from hbone.aio.connection import Connection
+from hbone.aio.fiber import Fiber, OneShotFuture
+from hbone.aio.poller import Poller
 from hbone.aio.socket import PlainSocket
-from hbone.aio.started_task import StartedTask
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import PoolClosed, TlsError, TunnelBroken
 from hbone.events import Header
@@ -52,19 +53,21 @@ class Pool:
 
     Args:
         dial: opens a connection for a key; its errors reach the :meth:`open` that asked for it, as raised.
+        poller: runs the dials, and resumes fibers that wait for a connection in the turn that has it.
         settings: limits.
     """
 
-    def __init__(self, dial: DialFunction, settings: PoolSettings | None = None) -> None:
+    def __init__(self, dial: DialFunction, poller: Poller, settings: PoolSettings | None = None) -> None:
         self._dial = dial
+        self._poller = poller
         self.settings = settings if settings is not None else PoolSettings()
         self._state = PoolState(self.settings)
-        self._loop = asyncio.get_running_loop()
-        self._waiting: dict[WaiterId, asyncio.Future[_Assigned]] = {}
+        self._loop = poller.loop
+        self._waiting: dict[WaiterId, OneShotFuture[_Assigned]] = {}
         self._connections: dict[ConnectionId, Connection] = {}
         self._limits: dict[ConnectionId, int | None] = {}
-        self._dials: dict[Hashable, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._dials: dict[Hashable, Fiber] = {}
+        self._ending: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._dialled = self._failures = self._opened = self._retried = 0
 
@@ -150,7 +153,7 @@ class Pool:
 
     async def _assigned(self, key: Hashable) -> _Assigned:
         waiter, actions = self._state.request(key, self._loop.time())
-        future: asyncio.Future[_Assigned] = self._loop.create_future()
+        future: OneShotFuture[_Assigned] = OneShotFuture(self._poller)
         self._waiting[waiter] = future
         self._execute(actions)
         try:
@@ -168,7 +171,7 @@ class Pool:
             match action:
                 case Dial(key=key):
                     name = f"dial {key!r}"[:200]
-                    self._dials[key] = StartedTask(self._run_dial(key), loop=self._loop, name=name)
+                    self._dials[key] = Fiber(self._poller, self._run_dial(key), name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
                     # The waiter was cancelled, and its ``finally`` has not run yet: the slot goes back, later,
@@ -198,7 +201,7 @@ class Pool:
         self._schedule()
 
     async def _run_dial(self, key: Hashable) -> None:
-        task = asyncio.current_task()
+        task: object = asyncio.current_task()  # the fiber, for which typeshed has no name
         try:
             connection = await self._dial(key)
         except asyncio.CancelledError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
 from hbone.aio import waits
 from hbone.aio.end import CHUNK_BYTES, End
+from hbone.aio.fiber import OneShotFuture
 from hbone.aio.link import Link, LinkClosed
 from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.socket import abort_on_close
@@ -54,7 +54,7 @@ class TlsSocket(End):
         self.broken: Exception | None = None
         self.closed = False
         self.dirty = False
-        self._established: asyncio.Future[None] = poller.loop.create_future()
+        self._established: OneShotFuture[None] = OneShotFuture(poller)
         self._early = b""
         self._paused = False
         self._waiting = False

@@ -30,6 +30,7 @@ class PodTunnels:
         # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
         self._pool = Pool(
             partial(_dial, pod.node, pod.sockets, pod.client_settings),
+            pod.node.poller,
             PoolSettings(
                 max_streams_per_connection=config.pool_max_streams,
                 idle_timeout_s=config.pool_unused_release_s,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Hashable
 from dataclasses import replace
 from typing import TypeVar
@@ -11,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from hbone.aio.connection import Connection, ConnectionSettings, connect, default_client
+from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.server import Request, serve_connection
@@ -32,6 +35,7 @@ class Mesh:
         self.tasks = tasks
         self.settings = ConnectionSettings(http2=Http2Settings(max_concurrent_streams=streams))
         self.servers: list[Connection] = []
+        self.dialled: list[socket.socket] = []
         self.dials = 0
         self.fail: list[Exception] = []
         self.gate = asyncio.Event()
@@ -45,6 +49,7 @@ class Mesh:
         if self.fail:
             raise self.fail.pop(0)
         near, far = tcp_pair()
+        self.dialled.append(near)
         client_context, server_context = contexts()
         self.tasks.create_task(
             serve_connection(
@@ -71,7 +76,7 @@ async def mesh(settings: PoolSettings | None = None, streams: int = 200) -> Asyn
     with polling() as poller:
         async with asyncio.TaskGroup() as tasks:
             network = Mesh(poller, tasks, streams)
-            pool = Pool(network.dial, settings)
+            pool = Pool(network.dial, poller, settings)
             try:
                 yield pool, network
             finally:
@@ -100,6 +105,24 @@ def test_a_storm_dials_once_and_shares() -> None:
             assert network.dials == 1
 
     run(main)
+
+
+def test_a_new_connections_first_request_leaves_with_its_settings() -> None:
+    """Each segment more wakes the peer once more, and costs a way through two pods' network stacks."""
+    sent: list[int] = []
+
+    async def main() -> None:
+        async with mesh() as (pool, network):
+
+            async def ask() -> None:
+                tunnel = await pool.open("k", CONNECT)
+                sent.append(segments_with_data(network.dialled[0]))
+                tunnel.close()
+
+            await Fiber(network.poller, ask(), "ask")
+
+    run(main)
+    assert sent == [len(("ClientHello", "end of the handshake", "SETTINGS and CONNECT"))]
 
 
 def test_keys_do_not_share() -> None:
@@ -208,7 +231,7 @@ def test_a_certificate_refused_after_the_handshake_is_told_and_not_tried_again(*
                         await connection.wait_closed()
                     return connection
 
-                pool = Pool(dial)
+                pool = Pool(dial, poller)
                 error = await raises(pool.open("k", CONNECT), TlsError)
                 assert error.by_peer
                 assert dials == 1
@@ -244,13 +267,19 @@ def test_a_server_that_judges_after_the_handshake_is_asked_once(*, heard: bool) 
                         await connection.wait_closed()
                     return connection
 
-                pool = Pool(dial)
+                pool = Pool(dial, poller)
                 error = await raises(pool.open("k", CONNECT), ConnectionBroken)
                 assert not error.unprocessed
                 assert dials == 1
                 await pool.close()
 
     run(main)
+
+
+def segments_with_data(sock: socket.socket) -> int:
+    """Return tcpi_data_segs_out of Linux's struct tcp_info: segments with data that were sent."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+    return int(struct.unpack_from("I", info, 156)[0])
 
 
 async def unasked(request: Request) -> None:

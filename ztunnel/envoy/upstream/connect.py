@@ -311,7 +311,7 @@ class Connector:
                 max_tunnels_per_connection=cluster.model.max_requests_per_connection,
                 max_waiters=cluster.breaker.limits.max_pending_requests,
             )
-            pool = self._pools[cluster] = Pool(dial, limits)
+            pool = self._pools[cluster] = Pool(dial, self._poller, limits)
         return pool
 
     async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
