@@ -68,13 +68,16 @@ def services(dump: Dump, namespace: str = "") -> Iterator[Row]:
 
 
 def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per policy."""
-    yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED")
+    """Yield a row per policy, with the connections that it decided about; a dry-run one's are what it would do."""
+    yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED", "ALLOWED", "DENIED", "LAST")
     for each in sorted(_of(dump, "policies", namespace), key=_name):
         enforced = "dry run" if each.get("dryRun") else "yes"
         if each.get("faults"):
             enforced += ", not understood in part"
-        yield (*_name(each), _text(each, "action"), _text(each, "scope"), enforced)
+        made = each.get("decisions") or {}
+        denied = _text(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
+        counts = (_text(made, "allowed"), denied, _text(made, "lastTime"))
+        yield (*_name(each), _text(each, "action"), _text(each, "scope"), enforced, *counts)
 
 
 def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:

@@ -8,6 +8,7 @@ from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import refusal
+from ztunnel.istio.policy_uses import NONE_MATCHED, Use
 from ztunnel.istio.record import Record
 from ztunnel.policy.engine import holds, judge
 
@@ -52,21 +53,27 @@ class Authorizer:
         if policies.missing:
             policies = await self._complete(workload, policies, grace_s)
         self._report_dry_run(policies, facts, record)
-        refusal = self._refusal(policies, facts)
+        refusal = self._refusal(policies, facts, Use.DENIED)
         if refusal:
             raise Denied(refusal)
 
     def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
-        """Check a live connection again, by the current policies."""
-        return not self._refusal(self._node.mesh.policies_for(workload), facts)
+        """Check a live connection again, by the current policies; the caller ends one that is not allowed."""
+        return not self._refusal(self._node.mesh.policies_for(workload), facts, Use.ENDED)
 
-    def _refusal(self, policies: WorkloadPolicies, facts: ConnectionFacts) -> str:
-        """Return why not; empty: allowed."""
+    def _refusal(self, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use) -> str:
+        """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
+        node = self._node
         if policies.missing:
+            node.metrics.policy_uses.note(policies.missing[0], refused, node.clock.wall())
             return f"policy {policies.missing[0]} has not arrived"
         if not policies.enforced.tiers:
             return ""
         decision = judge(policies.enforced, facts)
+        if not decision.allowed:
+            node.metrics.policy_uses.note(decision.policy or NONE_MATCHED, refused, node.clock.wall())
+        elif decision.policy and refused is Use.DENIED:
+            node.metrics.policy_uses.note(decision.policy, Use.ALLOWED, node.clock.wall())
         if log.isEnabledFor(self._level):
             if decision.allowed:
                 text = "allow policy match" if decision.policy else "no allow policies, allow"

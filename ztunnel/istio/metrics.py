@@ -21,6 +21,7 @@ from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.istio.denials import Denial, Denials
+from ztunnel.istio.policy_uses import PolicyUse, PolicyUses
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -202,6 +203,7 @@ class Counts:
     policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     denials: tuple[Denial, ...] = ()
+    policy_uses: tuple[PolicyUse, ...] = ()
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
     calmed: int = 0
@@ -261,6 +263,7 @@ class Metrics:
         self.policy_decisions: dict[tuple[str, str, str], int] = {}
         self.policy_used_s: dict[tuple[str, str], float] = {}
         self.denials = Denials()
+        self.policy_uses = PolicyUses()
         self.connect_retries = 0
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
@@ -365,6 +368,7 @@ class Metrics:
             policy_decisions=dict(self.policy_decisions),
             policy_used_s=dict(self.policy_used_s),
             denials=tuple(self.denials),
+            policy_uses=tuple(self.policy_uses),
             sockets_open=dict(self.sockets_open),
             connect_retries=self.connect_retries,
             calmed=self.calmed,
@@ -422,6 +426,7 @@ class Metrics:
         for policy, used_s in part.policy_used_s.items():
             self.policy_used_s[policy] = max(used_s, self.policy_used_s.get(policy, 0.0))
         self.denials.add(part.denials)
+        self.policy_uses.add(part.policy_uses)
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count

@@ -16,7 +16,7 @@ from hbone.limits import Limits
 from hbone.settings import Http2Settings
 from ztunnel.calico import evaluator, follower, guard, live
 from ztunnel.http import server as pages
-from ztunnel.istio import baggage_labels, denials, socks5
+from ztunnel.istio import baggage_labels, denials, policy_uses, socks5
 from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.dns import forwarder, server
 from ztunnel.istio.node import DNS_QUERIES
@@ -247,6 +247,10 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
     yield Limit(
         name="denials that `/denials` lists", value=(denials.MOST_PAIRS,), unit="pairs of workloads",
         beyond="the pair that was denied longest ago is left out",
+    )  # fmt: skip
+    yield Limit(
+        name="authorization policies that are counted", value=(policy_uses.MOST_POLICIES,), unit="policies",
+        beyond="the one that decided longest ago is left out",
     )  # fmt: skip
     yield Limit(
         name="log lines that cannot be written", value=(log_writer.MAX_PENDING,), unit="bytes",

@@ -130,8 +130,8 @@ TRANSCRIPTS = {
         "default    web           10.96.0.7    default/wp.default.svc.cluster.local  1/2",
     ],
     "policies": [
-        "NAMESPACE  POLICY NAME  ACTION  SCOPE      ENFORCED",
-        "default    no           Deny    Namespace  dry run",
+        "NAMESPACE  POLICY NAME  ACTION  SCOPE      ENFORCED  ALLOWED  DENIED  LAST",
+        "default    no           Deny    Namespace  dry run   -        -       -",
     ],
     "connections": [
         "WORKLOAD   DIRECTION  LOCAL           REMOTE          REMOTE TARGET  PROTOCOL",
@@ -182,6 +182,23 @@ def test_the_status_shows_the_last_denials(saved: str, capsys: Said) -> None:
     assert lines[10:] == ["and 2 pairs more: see /denials"]
     assert main(["status", "-f", saved, "-n", "other"]) == 0
     assert "denied" not in capsys.readouterr().out
+
+
+def test_policies_show_what_they_decided(saved: str, capsys: Said) -> None:
+    policy = {"action": "Deny", "namespace": "shop", "scope": "Namespace"}
+    last = {"lastTime": "2026-11-23T00:00:00Z"}
+    made = [
+        {"name": "a", "decisions": {"allowed": 3, "denied": 0, "ended": 0, **last}},
+        {"name": "b", "decisions": {"allowed": 0, "denied": 7, "ended": 2, **last}},
+        {"name": "c", "dryRun": True, "decisions": {"denied": 5}},
+    ]
+    Path(saved).write_text(json.dumps({**RUST, "policies": [policy | each for each in made]}))
+    assert main(["policies", "-f", saved]) == 0
+    assert [line.split("Namespace")[1].split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["yes", "3", "0", "2026-11-23T00:00:00Z"],
+        ["yes", "0", "7,", "2", "ended", "2026-11-23T00:00:00Z"],
+        ["dry", "run", "-", "5", "-"],
+    ]
 
 
 def test_certificates_of_one_namespace(saved: str, capsys: Said) -> None:

@@ -15,6 +15,7 @@ from xds.model.policy import Always, Never
 from xds.model.workload import PolicyKey
 from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.node import Node
+from ztunnel.istio.policy_uses import NONE_MATCHED
 from ztunnel.istio.record import Direction, Record
 
 SOURCE, TARGET = SocketAddress("10.0.0.1", 1), SocketAddress("127.0.0.1", 80)
@@ -63,6 +64,35 @@ def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: 
             return
         with pytest.raises(Denied, match=refusal):
             await judge.authorize(LOCAL, FACTS, record, 0.0)
+
+    judged(tmp_path, work)
+
+
+def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        uses = node.metrics.policy_uses
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert not len(uses), "without a policy there is no decision"
+        node.mesh.apply([policy("a", Action.ALLOW)])
+        await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert judge.still_allowed(LOCAL, FACTS)
+        node.mesh.apply([policy("a", Action.ALLOW, holds=False)])
+        with pytest.raises(Denied):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+        node.mesh.apply([policy("d", Action.DENY)])
+        assert not judge.still_allowed(LOCAL, FACTS)
+        with pytest.raises(Denied):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+        with pytest.raises(Denied):
+            await judge.authorize(NAMED, FACTS, record, 0.0)
+        now_s = node.clock.wall()
+        assert {use.policy: (use.allowed, use.denied, use.ended) for use in uses} == {
+            "default/a": (1, 0, 0),
+            NONE_MATCHED: (0, 1, 0),
+            "default/d": (0, 1, 1),
+            "default/late": (0, 1, 0),
+        }
+        assert all(0 <= now_s - use.last_s < 60 for use in uses)
 
     judged(tmp_path, work)
 

@@ -22,6 +22,7 @@ from ztunnel.istio.metrics import (
     TrafficSeries,
     traffic_labels,
 )
+from ztunnel.istio.policy_uses import Use
 
 #: In this order, as observed of upstream.
 ORDER = [
@@ -324,6 +325,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         worker.policy_decisions[("default", "p", "denied")] = number
         worker.policy_used_s[("default", "p")] = 10.0 - number
         worker.denials.note(Pair("inbound", "a", "", "b:80", "no"), f"10.0.0.{number}:1", 10.0 - number)
+        worker.policy_uses.note("shop/p", Use.DENIED, 10.0 - number)
         worker.connect_retries = worker.over_budget = worker.calmed = number
     main.opened(full("destination"), (), ByteCounts(), 0.0)
     summed = main.page_with()
@@ -335,6 +337,7 @@ def test_one_page_is_the_sum_of_processes() -> None:
         ("istio_tcp_sockets_open", {"reporter": "source"}, 3),
         ("istio_crl_policy_rejections_total", {"reporter": "source"}, 3),
         ("ztunnel_authorization_dry_run_total", {"policy": "p", "action": "DENY", "result": "match"}, 3),
+        ("ztunnel_authorization_decisions_total", {"policy": "shop/p", "result": "denied"}, 2),
         ("ztunnel_policy_decisions_total", {"tier": "default", "policy": "p", "result": "denied"}, 3),
         ("ztunnel_connect_retries_total", {}, 3),
         ("ztunnel_calmed_connections_total", {}, 3),

@@ -26,6 +26,7 @@ from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.pod import PodProxy
+from ztunnel.istio.policy_uses import Use
 from ztunnel.istio.zds.pods import RunningPod
 
 
@@ -41,12 +42,12 @@ def pieces(
         connections: live connections of pods that workers carry.
         metrics: the sum of all processes' counts; without workers, the proxy's own.
     """
-    mesh = proxy.mesh
+    mesh, counted = proxy.mesh, metrics or proxy.metrics
     yield "{\n"
     yield from _list("certificates", _certificates(proxy))
     yield from _value("config", config_entry(proxy.config))
-    yield from _list("denials", denials(metrics or proxy.metrics))
-    yield from _list("policies", mesh_dump.policies(mesh))
+    yield from _list("denials", denials(counted))
+    yield from _list("policies", mesh_dump.policies(mesh, _decisions(counted)))
     yield from _list("services", mesh_dump.services(mesh))
     yield from _value("stagedServices", mesh_dump.staged_services(mesh))
     yield from _value("staticConfig", proxy.control.static_config())
@@ -70,10 +71,25 @@ def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
             **denial.pair._asdict(),
             "count": denial.times,
             "lastAddress": denial.address,
-            "lastTime": f"{datetime.fromtimestamp(denial.last_s, UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "lastTime": _moment(denial.last_s),
         }
         for denial in metrics.denials
     ]
+
+
+def _decisions(metrics: Metrics) -> Mapping[str, Mapping[str, Any]]:
+    """Return what each policy decided, by its key; of a dry-run policy, what it would have decided."""
+    found: dict[str, dict[str, Any]] = {}
+    for (policy, _, result), number in metrics.authorization_dry_run.items():
+        found.setdefault(policy, {})[result] = number
+    for use in metrics.policy_uses:
+        counts = {each.value: use.number(each) for each in Use}
+        found[use.policy] = counts | {"lastTime": _moment(use.last_s)}
+    return found
+
+
+def _moment(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _dumped(value: object, indent: int) -> str:

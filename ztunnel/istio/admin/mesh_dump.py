@@ -30,10 +30,11 @@ def services(mesh: Mesh) -> Iterator[Json]:
         yield shown_service(service, mesh.endpoints(service.key))
 
 
-def policies(mesh: Mesh) -> Iterator[Json]:
-    """Iterate over all policies, by key."""
+def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
+    """Iterate over all policies, by key, those that have decided with their entry of ``decisions``."""
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
-        yield shown_policy(policy)
+        made = decisions.get(policy.key)
+        yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
 
 
 def staged_services(mesh: Mesh) -> Json:

@@ -13,6 +13,7 @@ import hbone
 from ztunnel import __version__
 from ztunnel.http.exposition import Family, LabelledValue, family, process_families
 from ztunnel.istio.metrics import SIDE_LABELS, TRAFFIC_LABELS, DnsDurations, Metrics, TrafficSeries
+from ztunnel.istio.policy_uses import Use
 
 _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
@@ -137,6 +138,13 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         "bytes",
     )
     yield from _dns_families(metrics)
+    yield family(
+        "ztunnel_authorization_decisions",
+        "counter",
+        "Connections that authorization policies decided about; policy -: no ALLOW policy matched (unstable)",
+        [((each.policy, use.value), n) for each in metrics.policy_uses for use in Use if (n := each.number(use))],
+        ("policy", "result"),
+    )
     yield family(
         "ztunnel_authorization_dry_run",
         "counter",

@@ -90,9 +90,10 @@ def test_policies_are_sorted_and_show_faults_only_where_there_are_some() -> None
         faults=("rules[0]: x",),
     )
     mesh.apply([faulty])
-    shown = list(mesh_dump.policies(mesh))
+    shown = list(mesh_dump.policies(mesh, {"n/a": {"denied": 3}}))
     assert [policy["name"] for policy in shown] == ["a", "only-front", "strict"]
     assert shown[0]["faults"] == ["rules[0]: x"]
+    assert shown[0]["decisions"] == {"denied": 3}
     assert shown[2] == {
         "name": "strict",
         "namespace": "shop",

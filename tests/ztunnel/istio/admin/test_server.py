@@ -16,11 +16,14 @@ from tests.ztunnel.istio.nodes import LOCAL
 from tests.ztunnel.istio.test_route import BACK, CLIENT
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
+from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.policy import Always
 from ztunnel.istio.admin.config_dump import build_info, config_entry, logged_config
 from ztunnel.istio.admin.server import Servers
 from ztunnel.istio.app import IstioProxy
 from ztunnel.istio.denials import Pair
 from ztunnel.istio.environment import config_from
+from ztunnel.istio.policy_uses import Use
 
 ALONE = {"XDS_ADDRESS": "", "FAKE_CA": "true", "IPV6_ENABLED": "false", "INPOD_UDS": "/nowhere/ztunnel.sock"}
 ALWAYS = "hickory_server::server=off"
@@ -355,6 +358,17 @@ def test_the_dump_of_a_shared_proxy() -> None:
             "lastAddress": "10.0.0.1:4000",
             "lastTime": "2001-09-09T01:46:40Z",
         }
+        enforced = AuthorizationPolicy(
+            name="p", namespace="shop", scope=PolicyScope.NAMESPACE, action=Action.DENY, condition=Always()
+        )
+        rig.proxy.mesh.apply([enforced, replace(enforced, name="trial", dry_run=True)])
+        rig.proxy.metrics.policy_uses.note("shop/p", Use.DENIED, 1_000_000_000.5)
+        rig.proxy.metrics.authorization_dry_run["shop/trial", "DENY", "denied"] = 2
+        policies = json.loads((await rig.ask("admin", "/config_dump")).text)["policies"]
+        assert [policy["decisions"] for policy in policies] == [
+            {"allowed": 0, "denied": 1, "ended": 0, "lastTime": "2001-09-09T01:46:40Z"},
+            {"denied": 2},
+        ]
         assert dump["staticConfig"] == {"policies": [], "services": [], "workloads": []}
         (entry,) = dump["certificates"]
         assert entry["identity"] == "spiffe://cluster.local/ns/default/sa/default"

@@ -44,6 +44,7 @@ from ztunnel.istio.denials import Pair
 from ztunnel.istio.environment import config_from
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.outcome import Flags
+from ztunnel.istio.policy_uses import Use
 from ztunnel.istio.workers.messages import (
     MAX_BYTES,
     MAX_WORKER_BYTES,
@@ -298,6 +299,7 @@ def test_counts_survive_the_wire() -> None:
     metrics.authorization_dry_run[("p", "DENY", "match")] = 3
     metrics.policy_decisions[("default", "p", "denied")] = 3
     metrics.policy_used_s[("default", "p")] = 2.5
+    metrics.policy_uses.note("shop/p", Use.ENDED, 1.5)
     metrics.denials.note(Pair("inbound", "a", "", "b:80", "no"), "10.0.0.1:1", 1.5)
     metrics.crl_rejections["source"] = 4
     for part in metrics.counts():
