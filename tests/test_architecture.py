@@ -36,6 +36,10 @@ IMPURE = {
 #: Modules of the application that decide and do nothing else.
 PURE_APPLICATION = (
     "ztunnel/policy/engine.py",
+    "ztunnel/simulate/changes.py",
+    "ztunnel/simulate/policies.py",
+    "ztunnel/simulate/seen.py",
+    "ztunnel/simulate/suggest.py",
     "ztunnel/calico/http_path.py",
     "ztunnel/calico/ip_sets.py",
     "ztunnel/calico/store.py",
@@ -227,6 +231,7 @@ LAYERS = {
     "policysync": {"runtime", "http", "calico", "kube"},
     "limits": {"runtime", "http", "istio", "calico"},
     "netpol": {"runtime", "http", "calico", "kube", "policysync"},
+    "simulate": {"runtime", "istio", "policy", "inspect"},
     "cli": {
         "runtime",
         "istio",
@@ -241,6 +246,7 @@ LAYERS = {
         "intercept",
         "limits",
         "netpol",
+        "simulate",
     },
     "__main__": {"cli"},
 }

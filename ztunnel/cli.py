@@ -62,6 +62,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "limits": ("limits",),
     "netpol": ("netpol",),
     "policysync": ("policy",),
+    "simulate": ("simulate",),
 }
 
 
