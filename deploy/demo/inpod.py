@@ -324,6 +324,8 @@ class InPodDemo(Demo):
         print(f"  its rules      {pod} nft list ruleset")
         print(f"  why, why not   {inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}")
         print(f"  its state      {inside} {ztunnel} status   (connections, workloads, services, ...)")
+        what_if = f"{inside} {ztunnel} simulate --remove default/reviews-viewer --from-log -"
+        print(f"  what if        cat {self.folder}/proxy-*.log | {what_if}")
         print(f"  everything     {inside} curl -s 127.0.0.1:15000/config_dump")
         print(f"  more log       {inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
 

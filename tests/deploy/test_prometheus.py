@@ -1,0 +1,145 @@
+"""The alerts for Prometheus: rules that it reads, about metrics and labels that a real page has."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from hbone.aio.relay import ByteCounts
+from tests.programs import needed
+from tests.ztunnel.istio.admin.test_server import Rig, served
+from ztunnel.istio.metrics import PeerLabels, traffic_labels
+from ztunnel.istio.policy_uses import Use
+
+FILE = Path(__file__).parents[2] / "deploy" / "prometheus" / "ztunnel.rules.yaml"
+RULES: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]
+]
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+#: A series in a query: its name, which contains an underscore or colon, and its matchers.
+SERIES = re.compile(r"\b((?:istio|process|workload_manager|ztunnel)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
+#: What Prometheus adds to each series itself.
+OF_PROMETHEUS = {"instance", "job"}
+
+
+def on_a_page() -> dict[str, set[str]]:
+    """Return the labels of each metric that a proxy shows which has done everything once."""
+    found: dict[str, set[str]] = {}
+
+    async def read(rig: Rig) -> None:
+        metrics, counts = rig.proxy.metrics, ByteCounts()
+        labels = traffic_labels("source", PeerLabels(known=True), PeerLabels(), None, secured=True)
+        metrics.opened(labels, (), counts, 0.0).finished("DENY", counts)
+        metrics.policy_uses.note("shop/p", Use.DENIED, 0.0)
+        page = (await rig.ask("stats", "/stats/prometheus")).text
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+
+    served(read)
+    return found
+
+
+def test_queries_are_about_what_a_page_has() -> None:
+    page = on_a_page()
+    asked = 0
+    for rule in RULES:
+        series = SERIES.findall(rule["expr"])
+        assert series, rule
+        for name, matchers in series:
+            if name in RECORDED:
+                continue
+            asked += 1
+            assert name in page, (rule, name)
+            matched = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+            grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]))))
+            assert matched | grouped <= page[name] | OF_PROMETHEUS, (rule, name)
+    assert asked > len(RULES)
+
+
+def test_texts_name_labels_that_a_query_keeps() -> None:
+    for rule in RULES:
+        if "alert" not in rule:
+            continue
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert rule["labels"]["severity"] in {"info", "warning"}
+        used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+        kept = {"destination_service"} if any(name in rule["expr"] for name in RECORDED) else set()
+        kept |= set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", rule["expr"]))))
+        assert used <= (kept or OF_PROMETHEUS), rule
+
+
+def test_prometheus_reads_the_rules() -> None:
+    promtool = needed("promtool")
+    checked = subprocess.run(
+        [promtool, "check", "rules", str(FILE)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+#: Alert, series with its values of each minute, labels that the alert then has.
+FIRES = [
+    (
+        "ZtunnelConnectionsFail",
+        {
+            "istio_tcp_connections_opened_total{reporter='source',destination_service='s'}": "0+60x20",
+            "istio_tcp_connections_failed_total{reporter='source',destination_service='s',response_flags='UF'}": (
+                "0+6x20"
+            ),
+        },
+        {"destination_service": "s"},
+    ),
+    (
+        "ZtunnelPolicyDenies",
+        {'ztunnel_authorization_decisions_total{policy="shop/p",result="denied"}': "0+60x20"},
+        {"policy": "shop/p", "result": "denied"},
+    ),
+    ("ZtunnelConfigurationStale", {'ztunnel_xds_staleness_seconds{instance="n"}': "0+60x20"}, {"instance": "n"}),
+    (
+        "ZtunnelDescriptorsRunOut",
+        {
+            'process_open_fds{instance="n"}': "90x20",
+            'process_max_fds{instance="n"}': "100x20",
+            'ztunnel_build{instance="n",version="1"}': "1x20",
+        },
+        {"instance": "n"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("alert", "series", "labels"), FIRES, ids=[each[0] for each in FIRES])
+def test_alerts_fire(alert: str, series: dict[str, str], labels: dict[str, str], tmp_path: Path) -> None:
+    promtool = needed("promtool")
+    (rule,) = (rule for rule in RULES if rule.get("alert") == alert)
+    query = {"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})', "eval_time": "20m"}
+    fired = ",".join(f'{name}="{value}"' for name, value in {**labels, **rule["labels"]}.items())
+    exact = f'ALERTS{{alertname="{alert}",alertstate="firing",{fired}}}'
+    test = {
+        "rule_files": [str(FILE)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [
+                    {**query, "exp_samples": [{"labels": "{}", "value": 1}]},
+                    {"expr": exact, "eval_time": "20m", "exp_samples": [{"labels": exact, "value": 1}]},
+                    {**query, "eval_time": "0m", "exp_samples": []},
+                ],
+            }
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    run = subprocess.run(
+        [promtool, "test", "rules", str(tmp_path / "test.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
