@@ -64,6 +64,8 @@ class PeerFacts:
     cipher: str = ""
     group: str | None = None
     alpn: bytes | None = None
+    presented: x509.Certificate | None = None
+    """Our own certificate, where the context has more than one."""
 
 
 class TlsSession:
@@ -246,6 +248,7 @@ class TlsSession:
             cipher=connection.get_cipher_name() or "",
             group=connection.get_group_name(),
             alpn=connection.get_alpn_proto_negotiated() or None,
+            presented=connection.get_certificate(as_cryptography=True) if self._context.settings.further else None,
         )
 
     def _raise(self, count: int) -> None:

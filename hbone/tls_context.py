@@ -14,12 +14,12 @@ from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from OpenSSL import SSL, crypto
 
 from hbone import openssl
 from hbone.errors import TlsReason
 from hbone.settings import Role
+from hbone.tls_identities import Identity, by_server_name, load, load_each
 
 _ffi: Final[Any] = openssl.ffi
 _lib: Final[Any] = openssl.lib
@@ -67,6 +67,7 @@ class TlsSettings:
 
     Attributes:
         certificate_chain_pem: leaf first; None: no certificate is presented.
+        further: of a server, certificates to choose between beside the first: :mod:`hbone.tls_identities`.
         trusted_ca_pem: roots or intermediates to end a chain at; None: the peer is not verified at all.
         crl_pem: revocation lists for any certificate of the chain.
         client_certificate: asked by a server; a client always verifies when it has trusted certificates.
@@ -83,6 +84,7 @@ class TlsSettings:
 
     certificate_chain_pem: bytes | None = None
     private_key_pem: bytes | None = field(default=None, repr=False)
+    further: tuple[Identity, ...] = ()
     trusted_ca_pem: bytes | None = None
     crl_pem: bytes | None = None
     client_certificate: ClientCertificate = ClientCertificate.REQUIRED
@@ -133,6 +135,7 @@ class TlsContext:
     def __init__(self, role: Role, settings: TlsSettings) -> None:
         self.role = role
         self._settings = settings
+        self._kept: list[Any] = []  # what OpenSSL points to
         try:
             self.raw = self._build()
         except SSL.Error as error:
@@ -146,6 +149,19 @@ class TlsContext:
         return self._settings
 
     def _build(self) -> SSL.Context:
+        """Return what handshakes begin with."""
+        settings = self._settings
+        if settings.certificate_chain_pem is None or settings.private_key_pem is None:
+            return self._context_of(())
+        first = Identity(settings.certificate_chain_pem, settings.private_key_pem)
+        if not settings.further:
+            return self._context_of((first,))
+        identities = (first, *settings.further)
+        raw = self._context_of(identities)
+        raw.set_tlsext_servername_callback(by_server_name(identities, self._context_of))
+        return raw
+
+    def _context_of(self, identities: Sequence[Identity]) -> SSL.Context:
         settings = self._settings
         raw = SSL.Context(SSL.TLS_METHOD)
         raw.set_min_proto_version(settings.min_version.value)
@@ -160,7 +176,10 @@ class TlsContext:
             raw.set_options(SSL.OP_CIPHER_SERVER_PREFERENCE)
         if settings.groups is not None:
             _set_groups(raw, settings.groups)
-        self._load_identity(raw)
+        if len(identities) == 1:
+            load(raw, identities[0])
+        else:
+            load_each(raw, identities)
         self._load_trust(raw)
         self._set_alpn(raw)
         if settings.key_log is not None:
@@ -168,25 +187,13 @@ class TlsContext:
             raw.set_keylog_callback(lambda _connection, line: log(line))
         return raw
 
-    def _load_identity(self, raw: SSL.Context) -> None:
-        settings = self._settings
-        if settings.certificate_chain_pem is None or settings.private_key_pem is None:
-            return
-        leaf, *issuers = x509.load_pem_x509_certificates(settings.certificate_chain_pem)
-        raw.use_certificate(leaf)
-        for issuer in issuers:
-            raw.add_extra_chain_cert(issuer)
-        key: Any = load_pem_private_key(settings.private_key_pem, None)
-        raw.use_privatekey(key)
-        raw.check_privatekey()
-
     def _load_trust(self, raw: SSL.Context) -> None:
         settings = self._settings
         server = self.role is Role.SERVER
         mode = settings.client_certificate.value if server else SSL.VERIFY_PEER
         if settings.trusted_ca_pem is None:
             if settings.any_chain and settings.verify is not None:
-                self._kept = _set_verify(raw, mode, settings.verify, any_chain=True)
+                self._kept.append(_set_verify(raw, mode, settings.verify, any_chain=True))
             else:
                 raw.set_verify(SSL.VERIFY_NONE)
             return
@@ -206,7 +213,7 @@ class TlsContext:
                 store.add_crl(x509.load_pem_x509_crl(block))
             flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
         store.set_flags(flags)
-        self._kept = _set_verify(raw, mode, settings.verify, allow_expired=settings.allow_expired)
+        self._kept.append(_set_verify(raw, mode, settings.verify, allow_expired=settings.allow_expired))
 
     def _set_alpn(self, raw: SSL.Context) -> None:
         settings = self._settings

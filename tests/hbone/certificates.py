@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+
+Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 _DAY = datetime.timedelta(days=1)
 
@@ -43,11 +46,16 @@ class Authority:
         from_day: float = -1,
         to_day: float = 1,
         intermediates: bool = True,
+        dns: Sequence[str] = (),
+        rsa_key: bool = False,
     ) -> Leaf:
-        key = ec.generate_private_key(ec.SECP256R1())
+        key: Key = ec.generate_private_key(ec.SECP256R1())
+        if rsa_key:
+            key = rsa.generate_private_key(65537, 2048)
         builder = _builder(x509.Name([]), self.name, key, from_day, to_day)
-        if uris:
-            names = [x509.UniformResourceIdentifier(uri) for uri in uris]
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri) for uri in uris]
+        names += [x509.DNSName(name) for name in dns]
+        if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=True)
         certificate = builder.sign(self.key, hashes.SHA256())
         chain = certificate.public_bytes(Encoding.PEM)
@@ -67,7 +75,7 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, from_day: float, to_day: float
+    subject: x509.Name, issuer: x509.Name, key: Key, from_day: float, to_day: float
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())

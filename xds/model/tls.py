@@ -52,6 +52,8 @@ class TlsContext:
 
     Attributes:
         certificate: own certificate, inline or by reference; ``None`` shows none (clients only).
+        further_certificates: of a server, others to choose between by the client's server name and what it can
+            verify; all are inline, or all are references, as the first.
         validation: inline part of how to verify the peer.
         validation_ref: SDS part, merged over ``validation``.
         require_peer_certificate: refuse a peer without certificate. Servers: also implied by SAN matchers and
@@ -60,6 +62,7 @@ class TlsContext:
     """
 
     certificate: Certificate | SecretRef | None
+    further_certificates: tuple[Certificate | SecretRef, ...] = ()
     validation: Validation | None = None
     validation_ref: SecretRef | None = None
     alpn: tuple[str, ...] = ()
@@ -74,5 +77,5 @@ class TlsContext:
     @property
     def secret_refs(self) -> tuple[SecretRef, ...]:
         """The secrets this context waits for."""
-        candidates = (self.certificate, self.validation_ref)
+        candidates = (self.certificate, *self.further_certificates, self.validation_ref)
         return tuple(ref for ref in candidates if isinstance(ref, SecretRef))

@@ -79,8 +79,10 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
         with at("tls_params"):
             low, high = _versions(message.tls_params, server=server)
         validation, validation_ref = _validation_source(message, surroundings)
+        certificates = _certificate_sources(message, surroundings, server=server)
         return TlsContext(
-            certificate=_certificate_source(message, surroundings),
+            certificate=certificates[0] if certificates else None,
+            further_certificates=certificates[1:],
             validation=validation,
             validation_ref=validation_ref,
             alpn=_protocols(message.alpn_protocols),
@@ -129,24 +131,20 @@ def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion,
     return versions[0], versions[1]
 
 
-def _certificate_source(
-    message: proto.CommonTlsContext, surroundings: Surroundings
-) -> Certificate | SecretRef | None:
-    count = len(message.tls_certificates) + len(message.tls_certificate_sds_secret_configs)
-    if count > 1:
-        # OpenSSL would choose between an RSA and an ECDSA one by what the client can verify. Its binding has no
-        # SSL_CTX_add1_chain_cert: each would be sent with the intermediates of both.
-        of_secrets = len(message.tls_certificates) < 2 and message.tls_certificate_sds_secret_configs
-        field = "tls_certificate_sds_secret_configs" if of_secrets else "tls_certificates"
-        index = 1 - len(message.tls_certificates) if of_secrets else 1
-        raise Unsupported("only one certificate per context is supported", f"{field}[{index}]")
-    if message.tls_certificate_sds_secret_configs:
-        with at("tls_certificate_sds_secret_configs", 0):
-            return _secret_ref(message.tls_certificate_sds_secret_configs[0])
-    if message.tls_certificates:
-        with at("tls_certificates", 0):
-            return _certificate(message.tls_certificates[0], surroundings)
-    return None
+def _certificate_sources(
+    message: proto.CommonTlsContext, surroundings: Surroundings, *, server: bool
+) -> tuple[Certificate | SecretRef, ...]:
+    inline, references = message.tls_certificates, message.tls_certificate_sds_secret_configs
+    if inline and references:
+        raise Unsupported("beside tls_certificates, which Envoy uses alone", "tls_certificate_sds_secret_configs")
+    field = "tls_certificates" if inline else "tls_certificate_sds_secret_configs"
+    if len(inline or references) > 1 and not server:
+        raise ConfigError("Multiple TLS certificates are not supported for client contexts", f"{field}[1]")
+    sources: list[Certificate | SecretRef] = []
+    for index in range(len(inline or references)):
+        with at(field, index):
+            sources.append(_certificate(inline[index], surroundings) if inline else _secret_ref(references[index]))
+    return tuple(sources)
 
 
 def _validation_source(

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from cryptography import x509
 
-from xds.model.secret import Certificate
 from xds.proto.dump import format_json
 from ztunnel.envoy.admin.inspected import InspectedProxy
 from ztunnel.envoy.secrets.contexts import LiveContext
@@ -39,7 +38,14 @@ def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
     """Iterate over the roots and own certificates of every context."""
     for context in contexts_in_use(proxy):
         yield from _roots(context)
-        yield from _own(context)[:1]
+        yield from _own(context)
+
+
+def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
+    """Iterate over the own certificates of every context, with their URI names; one may occur often."""
+    for context in contexts_in_use(proxy):
+        for leaf in _own(context):
+            yield leaf, [name["uri"] for name in _names(leaf) if "uri" in name]
 
 
 def _roots(context: LiveContext) -> list[x509.Certificate]:
@@ -48,8 +54,8 @@ def _roots(context: LiveContext) -> list[x509.Certificate]:
 
 
 def _own(context: LiveContext) -> list[x509.Certificate]:
-    own = context.certificate
-    return _parsed(own.chain_pem if isinstance(own, Certificate) else None)
+    """The leaves."""
+    return [_parsed(own.chain_pem)[0] for own in context.certificates]
 
 
 @lru_cache(maxsize=1024)  # by content: chains of one identity share it, and it cannot go stale
@@ -58,8 +64,8 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # Of the own chain the leaf only, as Envoy; of roots all, where Envoy shows the first.
-    return {"ca_cert": _details(_roots(context), now), "cert_chain": _details(_own(context)[:1], now)}
+    # Of own chains the leaf only, as Envoy; of roots all, where Envoy shows the first.
+    return {"ca_cert": _details(_roots(context), now), "cert_chain": _details(_own(context), now)}
 
 
 def _details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:

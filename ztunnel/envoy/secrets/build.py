@@ -17,6 +17,7 @@ from OpenSSL import SSL
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
 from hbone.tls_context import TlsVersion as HboneVersion
+from hbone.tls_identities import Identity
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, Secret, Validation
 from xds.model.tls import SecretRef, TlsVersion
@@ -44,7 +45,7 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
     """
     _check_parameters(role, model.cipher_suites, model.curves)
     _check_inline(model)
-    own = _certificate(model, find)
+    own = _certificates(model, find)
     validation = _validation(model, find)
     if any(find(ref) is None for ref in model.secret_refs):
         return None
@@ -59,7 +60,7 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
 def _check_inline(model: ContextModel) -> None:
     default = ".default_validation_context" if model.validation_ref is not None else ""
     for secret, path in (
-        (model.certificate, _certificate_path(model)),
+        *((source, _certificate_path(model, index)) for index, source in enumerate(_sources(model))),
         (model.validation, _validation_path(model) + default),
     ):
         if isinstance(secret, Certificate | Validation):
@@ -69,14 +70,20 @@ def _check_inline(model: ContextModel) -> None:
                 raise error.under(path) from error.__cause__
 
 
-def _certificate(model: ContextModel, find: Find) -> Certificate | None:
-    source = model.certificate
-    if not isinstance(source, SecretRef):
-        return source
-    secret = find(source)
-    if secret is None or isinstance(secret, Certificate):
-        return secret
-    raise ConfigError(f"secret {source.name} is not a certificate", _certificate_path(model))
+def _certificates(model: ContextModel, find: Find) -> list[Certificate]:
+    """The certificates that have arrived."""
+    found = []
+    for index, source in enumerate(_sources(model)):
+        secret = find(source) if isinstance(source, SecretRef) else source
+        if isinstance(secret, Certificate):
+            found.append(secret)
+        elif secret is not None and isinstance(source, SecretRef):
+            raise ConfigError(f"secret {source.name} is not a certificate", _certificate_path(model, index))
+    return found
+
+
+def _sources(model: ContextModel) -> tuple[Certificate | SecretRef, ...]:
+    return (model.certificate, *model.further_certificates) if model.certificate is not None else ()
 
 
 def _validation(model: ContextModel, find: Find) -> Validation | None:
@@ -113,14 +120,15 @@ def _check_validation(model: ContextModel, validation: Validation | None) -> Non
         )
 
 
-def _settings(model: ContextModel, own: Certificate | None, validation: Validation | None) -> TlsSettings:
+def _settings(model: ContextModel, own: Sequence[Certificate], validation: Validation | None) -> TlsSettings:
     validation = validation or _NOTHING
-    plain = unlocked(own) if own is not None else None
+    plain = [unlocked(certificate) for certificate in own]
     modern, older = _split(model.cipher_suites)
     defaults = TlsSettings()
     return TlsSettings(
-        certificate_chain_pem=plain.chain_pem if plain is not None else None,
-        private_key_pem=plain.key_pem if plain is not None else None,
+        certificate_chain_pem=plain[0].chain_pem if plain else None,
+        private_key_pem=plain[0].key_pem if plain else None,
+        further=tuple(Identity(other.chain_pem, other.key_pem) for other in plain[1:]),
         trusted_ca_pem=validation.trusted_ca_pem,
         crl_pem=validation.crl_pem,
         client_certificate=_client_certificate(model, validation),
@@ -204,10 +212,10 @@ def _names(entry: str) -> list[str]:
     return entry.split(":")
 
 
-def _certificate_path(model: ContextModel) -> str:
+def _certificate_path(model: ContextModel, index: int = 0) -> str:
     if isinstance(model.certificate, SecretRef):
-        return f"{_COMMON}.tls_certificate_sds_secret_configs[0]"
-    return f"{_COMMON}.tls_certificates[0]"
+        return f"{_COMMON}.tls_certificate_sds_secret_configs[{index}]"
+    return f"{_COMMON}.tls_certificates[{index}]"
 
 
 def _validation_path(model: ContextModel) -> str:

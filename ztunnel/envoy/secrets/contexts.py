@@ -1,14 +1,17 @@
 """TLS contexts in use: made when their secrets have arrived, and again before a changed secret is accepted."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 
 from cryptography import x509
 
 from hbone.settings import Role
+from hbone.tls import PeerFacts
 from hbone.tls_context import TlsContext
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
@@ -40,6 +43,25 @@ def hardened(context: ContextModel) -> ContextModel:
     return replace(context, validation=Validation(san_matches=(prefix,)), validation_ref=root)
 
 
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """A certificate that is shown to peers: as configured, its leaf, and the identities in it."""
+
+    certificate: Certificate | None = None
+    leaf: x509.Certificate | None = None
+    uri_sans: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, certificate: Certificate) -> Presented:
+        """Read what is known of it."""
+        leaf = leaf_of(certificate)
+        names = subject_alt_names(leaf)
+        return cls(certificate, leaf, tuple(text for kind, text in names if kind == "uri"))
+
+
+_NOTHING_PRESENTED = Presented()
+
+
 class LiveContext:
     """A context of the configuration with its current secrets.
 
@@ -58,8 +80,7 @@ class LiveContext:
         validation: the check of the peer, with its part from SDS; ``None`` verifies nothing.
         generation: increases with each rebuild. It is part of the key of pooled connections, so that new tunnels
             use a rotated certificate while old connections continue.
-        local_uri_sans: the identities of its own certificate.
-        presented: the certificate in ``current``.
+        presented: its own certificate in ``current``, with its identities; the first, where it has several.
     """
 
     def __init__(
@@ -75,8 +96,8 @@ class LiveContext:
         self.current: TlsContext | None = None
         self.validation: Validation | None = None
         self.generation = 0
-        self.local_uri_sans: tuple[str, ...] = ()
-        self.presented: Certificate | None = None
+        self.presented = _NOTHING_PRESENTED
+        self._choice: tuple[Presented, ...] = ()
         self._party: tuple[Party | None] | None = None
         self._role = role
         self._owner = owner
@@ -102,13 +123,24 @@ class LiveContext:
         )
 
     @property
-    def certificate(self) -> Certificate | None:
-        """The certificate that it presents."""
-        source = self.model.certificate
-        if isinstance(source, SecretRef):
-            secret = self._secrets.find(source)
-            return secret if isinstance(secret, Certificate) else None
-        return source
+    def certificates(self) -> list[Certificate]:
+        """The certificates that it presents or, as a server with several, chooses between."""
+        sources = (self.model.certificate, *self.model.further_certificates)
+        found = [self._secrets.find(one) if isinstance(one, SecretRef) else one for one in sources]
+        return [one for one in found if isinstance(one, Certificate)]
+
+    @property
+    def local_uri_sans(self) -> tuple[str, ...]:
+        """The identities of its own certificate."""
+        return self.presented.uri_sans
+
+    def presented_in(self, handshake: PeerFacts) -> Presented:
+        """Return which of its certificates a handshake showed to the peer."""
+        if handshake.presented is not None:
+            for one in self._choice:
+                if one.leaf == handshake.presented:
+                    return one
+        return self.presented
 
     @property
     def party(self) -> Party | None:
@@ -121,8 +153,10 @@ class LiveContext:
         return self._party[0]
 
     def _make_party(self) -> Party | None:
-        own, validation = self.certificate, self.validation
-        chain = tuple(certificates_in(own.chain_pem)) if own is not None else ()
+        own, validation = self.certificates, self.validation
+        if len(own) > 1:
+            return None
+        chain = tuple(certificates_in(own[0].chain_pem)) if own else ()
         if validation is None:
             return Party(Credentials(chain, None), lambda names: True)
         if validation.crl_pem is not None or validation.certificate_hashes or validation.spki_hashes:
@@ -172,10 +206,9 @@ class LiveContext:
         self.current, self.validation = built
         self.generation += 1
         self._party = None
-        own = self.presented = self.certificate
-        if own is not None:
-            names = subject_alt_names(leaf_of(own))
-            self.local_uri_sans = tuple(text for kind, text in names if kind == "uri")
+        self._choice = tuple(Presented.of(certificate) for certificate in self.certificates)
+        if self._choice:
+            self.presented = self._choice[0]
 
 
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:

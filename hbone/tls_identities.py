@@ -1,0 +1,118 @@
+"""The certificates that one TLS context presents: one, or several that a server chooses between by handshake.
+
+With several, OpenSSL chooses by what the client can verify, among the first certificate of each key type, and
+prefers the shorter one of an elliptic key. The names of the certificates narrow that choice first, as in Envoy:
+those whose subject alternative names have the client's server name (RFC 6066, 3), then those whose wildcard
+matches it, then all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from OpenSSL import SSL
+
+_MAX_NAMES: Final = 256
+"""Names of all certificates of one context: each has an OpenSSL context, of some 20 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate chain, leaf first, and its private key; both PEM."""
+
+    chain_pem: bytes
+    private_key_pem: bytes = field(repr=False)
+
+    @property
+    def leaf(self) -> x509.Certificate:
+        """The certificate itself, without its issuers."""
+        return x509.load_pem_x509_certificates(self.chain_pem)[0]
+
+
+def load(raw: SSL.Context, identity: Identity) -> None:
+    """Present one certificate.
+
+    Raises:
+        SSL.Error: OpenSSL refuses the certificate or the key, or they do not belong together.
+        ValueError: a PEM that cannot be read.
+    """
+    leaf, *issuers = x509.load_pem_x509_certificates(identity.chain_pem)
+    raw.use_certificate(leaf)
+    for issuer in issuers:
+        raw.add_extra_chain_cert(issuer)
+    _load_key(raw, identity)
+
+
+def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
+    """Present the first certificate of each key type, each with its own issuers. Raises as :func:`load`."""
+    seen: set[type] = set()
+    for identity in identities:
+        kind = type(identity.leaf.public_key())
+        if kind not in seen:
+            seen.add(kind)
+            _load_chain(raw, identity.chain_pem)
+            _load_key(raw, identity)
+
+
+def by_server_name(
+    identities: Sequence[Identity], context_of: Callable[[Sequence[Identity]], SSL.Context]
+) -> Callable[[SSL.Connection], None]:
+    """Return the callback of a server that puts the certificates of the client's server name into a connection.
+
+    Args:
+        identities: in order of preference.
+        context_of: builds a context that differs in its certificates only.
+
+    Raises:
+        ValueError: the certificates have too many names.
+    """
+    named: dict[str, list[Identity]] = {}
+    for identity in identities:
+        for name in _dns_names(identity.leaf):
+            named.setdefault(name, []).append(identity)
+    if len(named) > _MAX_NAMES:
+        raise ValueError(
+            f"the certificates of one context have {len(named)} DNS names; {_MAX_NAMES} are supported"
+        )
+    contexts = {name: context_of(those) for name, those in named.items()}
+
+    def choose(connection: SSL.Connection) -> None:
+        asked = (connection.get_servername() or b"").decode("ascii", "replace").lower()
+        context = contexts.get(asked) or contexts.get(f"*.{asked.partition('.')[2]}")
+        if context is not None:
+            connection.set_context(context)
+
+    return choose
+
+
+def _dns_names(leaf: x509.Certificate) -> set[str]:
+    """The names that a certificate answers to: its DNS names, or without any its subject's common name."""
+    try:
+        extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        names = extension.value.get_values_for_type(x509.DNSName)
+    except x509.ExtensionNotFound:
+        names = [
+            str(attribute.value) for attribute in leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+        ]
+    return {name.lower() for name in names}
+
+
+def _load_chain(raw: SSL.Context, pem: bytes) -> None:
+    """Issuers that belong to this certificate alone: the binding has a call for a file only, so give it memory."""
+    descriptor: Any = os.memfd_create("certificate chain")
+    try:
+        os.write(descriptor, pem)
+        raw.use_certificate_chain_file(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _load_key(raw: SSL.Context, identity: Identity) -> None:
+    key: Any = load_pem_private_key(identity.private_key_pem, None)
+    raw.use_privatekey(key)
+    raw.check_privatekey()
