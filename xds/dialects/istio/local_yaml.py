@@ -17,7 +17,9 @@ from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"
-_PLAIN_COLLECTIONS: Final = (None, "!", _TAG + "map", _TAG + "seq")
+#: Tags of collections that say nothing beyond their kind.
+_PLAIN_MAPPING: Final = (None, "!", _TAG + "map")
+_PLAIN_LIST: Final = (None, "!", _TAG + "seq")
 _MERGE: Final = object()
 
 
@@ -113,7 +115,7 @@ class _Document:
             return None
         key = self._key(event, self._keys)
         event = self._next()
-        if type(event) is yaml.SequenceStartEvent and event.anchor is None and event.tag in _PLAIN_COLLECTIONS:
+        if type(event) is yaml.SequenceStartEvent and event.anchor is None and event.tag in _PLAIN_LIST:
             self._elements = self._each()
             return key, self._guarded(self._elements)
         value = self._value(event)
@@ -128,6 +130,8 @@ class _Document:
             return False
         event = self._next()
         if type(event) is yaml.MappingStartEvent:
+            if event.tag not in _PLAIN_MAPPING:
+                self._tagged(event)
             return True
         if self._value(event) is None:
             self._end()
@@ -172,8 +176,9 @@ class _Document:
         if kind is yaml.ScalarEvent:
             value = self._scalar(event)
         else:
-            value = self._list() if kind is yaml.SequenceStartEvent else self._mapping()
-            if event.tag not in _PLAIN_COLLECTIONS:
+            listed = kind is yaml.SequenceStartEvent
+            value = self._list() if listed else self._mapping()
+            if event.tag not in (_PLAIN_LIST if listed else _PLAIN_MAPPING):
                 value = self._tagged(event)
         if anchor is not None:
             self._open_anchors.discard(anchor)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xds.dialects.istio import local_yaml
@@ -262,6 +262,10 @@ def test_documents_are_read_as_yaml_reads_them(document: dict[str, Any], flow: b
 
 
 @given(st.text(alphabet="{}[]:,!&*-<\n ab\"'1.", max_size=60))
+@example("!1\n1:")
+@example("!!seq {a: b}")
+@example("a: !!seq {a: b}")
+@example("a: !!map [a]")
 def test_any_text_is_read_as_yaml_reads_it(text: str) -> None:
     try:
         found = read(text)
