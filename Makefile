@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol
+.PHONY: wheels help demo test check unit netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -29,10 +29,13 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q -n 2 --dist loadfile
 
-check: $(STAMP) ## format, lint, types, unit tests: under a minute
+check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m pytest -q -n 2 --core
+
+unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled and not kube'
 
 netns: $(STAMP) ## only the tests that make network namespaces
@@ -70,6 +73,9 @@ mutants: $(STAMP) ## small faults in the modules that decide: does a test notice
 faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minutes
 	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py tests/netns/test_istio_exhaustion.py
 
+ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked through; pictures in .run/ui
+	UI=1 $(PY) -m pytest -q -rs tests/ui
+
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)
 
@@ -81,6 +87,9 @@ bench-start: $(STAMP) ## from exec to the first connection served, in meshes of 
 
 bench-idle: $(STAMP) ## what idle connections cost, and what is left when they are gone
 	$(PY) -m bench.idle
+
+bench-watched: $(STAMP) ## what the live page and a tap cost
+	$(PY) -m bench.watched
 
 bench-scale: $(STAMP) ## what 10, 1,000 and 20,000 services cost: start, memory, look-up, changes
 	$(PY) -m bench.scale

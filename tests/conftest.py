@@ -3,11 +3,13 @@
 import gc
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 import hbone
+from tests.selection import is_core
 
 # How long an example takes says what else the machine does.
 hypothesis.settings.register_profile(
@@ -34,6 +36,16 @@ def _collector_stays_as_it_was() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="only tests of values and bytes: the pure core")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("core") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return None if is_core(collection_path) else True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
