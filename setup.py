@@ -30,6 +30,7 @@ COMPILED = (
     "hbone/aio/end.py",
     "hbone/aio/keepalive.py",
     "hbone/aio/link.py",
+    "hbone/aio/observed.py",
     "hbone/aio/poller.py",
     "hbone/aio/relay.py",
     "hbone/aio/interval_timer.py",

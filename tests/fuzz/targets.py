@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ from tproxy.wire import MalformedDump, attribute, attributes, be32, nest, text
 from xds.dialects.calico import policysync
 from xds.dialects.istio.addresses import compile_address
 from xds.dialects.istio.authorization import compile_authorization
+from xds.dialects.istio.dumped_mesh import read_dump
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import ConfigError
 from xds.model import calico
 from xds.model.address import SocketAddress
 from xds.model.format_string import parse_format
+from xds.model.mesh import Mesh
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
@@ -57,6 +60,7 @@ from ztunnel.envoy.telemetry.format import renderer
 from ztunnel.http.page import text as text_page
 from ztunnel.http.server import PageServer, _Connection
 from ztunnel.istio import socks5
+from ztunnel.istio.admin import mesh_dump
 from ztunnel.istio.dns import message as dns
 from ztunnel.istio.zds import messages as zds
 from ztunnel.policy.engine import compiled
@@ -438,6 +442,24 @@ def _local_file(data: bytes) -> None:
             parse_local_file(document)
 
 
+def _dumped_mesh(data: bytes) -> None:
+    try:
+        dump = json.loads(data)
+    except ValueError:
+        return
+    if isinstance(dump, dict):
+        with contextlib.suppress(ConfigError):
+            read_dump(dump)
+
+
+def _dumps() -> list[bytes]:
+    local = parse_local_file((_DATA / "local_mesh.yaml").read_text())
+    mesh = Mesh()
+    mesh.apply([*local.workloads, *local.policies, *local.services])
+    lists = {"workloads": mesh_dump.workloads(mesh), "services": mesh_dump.services(mesh)}
+    return [json.dumps({name: list(values)}).encode() for name, values in lists.items()]
+
+
 def _address(data: bytes) -> None:
     with contextlib.suppress(ConfigError):
         compile_address(data, "name")
@@ -642,6 +664,7 @@ TARGETS = {
         Target("bootstrap", _bootstrap, _files("reference/w1/bootstrap.yaml", "reference/w2/bootstrap.yaml")),
         Target("resources", _resources, _files("reference/w2/eds.yaml", "reference/w2/cds.yaml"), 2048),
         Target("local-file", _local_file, _files("local_mesh.yaml")),
+        Target("dumped-mesh", _dumped_mesh, _dumps),
         Target("address", _address, _addresses, 2048),
         Target("authorization", _authorization, _policies, 2048),
         Target("policysync", _policysync, _streams, 2048),

@@ -12,6 +12,7 @@ from typing import Final
 
 from hbone.aio.poller import Poller
 from ztunnel.http.page import PLAIN, Page, PageRequest, text
+from ztunnel.runtime.turns import turned
 
 PATH: Final = "/healthz/live"
 #: Below the ``timeoutSeconds`` of our charts, so that the kubelet's event shows our words.
@@ -22,23 +23,9 @@ async def page(poller: Poller, request: PageRequest) -> Page:
     """Return 200 once ``poller`` has run a step, 500 if it did not within 3 s; for GET and HEAD."""
     if request.method not in ("GET", "HEAD"):
         return text("", 405, PLAIN)
-    turned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    poller.call_soon(_Step(turned))
     try:
         async with asyncio.timeout(_TURN_S):
-            await turned
+            await turned(poller)
     except TimeoutError:
         return text(f"the data path did not turn within {_TURN_S:g} s\n", 500, PLAIN)
     return text("live\n", content_type=PLAIN)
-
-
-class _Step:
-    """Settles a future in a turn; see :class:`hbone.aio.poller.Steppable`."""
-
-    def __init__(self, turned: asyncio.Future[None]) -> None:
-        self._turned = turned
-
-    def step(self) -> None:
-        """Settle the future, unless its waiter has given up."""
-        if not self._turned.done():
-            self._turned.set_result(None)

@@ -6,7 +6,7 @@ must not read state that the event loop changes.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
@@ -54,6 +54,8 @@ class PageRequest:
         path: decoded, without its query.
         target: both, as sent.
         local: it came from this host to a loopback address.
+        host: the ``Host`` header, as sent.
+        fetch_site: ``Sec-Fetch-Site``: how a browser relates the page that asks to this one; empty if it does not.
     """
 
     method: str
@@ -63,16 +65,34 @@ class PageRequest:
     accept: str = ""
     accept_encoding: str = ""
     local: bool = False
+    host: str = ""
+    fetch_site: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """The endless rest of a body: a piece now and then, until the client leaves or the server closes.
+
+    Attributes:
+        make: returns the next piece; called in the event loop, after ``body`` was sent and then once per interval.
+        every_s: returns the interval, from the end of one piece to the making of the next.
+        ended: called once, whatever ended the answer, also if no piece was made.
+    """
+
+    make: Callable[[], Awaitable[str]]
+    every_s: Callable[[], float]
+    ended: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """An answer."""
+    """An answer; with ``repeated`` it ends with the connection."""
 
     status: int = 200
     content_type: str = TEXT
     body: Iterable[Piece] = field(default=())
     headers: tuple[tuple[str, str], ...] = ()
+    repeated: Repeated | None = None
 
 
 def text(body: str, status: int = 200, content_type: str = TEXT) -> Page:

@@ -19,7 +19,7 @@ import h11
 from tproxy.aio import sockets
 from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress, canonical, is_loopback
-from ztunnel.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, text
+from ztunnel.http.page import TEXT, Deferred, Page, PageRequest, Piece, Query, Repeated, text
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.line_limit import LineLimit
 from ztunnel.runtime.tasks import Tasks
@@ -55,7 +55,8 @@ class PageServer:
         clock: the clock for the ``date`` header.
         max_connections: the largest number of connections. Beyond it a connection of the address that has most is
             closed, so that probes and scrapers are answered beside any number of slow clients: one that is idle,
-            else one that sends its request slowly, else one that reads its answer slowly; the oldest of these.
+            else one that follows an endless page, else one that sends its request slowly, else one that reads its
+            answer slowly; the oldest of these.
         product: value of the ``server`` header.
         reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer one serves.
         alone: with ``reuse_port``, fail if another socket is bound to the port, even one that shares it.
@@ -169,8 +170,9 @@ class Stage(IntEnum):
     """What a connection is about; the higher, the more would be lost with it."""
 
     IDLE = 0
-    RECEIVING = 1
-    ANSWERING = 2
+    FOLLOWING = 1
+    RECEIVING = 2
+    ANSWERING = 3
 
 
 class _Connection:
@@ -189,9 +191,9 @@ class _Connection:
         self.task: asyncio.Task[Any] | None = None
 
     def finish(self) -> None:
-        """Close after the answer under way, or at once if there is none; idempotent."""
+        """Close after the answer under way, or at once if there is none, or an endless one; idempotent."""
         self._finishing = True
-        if self.stage is Stage.IDLE and self.task is not None:
+        if self.stage in (Stage.IDLE, Stage.FOLLOWING) and self.task is not None:
             self.task.cancel()
 
     def abort(self) -> None:
@@ -211,7 +213,12 @@ class _Connection:
                     return
                 self._server.active(self)
                 self.stage = Stage.ANSWERING
-                await self._answer(request, await self._page(pages, request))
+                page = await self._page(pages, request)
+                try:
+                    await self._answer(request, page)
+                finally:
+                    if page.repeated is not None:
+                        page.repeated.ended()
                 if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                     return
                 self._http.start_next_cycle()
@@ -288,6 +295,9 @@ class _Connection:
         self._send(h11.Response(status_code=page.status, headers=headers, reason=_REASONS.get(page.status, b"")))
         if request.method != "HEAD":
             await self._send_body(page.body)
+            if page.repeated is not None:
+                await self._follow(page.repeated)
+                return
         self._send(h11.EndOfMessage())
         await self._drain()
 
@@ -309,6 +319,29 @@ class _Connection:
                 slice_ends = loop.time() + _SLICE_S
                 waiting, size = [], 0
         self._send_data(waiting)
+
+    async def _follow(self, repeated: Repeated) -> None:
+        """Send pieces until the client leaves; the server's end cancels this.
+
+        A client that sends anything meanwhile is no browser, and is left as if it had closed.
+        """
+        self.stage = Stage.FOLLOWING
+        await self._drain()  # the head, before a piece that may take long
+        while not self._finishing:
+            try:
+                piece = await repeated.make()
+            except Exception:
+                # A bug in one page must not end the proxy; the browser connects again after a while.
+                log.exception("%s: an endless page failed", self._server.name)
+                return
+            self._send_data([piece.encode(errors="backslashreplace")])
+            await self._drain()
+            try:
+                async with asyncio.timeout(repeated.every_s()):
+                    await self._reader.read(1)
+                return
+            except TimeoutError:
+                self._server.active(self)
 
     def _send_data(self, waiting: list[bytes]) -> None:
         data = b"".join(waiting)
@@ -343,6 +376,7 @@ class _Connection:
 _REASONS = {
     200: b"OK",
     400: b"Bad Request",
+    403: b"Forbidden",
     404: b"Not Found",
     405: b"Method Not Allowed",
     413: b"Payload Too Large",
@@ -371,4 +405,6 @@ def _page_request(head: h11.Request, body: bytes, *, local: bool) -> PageRequest
         accept=fields.get("accept", ""),
         accept_encoding=fields.get("accept-encoding", ""),
         local=local,
+        host=fields.get("host", ""),
+        fetch_site=fields.get("sec-fetch-site", ""),
     )

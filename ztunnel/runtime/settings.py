@@ -22,6 +22,8 @@ _UNITS: Final = {
     )
     for name in names
 }
+#: ``sun_path`` of unix(7) has 108 bytes, and a zero at its end.
+_LONGEST_SOCKET_PATH: Final = 107
 _PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
@@ -67,6 +69,19 @@ def boolean(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError("must be true or false")
     return text == "true"
+
+
+def socket_path(text: str) -> str:
+    """Parse the absolute path of a Unix socket; empty stays empty and means none.
+
+    Raises:
+        ValueError: it is relative, or longer than an address of unix(7) may be.
+    """
+    if text and not text.startswith("/"):
+        raise ValueError("must be an absolute path")
+    if len(text.encode()) > _LONGEST_SOCKET_PATH:
+        raise ValueError(f"must be at most {_LONGEST_SOCKET_PATH} bytes long")
+    return text
 
 
 def duration_s(text: str) -> float:

@@ -1,0 +1,312 @@
+"""An end of a relay whose bytes are shown to an observer as they pass.
+
+The owner of a relay puts an :class:`ObservedEnd` in the place of one of its ends; nothing else changes, and a
+relay without one pays nothing. It is what the other end sees; what the observed end sees in turn is a
+:class:`_FarSide`. Both pass every call on at once, so back pressure, half closes and resets are those of the two
+real ends, and no byte waits here. Two things differ. Plain sockets are not spliced, because their bytes must pass
+through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT pass no relay: the
+owner opens the tunnel without them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hbone.aio.end import End, RelayObserver
+from hbone.end_state import SINK_BROKEN, SinkState, SourceState
+
+
+class StreamObserver(Protocol):
+    """What is shown the bytes of an end; it must not raise, and copies what it keeps."""
+
+    def received(self, chunk: memoryview) -> None:
+        """Bytes of the end's network that go into the relay; valid until this returns."""
+
+    def sent(self, chunk: memoryview) -> None:
+        """Bytes of the relay that go to the end's network; valid until this returns."""
+
+    def receive_ended(self, *, reset: bool) -> None:
+        """The end's network sends no more: FIN, or a reset."""
+
+    def send_ended(self, *, reset: bool) -> None:
+        """The end's network is sent no more: FIN after what went before, or a reset."""
+
+    def left(self) -> None:
+        """The relay is over, in order or not; the last call."""
+
+
+class ObservedEnd(End):
+    """Stands for ``inner`` in a relay; closing it closes ``inner``.
+
+    Args:
+        inner: the end that is observed; only before a relay.
+        observer: is called from the join of a relay to its end.
+    """
+
+    __slots__ = ("_observer", "_rooms", "inner")
+
+    def __init__(self, inner: End, observer: StreamObserver) -> None:
+        self.inner = inner
+        self.poller = inner.poller
+        self.peer = None
+        self.relay = None
+        self.source = SourceState.OPEN
+        self.sink = SinkState.OPEN
+        self.read_bytes = 0
+        self._observer = observer
+        self._rooms: list[memoryview] = []
+
+    # Called by the relay
+
+    def join_relay(self, relay: RelayObserver, peer: End) -> None:
+        """See :class:`End`."""
+        self.relay = relay
+        self.peer = peer
+        self.inner.join_relay(_Reports(self), _FarSide(self))
+
+    def start(self) -> None:
+        """See :class:`End`."""
+        self.inner.start()
+
+    def leave_relay(self) -> None:
+        """See :class:`End`."""
+        self.inner.leave_relay()
+        self.relay = None
+        self.peer = None
+        self._rooms = []
+        self._observer.left()
+
+    def close(self, error: Exception | None = None) -> None:
+        """See :class:`End`."""
+        self.inner.close(error)
+
+    # Called by the other end: what goes to the inner end's network
+
+    def reserve(self, limit: int) -> memoryview | None:
+        """See :class:`End`."""
+        room = self.inner.reserve(limit)
+        self._rooms = [room] if room is not None else []
+        return room
+
+    @property
+    def scatters(self) -> bool:
+        """See :class:`End`."""
+        return self.inner.scatters
+
+    def reserve_many(self, limit: int) -> list[memoryview] | None:
+        """See :class:`End`."""
+        rooms = self.inner.reserve_many(limit)
+        self._rooms = rooms if rooms is not None else []
+        return rooms
+
+    def commit(self, size: int) -> None:
+        """See :class:`End`."""
+        rooms, self._rooms = self._rooms, []
+        # An end whose network is gone takes bytes and discards them: they were not sent.
+        if self.inner.sink is not SINK_BROKEN:
+            _show(self._observer.sent, rooms, size)
+        self.inner.commit(size)
+
+    def write(self, chunks: list[memoryview], size: int) -> None:
+        """See :class:`End`."""
+        if self.inner.sink is not SINK_BROKEN:
+            for chunk in chunks:
+                self._observer.sent(chunk)
+        self.inner.write(chunks, size)
+
+    def flush(self) -> None:
+        """See :class:`End`."""
+        self.inner.flush()
+
+    def write_eof(self) -> None:
+        """See :class:`End`."""
+        self._observer.send_ended(reset=False)
+        self.inner.write_eof()
+
+    def write_reset(self) -> None:
+        """See :class:`End`."""
+        self._observer.send_ended(reset=True)
+        self.inner.write_reset()
+
+    def resume(self) -> None:
+        """See :class:`End`."""
+        self.inner.resume()
+
+    def delivered(self, size: int) -> None:
+        """See :class:`End`."""
+        self.inner.delivered(size)
+
+    # Called by what stands for the other end: what comes from the inner end's network
+
+    def show_received(self, chunks: list[memoryview], size: int) -> None:
+        """Count and show ``size`` bytes of ``chunks``; they are passed on after this."""
+        self.read_bytes += size
+        _show(self._observer.received, chunks, size)
+
+    def show_receive_ended(self, *, reset: bool) -> None:
+        """Show that no more bytes come."""
+        self._observer.receive_ended(reset=reset)
+
+    # The states are those of the inner end, which applies the events itself
+
+    def _drop_pending(self) -> int:
+        return 0
+
+    def _send_eof(self) -> None:
+        """Nothing: see above."""
+
+    def _send_reset(self) -> None:
+        """Nothing: see above."""
+
+
+class _FarSide(End):
+    """What an observed end has as its peer: shows what it is given, and passes it on to the real one."""
+
+    __slots__ = ("_observed", "_rooms")
+
+    def __init__(self, observed: ObservedEnd) -> None:
+        self._observed = observed
+        self._rooms: list[memoryview] = []
+        self.poller = observed.poller
+        self.peer = None
+        self.relay = None
+        self.source = SourceState.OPEN
+        self.sink = SinkState.OPEN
+        self.read_bytes = 0
+
+    def start(self) -> None:
+        """Nothing: the real end is started by its relay."""
+
+    def close(self, error: Exception | None = None) -> None:
+        """Nothing: the real end is closed by its owner."""
+
+    def reserve(self, limit: int) -> memoryview | None:
+        """See :class:`End`."""
+        there = self._observed.peer
+        room = there.reserve(limit) if there is not None else None
+        self._rooms = [room] if room is not None else []
+        return room
+
+    @property
+    def scatters(self) -> bool:
+        """See :class:`End`."""
+        there = self._observed.peer
+        return there is not None and there.scatters
+
+    def reserve_many(self, limit: int) -> list[memoryview] | None:
+        """See :class:`End`."""
+        there = self._observed.peer
+        rooms = there.reserve_many(limit) if there is not None else None
+        self._rooms = rooms if rooms is not None else []
+        return rooms
+
+    def commit(self, size: int) -> None:
+        """See :class:`End`; shown before it is passed on, while the room is still what was filled."""
+        rooms, self._rooms = self._rooms, []
+        self._observed.show_received(rooms, size)
+        there = self._observed.peer
+        if there is not None:
+            there.commit(size)
+
+    def write(self, chunks: list[memoryview], size: int) -> None:
+        """See :class:`End`."""
+        self._observed.show_received(chunks, size)
+        there = self._observed.peer
+        if there is not None:
+            there.write(chunks, size)
+
+    def flush(self) -> None:
+        """See :class:`End`."""
+        there = self._observed.peer
+        if there is not None:
+            there.flush()
+
+    def write_eof(self) -> None:
+        """See :class:`End`."""
+        self._observed.show_receive_ended(reset=False)
+        there = self._observed.peer
+        if there is not None:
+            there.write_eof()
+
+    def write_reset(self) -> None:
+        """See :class:`End`."""
+        self._observed.show_receive_ended(reset=True)
+        there = self._observed.peer
+        if there is not None:
+            there.write_reset()
+
+    def resume(self) -> None:
+        """See :class:`End`."""
+        there = self._observed.peer
+        if there is not None:
+            there.resume()
+
+    def delivered(self, size: int) -> None:
+        """See :class:`End`."""
+        there = self._observed.peer
+        if there is not None:
+            there.delivered(size)
+
+    def _drop_pending(self) -> int:
+        return 0
+
+    def _send_eof(self) -> None:
+        """Nothing: the real end applies its events."""
+
+    def _send_reset(self) -> None:
+        """Nothing: the real end applies its events."""
+
+
+class _Reports(RelayObserver):
+    """What an observed end has as its relay: reports to the real one, which knows the observed end only."""
+
+    __slots__ = ("_observed",)
+
+    def __init__(self, observed: ObservedEnd) -> None:
+        self._observed = observed
+
+    def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
+        """See :class:`RelayObserver`."""
+        observed = self._observed
+        observed.source = end.source
+        if observed.relay is not None:
+            observed.relay.read_ended(observed, error, clean=clean)
+
+    def write_ended(self, end: End) -> None:
+        """See :class:`RelayObserver`."""
+        observed = self._observed
+        observed.sink = end.sink
+        if observed.relay is not None:
+            observed.relay.write_ended(observed)
+
+    def reset_sent(self) -> None:
+        """See :class:`RelayObserver`."""
+        if self._observed.relay is not None:
+            self._observed.relay.reset_sent()
+
+    def sink_broken(self, end: End, error: Exception) -> None:
+        """See :class:`RelayObserver`."""
+        observed = self._observed
+        observed.sink = end.sink
+        if observed.relay is not None:
+            observed.relay.sink_broken(observed, error)
+
+    def fail(self, end: End, error: Exception) -> None:
+        """See :class:`RelayObserver`."""
+        observed = self._observed
+        if observed.relay is not None:
+            observed.relay.fail(observed, error)
+
+
+class _Show(Protocol):
+    def __call__(self, chunk: memoryview) -> None:
+        """Show bytes."""
+
+
+def _show(show: _Show, rooms: list[memoryview], size: int) -> None:
+    """Show the first ``size`` bytes of rooms that were filled in order."""
+    for room in rooms:
+        if size <= 0:
+            return
+        show(room[:size] if len(room) > size else room)
+        size -= len(room)

@@ -1,0 +1,1 @@
+"""Captures of the decrypted streams of one pod, as Wireshark opens them."""

@@ -1,0 +1,216 @@
+"""What a tap is asked for, its limits, and which streams it concerns. Pure."""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Final
+
+from xds.model.address import SocketAddress, canonical
+from ztunnel.runtime.settings import duration_s
+
+#: The page of the socket.
+PATH: Final = "/tap"
+CONTENT_TYPE: Final = "application/x-pcapng"
+#: The header that says how many connections of the pod were open when the tap began.
+OPEN: Final = "ztunnel-open-connections"
+#: The trailers of a capture.
+ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES = (
+    f"ztunnel-{name}" for name in ("ended", "streams", "packets", "dropped", "dropped-bytes")
+)
+#: The setting that permits taps: the path of the socket; empty, as it is by default: there are none.
+VARIABLE: Final = "ZTUNNEL_TAP_SOCKET"
+
+#: A tap that is forgotten ends by itself.
+DEFAULT_S, MOST_S = 60.0, 900.0
+DEFAULT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 1024 * 1024 * 1024
+#: Taps of one proxy at a time, of different pods.
+MOST_TAPS: Final = 4
+#: So that a sum over processes still has 64 bits.
+_MOST_COUNT: Final = 1 << 56
+#: Of each text that is given; it is repeated in logs and in the capture.
+_MOST_TEXT: Final = 512
+_UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE: Final = re.compile(r"(\d+)\s*([KMG]?i?B?)", re.ASCII | re.IGNORECASE)
+
+
+def refusal(socket_path: str) -> str:
+    """Return what the admin server, which anything on the node can reach, answers instead of a capture."""
+    if not socket_path:
+        return f"taps are not permitted: {VARIABLE} names no socket\n"
+    return f"taps are for root, at the local socket {socket_path}: ztunnel tap\n"
+
+
+class BadRequest(ValueError):
+    """A tap is asked for in a way that cannot be; the text names the parameter."""
+
+
+class Direction(StrEnum):
+    """Which way a connection was opened, as the pod sees it."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFacts:
+    """One connection, as a tap shows it.
+
+    Attributes:
+        direction: see there.
+        client: the address of the application that connected.
+        server: outbound the address that it dialled, inbound that of the application that answers.
+        peers: what the other end can be called by: its addresses, its workload, its services, its identity.
+        ports: beside the server's, the one that is dialled for it.
+        notes: identities, tunnel and the like, one line each.
+    """
+
+    direction: Direction
+    client: SocketAddress
+    server: SocketAddress
+    peers: frozenset[str]
+    ports: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapRequest:
+    """What to capture, and for how long.
+
+    Attributes:
+        pod: ``NAMESPACE/NAME`` in an Istio mesh, an address in Envoy's dialect.
+        port: only connections to this port; 0: to any.
+        peer: only connections with this address, workload, service or identity; empty: with any.
+        for_s: the longest time, in seconds.
+        limit_bytes: the longest capture.
+    """
+
+    pod: str
+    port: int = 0
+    peer: str = ""
+    for_s: float = DEFAULT_S
+    limit_bytes: int = DEFAULT_BYTES
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> "TapRequest":
+        """Read the parameters ``pod``, ``port``, ``peer``, ``for`` and ``limit``.
+
+        Raises:
+            BadRequest: one is missing, unknown, or beyond its limit.
+        """
+        unknown = given.keys() - {"pod", "port", "peer", "for", "limit"}
+        if unknown:
+            raise BadRequest(f"{min(unknown)}: no such parameter")
+        for name, text in given.items():
+            if len(text) > _MOST_TEXT or not text.isprintable():
+                raise BadRequest(f"{name}: at most {_MOST_TEXT} printable characters")
+        if not given.get("pod"):
+            raise BadRequest("pod: which one is missing")
+        return cls(
+            pod=_plain(given["pod"]),
+            port=_port(given.get("port", "")),
+            peer=_plain(given.get("peer", "")),
+            for_s=_seconds(given.get("for", "")),
+            limit_bytes=_bytes(given.get("limit", "")),
+        )
+
+    def matches(self, facts: StreamFacts) -> bool:
+        """Return whether a connection is to be captured."""
+        if self.port and self.port != facts.server.port and self.port not in facts.ports:
+            return False
+        return not self.peer or self.peer in facts.peers
+
+    def __str__(self) -> str:
+        only = [f"port {self.port}"] if self.port else []
+        only += [f"peer {self.peer}"] if self.peer else []
+        return f"{self.pod}, {' and '.join(only) or 'every connection'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a tap has seen in one process, or in all.
+
+    Attributes:
+        streams: connections.
+        outbound, inbound: packets of a direction, those that were dropped included.
+        outbound_dropped, inbound_dropped: those of them that are not in the capture.
+        dropped_bytes: their payload.
+    """
+
+    streams: int = 0
+    outbound: int = 0
+    inbound: int = 0
+    outbound_dropped: int = 0
+    inbound_dropped: int = 0
+    dropped_bytes: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            streams=self.streams + other.streams,
+            outbound=self.outbound + other.outbound,
+            inbound=self.inbound + other.inbound,
+            outbound_dropped=self.outbound_dropped + other.outbound_dropped,
+            inbound_dropped=self.inbound_dropped + other.inbound_dropped,
+            dropped_bytes=self.dropped_bytes + other.dropped_bytes,
+        )
+
+    @property
+    def bounded(self) -> "Totals":
+        """The same where every number is one of pcapng's 64 bits: it may come from another process."""
+        return Totals(**{each.name: min(max(getattr(self, each.name), 0), _MOST_COUNT) for each in fields(self)})
+
+    @property
+    def packets(self) -> int:
+        """Packets of both directions, those that were dropped included."""
+        return self.outbound + self.inbound
+
+    @property
+    def dropped(self) -> int:
+        """Packets of both directions that are not in the capture."""
+        return self.outbound_dropped + self.inbound_dropped
+
+
+def _plain(text: str) -> str:
+    """Return an address in its one form, another text as it is."""
+    try:
+        return canonical(ipaddress.ip_address(text))
+    except ValueError:
+        return text
+
+
+def _port(text: str) -> int:
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise BadRequest(f"port: {text} is none, 1 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not text:
+        return DEFAULT_S
+    try:
+        found = duration_s(text)
+    except ValueError as error:
+        raise BadRequest(f"for: {text} {error}") from None
+    if not 0 < found <= MOST_S:
+        raise BadRequest(f"for: {text} is not in the limits, more than 0 and at most {MOST_S:g}s")
+    return found
+
+
+def _bytes(text: str) -> int:
+    if not text:
+        return DEFAULT_BYTES
+    match = _SIZE.fullmatch(text)
+    unit = match[2].upper() if match is not None else ""
+    # "64M" is what people write; it is taken for MiB.
+    unit = (
+        f"{unit}iB".upper() if len(unit) == 1 and unit != "B" else unit.removesuffix("B") if unit == "B" else unit
+    )
+    if match is None or unit not in _UNITS:
+        raise BadRequest(f"limit: {text} is no size such as 500KiB, 64MiB or 1GiB")
+    found = int(match[1][:20]) * _UNITS[unit]
+    if not 0 < found <= MOST_BYTES:
+        raise BadRequest(f"limit: {text} is not in the limits, more than 0 and at most {MOST_BYTES >> 20}MiB")
+    return found

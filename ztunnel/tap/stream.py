@@ -1,0 +1,179 @@
+"""The packets of a TCP connection that would have carried a stream: addresses, sequence numbers, checksums. Pure.
+
+A tap sees bytes that pass between an application and the proxy, and no packets. Tools that read captures want a
+handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` makes them (RFC 9293). It is TCP
+on a perfect network: nothing is lost, reordered or sent twice, every write is acknowledged at once, and the window
+is scaled so far that no sender waits. A reader sees gaps only where the capture itself has them
+(:meth:`SyntheticTcp.lost`).
+"""
+
+import ipaddress
+import struct
+from collections.abc import Iterator
+from enum import Enum
+from typing import Final, NamedTuple
+
+from xds.model.address import SocketAddress
+
+_FIN, _SYN, _RST, _PSH, _ACK = 0x01, 0x02, 0x04, 0x08, 0x10
+_TCP: Final = 6
+_TTL: Final = 64
+_WINDOW: Final = 0xFFFF
+_WINDOW_SCALE: Final = 14  # the largest (RFC 7323, 2.3): a window of 1 GiB
+#: Of Ethernet's 1,500 bytes, without the two headers.
+_MSS4, _MSS6 = 1460, 1440
+_SEQUENCE: Final = 1 << 32
+
+_HEADER4: Final = struct.Struct("!BBHHHBBH4s4s")
+_HEADER6: Final = struct.Struct("!IHBB16s16s")
+_HEADER_TCP: Final = struct.Struct("!HHIIBBHHH")
+
+
+class Side(Enum):
+    """One end of a connection: which of the two sends."""
+
+    CLIENT = "client"
+    SERVER = "server"
+
+    @property
+    def other(self) -> "Side":
+        """The other end."""
+        return Side.SERVER if self is Side.CLIENT else Side.CLIENT
+
+
+class Segment(NamedTuple):
+    """One packet.
+
+    Attributes:
+        sender: the end that sends it.
+        packet: IP header, TCP header, payload.
+    """
+
+    sender: Side
+    packet: bytes
+
+
+class _End:
+    """One end: what it has sent so far.
+
+    Attributes:
+        next: the sequence number of the next byte.
+        ended: it has sent FIN or RST.
+    """
+
+    __slots__ = ("address", "ended", "next", "port")
+
+    def __init__(self, address: bytes, port: int, first: int) -> None:
+        self.address = address
+        self.port = port
+        self.next = first % _SEQUENCE
+        self.ended = False
+
+    def advance(self, size: int) -> None:
+        self.next = (self.next + size) % _SEQUENCE
+
+
+class SyntheticTcp:
+    """One connection; the methods return the packets of what has happened, in order.
+
+    Args:
+        client, server: the two addresses. An IPv4 address beside an IPv6 one is shown as IPv4-mapped.
+        number: of the connection in the capture. Sequence numbers begin apart, so that a reader takes a connection
+            that has the ports of an earlier one for a new one.
+        mss: the longest payload of a segment; ``None``: that of Ethernet.
+    """
+
+    def __init__(
+        self, client: SocketAddress, server: SocketAddress, number: int = 0, mss: int | None = None
+    ) -> None:
+        hosts = ipaddress.ip_address(client.host), ipaddress.ip_address(server.host)
+        self._is_ipv6 = any(host.version == 6 for host in hosts)
+        source, destination = (self._packed(host) for host in hosts)
+        first = number * 0x1000_0000 + number
+        self._ends = {
+            Side.CLIENT: _End(source, client.port, first),
+            Side.SERVER: _End(destination, server.port, first + 0x0800_0000),
+        }
+        self.mss = mss if mss is not None else _MSS6 if self._is_ipv6 else _MSS4
+
+    def _packed(self, host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bytes:
+        if self._is_ipv6 and host.version == 4:
+            return b"\0" * 10 + b"\xff\xff" + host.packed
+        return host.packed
+
+    def opening(self) -> list[Segment]:
+        """Return the three packets of the handshake; called first, and once."""
+        options = struct.pack("!BBHBBBB", 2, 4, self.mss, 1, 3, 3, _WINDOW_SCALE)
+        syn = self._segment(Side.CLIENT, _SYN, options=options)
+        self._ends[Side.CLIENT].advance(1)
+        answer = self._segment(Side.SERVER, _SYN | _ACK, options=options)
+        self._ends[Side.SERVER].advance(1)
+        return [syn, answer, self._segment(Side.CLIENT, _ACK)]
+
+    def data(self, sender: Side, payload: bytes) -> Iterator[Segment]:
+        """Yield segments of at most ``mss`` bytes and the acknowledgment of the last one; none after the end."""
+        end = self._ends[sender]
+        if end.ended or not payload:
+            return
+        for start in range(0, len(payload), self.mss):
+            part = payload[start : start + self.mss]
+            last = start + len(part) == len(payload)
+            yield self._segment(sender, _ACK | (_PSH if last else 0), part)
+            end.advance(len(part))
+        yield self._segment(sender.other, _ACK)
+
+    def lost(self, sender: Side, size: int) -> None:
+        """Pass over bytes that were sent and are not in the capture: a reader sees the gap."""
+        end = self._ends[sender]
+        if not end.ended:
+            end.advance(size)
+
+    def end(self, sender: Side) -> list[Segment]:
+        """Return FIN of one direction and its acknowledgment; none when the direction has ended."""
+        end = self._ends[sender]
+        if end.ended:
+            return []
+        fin = self._segment(sender, _FIN | _ACK)
+        end.advance(1)
+        end.ended = True
+        return [fin, self._segment(sender.other, _ACK)]
+
+    def reset(self, sender: Side) -> list[Segment]:
+        """Return RST, which ends both directions; none after both have ended or after another one."""
+        if all(end.ended for end in self._ends.values()):
+            return []
+        for end in self._ends.values():
+            end.ended = True
+        return [self._segment(sender, _RST | _ACK)]
+
+    def _segment(self, sender: Side, flags: int, payload: bytes = b"", options: bytes = b"") -> Segment:
+        here, there = self._ends[sender], self._ends[sender.other]
+        offset = (20 + len(options)) // 4 << 4
+        acknowledged = there.next if flags & _ACK else 0
+        fields = (here.port, there.port, here.next, acknowledged, offset, flags, _WINDOW)
+        size = 20 + len(options) + len(payload)
+        rest = options + payload
+        addresses = here.address + there.address
+        # The pseudo header of both versions has the addresses, the length and the protocol (RFC 9293, 3.1 and
+        # RFC 8200, 8.1); the order does not matter to a sum.
+        total = _checksum(addresses + struct.pack("!II", size, _TCP) + _HEADER_TCP.pack(*fields, 0, 0) + rest)
+        tcp = _HEADER_TCP.pack(*fields, total, 0) + rest
+        if self._is_ipv6:
+            head = _HEADER6.pack(6 << 28, size, _TCP, _TTL, here.address, there.address)
+        else:
+            # Identification 0 with DF: never fragmented, so it need not be unique (RFC 6864, 4.1).
+            ip = (0x45, 0, 20 + size, 0, 0x4000, _TTL, _TCP)
+            total = _checksum(_HEADER4.pack(*ip, 0, here.address, there.address))
+            head = _HEADER4.pack(*ip, total, here.address, there.address)
+        return Segment(sender, head + tcp)
+
+
+def _checksum(data: bytes) -> int:
+    """Return the internet checksum (RFC 1071): 16 bits, the complement of the ones' complement sum.
+
+    2**16 is 1 modulo 65,535, so the sum of the words is the whole number modulo that: one division in C instead of
+    a loop. A remainder of 0 stands for 0xFFFF, because the data is never all zero.
+    """
+    if len(data) % 2:
+        data += b"\0"
+    return 0xFFFF - (int.from_bytes(data, "big") % 0xFFFF or 0xFFFF)
