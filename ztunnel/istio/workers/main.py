@@ -20,10 +20,11 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
@@ -65,6 +66,8 @@ from ztunnel.istio.workers.messages import (
     RevocationsChanged,
     StartPod,
     StopPod,
+    TapPod,
+    TapTotals,
     Value,
     pickled,
 )
@@ -72,6 +75,10 @@ from ztunnel.istio.workers.process import ANSWER_S, WorkerProcess, spawn
 from ztunnel.istio.zds.pods import RunningPod
 from ztunnel.runtime.backoff import Backoff
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.tap.request import TapRequest, Totals
+
+if TYPE_CHECKING:
+    from ztunnel.tap.taps import Carry
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +282,7 @@ class Workers:
             self._node.metrics.add(part, lost=True, now_s=now_s)
 
     async def _sync(self, worker: WorkerProcess) -> None:
-        """Send a new worker the snapshot, then the pods."""
+        """Send a new worker the snapshot, then the pods; see to it from then on that it does not hang."""
         node, channel = self._node, worker.channel
         channel.notify(
             Begin(
@@ -310,8 +317,9 @@ class Workers:
             worker.kill()
             return
         worker.serves = True
-        log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
         self._report_serving()
+        log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
+        await worker.watch()
 
     @staticmethod
     async def _give(worker: WorkerProcess, pod: WorkerPod) -> None:
@@ -377,6 +385,27 @@ class Workers:
                 log.error("worker refused request=%s error=%s", type(request).__name__, outcome)
             elif isinstance(outcome, BaseException) and not isinstance(outcome, ChannelClosed):
                 raise outcome
+
+    def carriers(self) -> list[Carry]:
+        """Return what captures in each worker that serves; one that starts later captures nothing."""
+        return [partial(self._tap, worker) for worker in self._running.values() if worker.serves]
+
+    @staticmethod
+    async def _tap(worker: WorkerProcess, request: TapRequest, sink: socket.socket) -> Totals:
+        """Have a worker capture; see :meth:`ztunnel.tap.taps.Taps.carry`."""
+        from ztunnel.tap.taps import CannotTap
+
+        with sink:
+            try:
+                # Without a limit of time: the answer comes when the tap has ended.
+                (found,) = await worker.channel.request(TapPod(request), [sink.fileno()])
+            except ChannelClosed:
+                raise CannotTap("a worker has ended") from None
+            except Refused as error:
+                raise CannotTap(str(error)) from None
+        if not isinstance(found, TapTotals):
+            raise CannotTap("a worker answered something else")
+        return found.totals.bounded
 
     # Pods
 

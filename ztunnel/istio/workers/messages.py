@@ -27,6 +27,7 @@ from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.istio.config import IstioConfig, PodName
 from ztunnel.istio.metrics import Counts
+from ztunnel.tap.request import TapRequest, Totals
 
 Resource = Workload | Service | AuthorizationPolicy
 
@@ -131,6 +132,10 @@ class Barrier(Struct, frozen=True, tag=True):
     """Answered once all earlier notifications are applied. No value."""
 
 
+class Turn(Struct, frozen=True, tag=True):
+    """Answered in a turn of the worker's poller: it carries connections. No value."""
+
+
 class Listening(Struct, frozen=True, kw_only=True):
     """A listening socket that travels as a descriptor, and how it was made."""
 
@@ -172,7 +177,16 @@ class GetConnections(Struct, frozen=True, tag=True):
     """Live connections, in parts (:class:`ConnectionsPart`), several per pod."""
 
 
-RequestToWorker = Barrier | StartPod | StopPod | DrainPod | GetCounts | GetConnections
+class TapPod(Struct, frozen=True, tag=True):
+    """Capture a pod's new connections until the socket says EOF: :class:`TapTotals`.
+
+    Descriptors: the socket that packets go to.
+    """
+
+    wanted: TapRequest
+
+
+RequestToWorker = Barrier | Turn | StartPod | StopPod | DrainPod | GetCounts | GetConnections | TapPod
 
 
 # Requests to the main process
@@ -218,7 +232,13 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
     entries: tuple[dict[str, str | None], ...]
 
 
-Value = CountsPart | ConnectionsPart | bool | str | None
+class TapTotals(Struct, frozen=True, tag=True):
+    """What a tap has seen in a worker."""
+
+    totals: Totals
+
+
+Value = CountsPart | ConnectionsPart | TapTotals | bool | str | None
 BodyT = TypeVar("BodyT")
 
 

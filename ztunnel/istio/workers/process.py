@@ -15,6 +15,7 @@ from typing import Final
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Counts
 from ztunnel.istio.workers.channel import ChannelClosed, IpcChannel, RequestBody
+from ztunnel.istio.workers.messages import Turn
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,10 @@ ANSWER_S: Final = 10.0
 #: A worker ends as soon as its last pod has; after this it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
+#: How often a worker is asked for a turn, and the longest time until it has one. Longer than what connections and
+#: their peers bear when a machine pauses: a worker that is ended takes its connections with it.
+_BEAT_S: Final = 5.0
+_HUNG_S: Final = 30.0
 
 
 class OutputReader:
@@ -100,6 +105,15 @@ class WorkerProcess:
         except ChannelClosed:
             self.synced = False
             raise
+
+    async def watch(self, beat_s: float = _BEAT_S, hung_s: float = _HUNG_S) -> None:
+        """Ask for a turn of its poller again and again; return when it has ended, or was killed for hanging."""
+        try:
+            while True:
+                await asyncio.sleep(beat_s)
+                await self.request(Turn(), within_s=hung_s)
+        except ChannelClosed:
+            return
 
     def kill(self) -> None:
         """End it now; idempotent."""

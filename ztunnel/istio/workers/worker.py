@@ -29,7 +29,7 @@ from ztunnel.istio.config import ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node, policies_in_force
+from ztunnel.istio.node import Node, policies_in_force, taps_permitted
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import Bound, PodSockets
 from ztunnel.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
@@ -53,13 +53,18 @@ from ztunnel.istio.workers.messages import (
     RevocationsChanged,
     StartPod,
     StopPod,
+    TapPod,
+    TapTotals,
+    Turn,
     Value,
 )
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog
+from ztunnel.tap.request import TapRequest, Totals
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +130,7 @@ class _Carrier:
             names=Names(Resolver(), self.clock),
             revocations=self.revocations,
             policies=policies_in_force(config, self.clock, self.metrics),
+            taps=taps_permitted(config, self.clock),
             is_ours=partial(connection_counts.is_turn_of, begin.index),
             tell_open=partial(connection_counts.set, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,
@@ -215,6 +221,21 @@ class _Carrier:
             await pod.proxy.drain(timeout_s)
             await self.stop_pod(number)
 
+    async def tap(self, wanted: TapRequest, descriptors: Descriptors) -> Totals:
+        """Capture a pod's new connections; see :meth:`ztunnel.tap.taps.Taps.carry`."""
+        sink = socket.socket(fileno=descriptors.take())
+        sink.setblocking(False)
+        taps = self.node.taps
+        if taps is None:
+            sink.close()
+            raise Refused("the configuration permits no taps")
+        from ztunnel.tap.taps import CannotTap
+
+        try:
+            return await taps.carry(wanted, sink)
+        except CannotTap as error:
+            raise Refused(str(error)) from error
+
     # The end
 
     async def close(self) -> None:
@@ -281,6 +302,8 @@ class Worker:
         match request:
             case Barrier():
                 heap.settle()
+            case Turn():
+                await turned(carrier.poller)
             case StartPod():
                 await carrier.start_pod(request, descriptors)
             case StopPod(number):
@@ -293,6 +316,8 @@ class Worker:
             case GetConnections():
                 for entries in _connections(dict(carrier.pods)):
                     yield entries
+            case TapPod(wanted):
+                yield TapTotals(await carrier.tap(wanted, descriptors))
             case _:
                 raise Refused(f"{type(request).__name__} is for the main process")
 

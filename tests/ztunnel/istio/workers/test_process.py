@@ -1,11 +1,19 @@
-"""What the main process makes of a worker's output, and what it hands down."""
+"""What the main process makes of a worker's output and silence, and what it hands down."""
 
 import asyncio
 import os
+import signal
+import socket
+from asyncio.subprocess import create_subprocess_exec
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from tests.ztunnel.istio.nodes import Lines
-from ztunnel.istio.workers.process import OutputReader, without_credentials
+from ztunnel.istio.workers.channel import Descriptors, IpcChannel, RequestBody
+from ztunnel.istio.workers.messages import Notification, Turn, Value
+from ztunnel.istio.workers.process import OutputReader, WorkerProcess, without_credentials
 
 
 def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
@@ -43,3 +51,47 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
 def test_workers_are_not_handed_credentials() -> None:
     env = {"PATH": "/bin", "AUTH_TOKEN": "t", "XDS_HEADER_X": "h", "CA_HEADER_Y": "h", "NODE_NAME": "n"}
     assert without_credentials(env) == {"PATH": "/bin", "NODE_NAME": "n"}
+
+
+def test_a_worker_without_a_turn_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It answers while its poller turns; from the third time on it hangs."""
+    asked = 0
+
+    async def nothing(message: Notification, descriptors: Descriptors) -> None:
+        raise AssertionError(message)
+
+    async def answers_twice(body: RequestBody, descriptors: Descriptors) -> AsyncIterator[Value]:
+        nonlocal asked
+        assert body == Turn()
+        asked += 1
+        if asked > 2:
+            await asyncio.Event().wait()
+        return
+        yield None
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        lines = Lines(tmp_path, "info", json_lines=False)
+        reading, writing = os.pipe()
+        here = IpcChannel(ours, nothing, answers_twice)
+        there = IpcChannel(theirs, nothing, answers_twice, to_main=True)
+        process = await create_subprocess_exec("sleep", "60", stdout=writing)
+        os.close(writing)
+        worker = WorkerProcess(0, here, process, OutputReader(reading, lines.stream))
+        worker.synced = True
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            runs = [group.create_task(each.run()) for each in (here, there)]
+            await worker.watch(beat_s=0.001, hung_s=0.05)
+            assert not worker.synced, "it gets nothing more"
+            await asyncio.gather(*runs)
+            await here.close()
+            await there.close()
+            await worker.ended()
+        assert process.returncode == -signal.SIGKILL
+        lines.close()
+
+    asyncio.run(main())
+    assert asked == 3
+    assert "worker does not answer, ending it worker=0 request=Turn" in caplog.text
