@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from tproxy.expressions import Family
 from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Chain, Table
 from ztunnel.agent import node as node_module
+from ztunnel.agent.audit import counted
 from ztunnel.agent.auditor import Auditor
 from ztunnel.agent.cni.installer import Installation, install
 from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.enroller import Added, Enroller
 from ztunnel.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.agent.errors import CannotAdd
-from ztunnel.agent.namespaces import remove_probes
+from ztunnel.agent.namespaces import remove_probes, remove_rules
 from ztunnel.agent.phase import Phase
+from ztunnel.agent.status import audit
+from ztunnel.http.page import PageRequest
 from ztunnel.istio.zds.manager import PodManager
 from ztunnel.istio.zds.pods import PodUid
 from ztunnel.kube.errors import ApiUnreachable
@@ -553,5 +557,54 @@ def test_a_comparison_finds_repairs_and_says(lab: Lab, tmp_path: Path) -> None:
             for _ in range(2):
                 await auditor.compare()
             assert cluster.events[2][:2] == ("web", "MeshTwoAgents")
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_an_audit_changes_nothing_and_a_repair_what_is_the_agents_own(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        cluster.label("other", {})
+        scene.start(scene.web)
+        cluster.run(scene.db, labels={MODE: "none"})
+        async with scene.enroller() as enroller, scene.proxy():
+            auditor = Auditor(enroller, cluster, "w1")
+            await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            await until(lambda: not enroller.waiting, "settled")
+
+            report = await auditor.report()
+            db, web = report["pods"]
+            assert (report["node"], report["proxies"]) == ("w1", 0)
+            assert (db["pod"], db["wanted"], db["because"]) == ("shop/db", False, "pod-opted-out")
+            assert list(db["checks"].values()) == ["ok", "-", "-", "-", "-", "-"]
+            assert list(web["checks"].values()) == ["ok", "ok", "ok", "ok", "?", "?"]
+            assert db["findings"] == web["findings"] == []
+
+            # Somebody removes the rules, and the proxy loses its listeners.
+            assert remove_rules(scene.web.netns) > 0
+            [toy] = scene.toys.pods
+            await toy.stop()
+            for _ in range(2):
+                _, web = (await auditor.report())["pods"]
+                assert [each["reason"] for each in web["findings"]] == ["MeshListenerMissing", "MeshRulesChanged"]
+                assert all(each["repairable"] for each in web["findings"])
+            assert counted(auditor.audited.values())["MeshRulesChanged"] == 1
+            assert cluster.events == []
+
+            report = await auditor.report(repair=True)
+            assert [each["reason"] for each in report["repaired"]] == ["MeshListenerMissing", "MeshRulesChanged"]
+            assert [each["pod"] for each in report["repaired"]] == ["shop/web", "shop/web"]
+            assert report["pods"][1]["findings"] == []
+            assert len(scene.toys.started) == 2
+            assert remove_rules(scene.web.netns) > 0  # they are there again
+            await auditor.compare()
+            assert counted(auditor.audited.values())["MeshRulesChanged"] == 1, "the gauge of this minute"
+
+            # Not from elsewhere.
+            asked = PageRequest(method="POST", path="/audit")
+            assert (await audit(auditor, asked)).status == 403
+            answer = await audit(auditor, replace(asked, local=True))
+            assert json.loads("".join(map(str, answer.body)))["repaired"][0]["reason"] == "MeshRulesChanged"
 
     on_stage(lab, tmp_path, body)

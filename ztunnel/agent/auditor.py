@@ -7,19 +7,29 @@ the network namespace of each proxy's pod.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
 from tproxy.errors import TproxyError
-from ztunnel.agent.comparison import LISTENER_MISSING, Finding, ProxyView, ebpf_hint, findings, read_dump
+from ztunnel.agent.audit import RULES_CHANGED, Audited, own_findings, page
+from ztunnel.agent.comparison import (
+    LISTENER_MISSING,
+    TOLD,
+    Finding,
+    ProxyView,
+    ebpf_hint,
+    findings,
+    read_dump,
+)
 from ztunnel.agent.enroller import Enroller
-from ztunnel.agent.enrolment import Reason
-from ztunnel.agent.namespaces import device_names, foreign_rules, listening_ports
+from ztunnel.agent.enrolment import Decision, Pod, Reason
+from ztunnel.agent.namespaces import device_names, foreign_rules, listening_ports, wrong_rules
 from ztunnel.agent.phase import Phase
 from ztunnel.istio.zds.pods import PodUid
 from ztunnel.kube.kinds import NODE, POD
@@ -31,6 +41,8 @@ T = TypeVar("T")
 
 _ADMIN_PORT: Final = 15000
 _ASK_S: Final = 10.0
+#: How long a repair that was asked for may take; what is not done then goes on in the background.
+_REPAIR_S: Final = 10.0
 #: The dump of a mesh with 100,000 workloads is smaller.
 _MOST_BYTES: Final = 128 * 1024 * 1024
 
@@ -45,7 +57,8 @@ class Auditor:
         interval_s: between two comparisons. A finding is said when two in a row have it.
 
     Attributes:
-        findings: what the last comparison found, by pod.
+        audited: every pod of the node, as the last comparison of any kind found it.
+        findings: what the last comparison each minute found and tells if it lasts, by pod.
     """
 
     def __init__(self, enroller: Enroller, events: EventSink, node: str, *, interval_s: float = 60.0) -> None:
@@ -56,6 +69,9 @@ class Auditor:
         self._tasks = Tasks("auditor")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
         self._said: dict[PodUid, frozenset[Finding]] = {}
+        self._turn = asyncio.Lock()
+        self._asked = 0
+        self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}
 
     async def __aenter__(self) -> Self:
@@ -80,42 +96,115 @@ class Auditor:
             await self.compare()
 
     async def compare(self) -> None:
-        """Compare every pod once."""
+        """Compare every pod once, have repaired what is our own, and tell what lasts."""
         if not self._enroller.synced:
             return
-        self._enroller.recheck()
-        views = await self._views()
-        agent = self._enroller.agent
-        before, self.findings = self.findings, {}
-        for uid, (pod, decision, _) in self._enroller.pods().items():
-            status, netns = agent.pod(uid), agent.netns(uid)
-            settled = status is not None and status.phase is Phase.ENABLED and pod.annotation == "enabled"
-            if not (decision.enrol and settled) or netns is None:
-                continue
-            try:
-                # A duplicate: the pod may leave while the thread looks.
-                with netns.duplicate() as space:
-                    listening = await self._in_thread(partial(listening_ports, space))
-                    foreign = await self._in_thread(partial(foreign_rules, space))
-            except (TproxyError, OSError) as error:
-                log.warning("pod not compared uid=%s error=%s", uid, error)
-                continue
-            found = frozenset(findings(pod, listening, foreign, views))
-            if not found:
-                continue
-            self.findings[uid] = found
-            lasting = found & before.get(uid, frozenset())
-            for finding in sorted(lasting - self._said.get(uid, frozenset()), key=lambda each: each.reason):
-                log.warning(
-                    "%s uid=%s pod=%s/%s: %s", finding.reason, uid, pod.info.namespace, pod.info.name, finding.text
-                )
-                key = ObjectKey(POD.name, pod.info.namespace, pod.info.name)
-                self._events.event(key, finding.reason, finding.text)
-            if any(finding.reason == LISTENER_MISSING for finding in lasting):
+        async with self._turn:
+            await self._examine()
+            self._enroller.recheck()
+            agent = self._enroller.agent
+            before, self.findings = self.findings, {}
+            for uid, audited in self.audited.items():
+                pod, found = audited.pod, frozenset(each for each in audited.findings if each.reason in TOLD)
+                if not found:
+                    continue
+                self.findings[uid] = found
+                lasting = found & before.get(uid, frozenset())
+                for finding in sorted(lasting - self._said.get(uid, frozenset()), key=lambda each: each.reason):
+                    name = f"{pod.info.namespace}/{pod.info.name}"
+                    log.warning("%s uid=%s pod=%s: %s", finding.reason, uid, name, finding.text)
+                    key = ObjectKey(POD.name, pod.info.namespace, pod.info.name)
+                    self._events.event(key, finding.reason, finding.text)
+                if any(finding.reason == LISTENER_MISSING for finding in lasting):
+                    await agent.announce_anew(uid)
+                self._said[uid] = lasting
+            for uid in set(self._said) - set(self.findings):
+                del self._said[uid]
+
+    async def report(self, *, repair: bool = False) -> dict[str, Any]:
+        """Compare every pod now, and return what :func:`ztunnel.agent.audit.page` says.
+
+        Args:
+            repair: have repaired what is our own, and compare again.
+        """
+        async with self._turn:
+            await self._examine()
+            if not repair:
+                return page(self._node, self._asked, self.audited.values())
+            before = dict(self.audited)
+            await self._repair()
+            await self._examine()
+            repaired = []
+            for uid, audited in before.items():
+                now = self.audited.get(uid)
+                left = {each.reason for each in now.findings} if now is not None else set()
+                named = f"{audited.pod.info.namespace}/{audited.pod.info.name}"
+                repaired += [(named, each) for each in audited.findings if each.reason not in left]
+            return page(self._node, self._asked, self.audited.values(), repaired)
+
+    async def _repair(self) -> None:
+        """Have repaired what is our own; returns when that has been done, or takes too long."""
+        enroller, agent = self._enroller, self._enroller.agent
+        for uid, audited in self.audited.items():
+            reasons = {finding.reason for finding in audited.findings}
+            if RULES_CHANGED in reasons:
+                await agent.repair(uid)
+            if LISTENER_MISSING in reasons:
                 await agent.announce_anew(uid)
-            self._said[uid] = lasting
-        for uid in set(self._said) - set(self.findings):
-            del self._said[uid]
+        enroller.recheck()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPAIR_S):
+                # A poll: steps have no common event, and a failing one is repeated for ever.
+                while True:
+                    if not enroller.waiting:
+                        break
+                    await asyncio.sleep(0.05)
+
+    async def _examine(self) -> None:
+        """Compare every pod of the node; changes nothing."""
+        views = await self._views()
+        audited = {}
+        for uid, (pod, decision, fault) in self._enroller.pods().items():
+            status = self._enroller.agent.pod(uid)
+            looked = await self._look(uid, pod, decision, views)
+            compared, changes, found = looked if looked is not None else (False, 0, [])
+            found += own_findings(pod, self._enroller.next_step(uid), changes, fault)
+            audited[uid] = Audited(
+                pod=pod,
+                decision=decision,
+                phase=status.phase if status is not None else None,
+                compared=compared,
+                asked=bool(views),
+                findings=frozenset(found),
+                fault=fault,
+            )
+        self._asked = len(views)
+        self.audited = audited
+
+    async def _look(
+        self, uid: PodUid, pod: Pod, decision: Decision, views: list[ProxyView]
+    ) -> tuple[bool, int, list[Finding]] | None:
+        """Look into the namespace of a pod that is in the mesh; ``None``: of one that is not, or not yet.
+
+        Returns:
+            Whether that worked, how many of its rules are wrong, and what else is.
+        """
+        agent = self._enroller.agent
+        status, netns = agent.pod(uid), agent.netns(uid)
+        if status is None or netns is None or not decision.enrol or status.phase is not Phase.ENABLED:
+            return None
+        try:
+            # A duplicate: the pod may leave while the thread looks.
+            with netns.duplicate() as space:
+                listening = await self._in_thread(partial(listening_ports, space))
+                foreign = await self._in_thread(partial(foreign_rules, space))
+                changes = await self._in_thread(partial(wrong_rules, space, status.description))
+        except (TproxyError, OSError) as error:
+            log.warning("pod not compared uid=%s error=%s", uid, error)
+            return False, 0, []
+        # A pod that does not say that it is in the mesh promises nothing yet.
+        settled = pod.annotation == "enabled"
+        return True, changes, findings(pod, listening, foreign, views) if settled else []
 
     async def _views(self) -> list[ProxyView]:
         """Return what the proxies of the node say; one that does not answer is left out, with a line."""

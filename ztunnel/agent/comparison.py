@@ -26,6 +26,9 @@ LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS = (
     "MeshTwoAgents",
 )
 
+#: Kinds that become Events of the pod if they last. What the agent writes itself has ``MeshEnrollFailed``.
+TOLD: Final = frozenset({LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS})
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

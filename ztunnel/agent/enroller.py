@@ -201,6 +201,11 @@ class Enroller:
             if entry.pod is not None
         }
 
+    def next_step(self, uid: PodUid) -> Step:
+        """Return the step that would be taken next for a pod; ``NOTHING`` also for one that is not known."""
+        entry = self._entries.get(uid)
+        return Step.NOTHING if entry is None else enrolment.step(self._situation(entry))
+
     @property
     def waiting(self) -> int:
         """The number of pods for which something is left to do."""

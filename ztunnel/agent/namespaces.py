@@ -12,6 +12,7 @@ from tproxy.aio import rtnetlink
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
+from tproxy.diff import diff
 from tproxy.errors import TproxyError
 from tproxy.inpod import (
     HOST,
@@ -66,6 +67,17 @@ def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = F
         TproxyError: the first change that failed; earlier ones stay.
     """
     return _apply(netns, pod(description.capture(versions(netns), draining=draining)))
+
+
+def wrong_rules(netns: Netns, description: PodDescription) -> int:
+    """Return how many changes :func:`apply_rules` would make; changes nothing.
+
+    Raises:
+        TproxyError: the rules cannot be read.
+    """
+    wanted = pod(description.capture(versions(netns)))
+    with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
+        return len(diff(kernel.read(wanted), wanted))
 
 
 def remove_rules(netns: Netns) -> int:

@@ -543,6 +543,10 @@ class NodeAgent:
         finally:
             self._steering.discard(uid)
 
+    async def repair(self, uid: PodUid) -> None:
+        """Compare an enrolled pod's rules with what they should be now, and put them right; idempotent."""
+        await self._maintain(uid, repair=True)
+
     async def _keep(self) -> None:
         """Periodically announce pending pods, release pods whose namespace is gone, and repair rules."""
         loop = asyncio.get_running_loop()

@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from xds.model.address import SocketAddress
+from ztunnel.agent.audit import counted
 from ztunnel.agent.auditor import Auditor
 from ztunnel.agent.cni_server import CniServer
 from ztunnel.agent.enroller import Enroller
@@ -15,7 +16,7 @@ from ztunnel.http.server import PageServer
 from ztunnel.kube.informer import Informer
 from ztunnel.runtime.clock import SystemClock
 
-_PATHS = ("/healthz", "/readyz", "/metrics", "/pods")
+_PATHS = ("/healthz", "/readyz", "/metrics", "/pods", "/audit")
 
 
 def status_server(
@@ -27,8 +28,10 @@ def status_server(
 ) -> PageServer:
     """Return a server of the agent's pages; it serves while entered."""
 
-    def pages(request: PageRequest) -> Page:
+    def pages(request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
+            case "/audit":
+                return audit(auditor, request)
             case "/healthz":
                 return text("ok\n")
             case "/readyz":
@@ -42,6 +45,17 @@ def status_server(
                 return not_found(_PATHS)
 
     return PageServer("status", address, pages, SystemClock())
+
+
+async def audit(auditor: Auditor, request: PageRequest) -> Page:
+    """Return a comparison of every pod, made now; ``POST`` has repaired what is the agent's own.
+
+    From this node only: it costs a dump of the proxy, and strangers shall not choose the time of repairs.
+    """
+    if not request.local:
+        return text("only from this node, by a loopback address\n", 403)
+    report = await auditor.report(repair=request.method == "POST")
+    return text(json.dumps(report, indent=1) + "\n", content_type=JSON)
 
 
 def unready(enroller: Enroller, informer: Informer) -> str:
@@ -88,9 +102,9 @@ def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniS
         "ztunnel_agent_pods", "gauge", "Pods with rules, by phase",
         [((phase,), float(count)) for phase, count in sorted(phases.items())], ("phase",),
     )  # fmt: skip
-    wrong = Counter(each.reason for found in auditor.findings.values() for each in found)
+    wrong = counted(auditor.audited.values())
     yield family(
-        "ztunnel_agent_findings", "gauge", "Pods that the last comparison found wrong",
+        "ztunnel_agent_findings", "gauge", "Pods that the last comparison found different, by kind",
         [((reason,), float(count)) for reason, count in sorted(wrong.items())], ("reason",),
     )  # fmt: skip
     yield family(
