@@ -169,7 +169,14 @@ ROWS: dict[str, Row] = {
         lambda: over_tls({"validation_context": {"allow_expired_certificate": True}}), False, False
     ),
     "tls, two certificates": Row(
-        lambda: over_tls({"tls_certificates": [certificate(), certificate()]}), True, False, NOT_HERE
+        lambda: over_tls({"tls_certificates": [certificate(), certificate()]}), True, True
+    ),
+    "tls, a client's two certificates": Row(
+        lambda: with_cluster(
+            transport_socket=socket("UpstreamTlsContext", {"tls_certificates": [certificate(), certificate()]})
+        ),
+        False,
+        False,
     ),
     "tls, range of logged keys": Row(
         lambda: over_tls(

@@ -77,15 +77,26 @@ class WorkloadMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscoveredFilter:
-    """A listener filter whose configuration arrives by ECDS under ``name``."""
+class Discovered:
+    """A filter whose configuration arrives by ECDS under ``name``.
+
+    Attributes:
+        type_urls: full names of the messages that it may be.
+        without_warming: the default serves until it arrives; the listener does not wait.
+    """
 
     name: str
     source: ConfigSource
     type_urls: tuple[str, ...]
     initial_fetch_timeout_s: float = 15.0
-    default: "ListenerFilter | None" = None
     without_warming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredFilter(Discovered):
+    """A listener filter from ECDS; without a default connections are closed until it arrives."""
+
+    default: "ListenerFilter | None" = None
 
 
 ListenerFilter = (
@@ -255,11 +266,23 @@ class TcpProxy:
     access_log: tuple[AnyAccessLog, ...] = ()
 
 
+#: Network filters that judge or annotate a connection, and leave its bytes to the terminal one.
+ChainFilter = Rbac | ConnectionLimit | LocalRateLimit | SetFilterState
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredChainFilter(Discovered):
+    """A network filter from ECDS; without a default connections are closed until it arrives."""
+
+    default: ChainFilter | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterChain:
     """Transport socket, filters that judge or annotate, and the filter that takes the bytes.
 
     Attributes:
+        discovered: filters from ECDS, which come behind inline ones of their kind.
         content: digest of the message: an unchanged chain keeps its connections through an update.
     """
 
@@ -271,6 +294,7 @@ class FilterChain:
     terminal: TcpProxy | HttpConnectionManager
     content: str
     limits: tuple[ConnectionLimit | LocalRateLimit, ...] = ()
+    discovered: tuple[DiscoveredChainFilter, ...] = ()
     transport_connect_timeout_s: float = 0.0
     metadata: Metadata = field(default=NO_METADATA, hash=False)
 

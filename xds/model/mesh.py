@@ -639,6 +639,14 @@ class Mesh:
         """All, in no order."""
         return iter(self._authorization.policies.values())
 
+    def counts(self) -> Mapping[str, int]:
+        """Return how many workloads, services and policies there are."""
+        return {
+            "workloads": len(self._workloads),
+            "services": len(self._services),
+            "policies": len(self._authorization.policies),
+        }
+
     def staged(self) -> Mapping[ServiceKey, Mapping[WorkloadUid, Endpoint]]:
         """Endpoints of services that have not come."""
         return {key: entry.all() for key, entry in self._staged.items()}

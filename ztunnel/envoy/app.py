@@ -28,9 +28,11 @@ from ztunnel.dataplane.resolver import Resolver
 from ztunnel.envoy.admin.server import AdminServer
 from ztunnel.envoy.bootstrap import BootstrapConfig, Discovery
 from ztunnel.envoy.connections import Connections
+from ztunnel.envoy.crowd import Crowd
 from ztunnel.envoy.datapath import Datapath, Timeouts
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners import manager as listener_manager
+from ztunnel.envoy.listeners.handshakes import Handshakes
 from ztunnel.envoy.listeners.manager import ListenerManager
 from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.secrets.store import SecretStore
@@ -38,6 +40,7 @@ from ztunnel.envoy.settings import Settings, TunnelSource
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.state import State
 from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.log_stream import LogStreams
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.terminate import Terminator
@@ -50,12 +53,15 @@ from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.envoy.upstream.probe import Prober
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process, raise_limit
+from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
+    from ztunnel.tap.taps import Taps
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +87,7 @@ class Proxy:
         self.connections = Connections()
         self.failing_health_checks = False
         self.policies: LivePolicies | None = None
+        self.taps: Taps | None = None
         self._state = State.PRE_INITIALIZING
         self._stop = asyncio.Event()
         self._tasks = Tasks("proxy")
@@ -109,6 +116,7 @@ class Proxy:
         self._grpc = GrpcClusters(targets, surroundings, self.stats, lambda: self.secrets)
         self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
         self.logs = AccessLogs(self.stats, settings.log_flush_s, self._log_streams)
+        self.decisions = Decisions(self.stats, self.clock)
         self._streams = {
             GrpcSource(name, delta): PerTypeClient(
                 target.address, node, delta=delta, connect=self._grpc.connect(name)
@@ -130,6 +138,10 @@ class Proxy:
             strict_tls=switches.strict_tls,
         )
         self.clusters = ClusterManager(surround, surroundings, self._retire_cluster)
+        if settings.tap_socket:
+            from ztunnel.tap.taps import Taps  # most proxies permit none, and save the memory
+
+            self.taps = Taps(self.clock)
         # From the sockets up: each object has all that it calls when it is made.
         table, dialler = ListenerTable(), Dialler(self.poller)
         inbound_dialler = dialler
@@ -139,7 +151,7 @@ class Proxy:
 
             counts = guarded.CountedDecisions(self.stats)
             self.policies = live_policies(settings.policies, self.clock, counts, {})
-            enforcer = guarded.Enforcer(self.policies)
+            enforcer = guarded.Enforcer(self.policies, self.decisions)
             inbound_dialler = guarded.InboundDialler(self.poller, enforcer)
             make_connector = partial(guarded.GuardedConnector, enforcer)
         terminator = Terminator(
@@ -166,15 +178,21 @@ class Proxy:
             keep_client_address=switches.tunnel_source is TunnelSource.CLIENT_POD,
             early_data=switches.early_data,
         )
+        most = limit_of_process()
+        self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
+        self.descriptors = Descriptors(most, self.half_open.shed)
         self.datapath = Datapath(
             table,
             self.connector,
             terminator,
+            Handshakes(self.half_open),
+            Crowd(self.descriptors),
             connections=self.connections,
             poller=self.poller,
             clock=self.clock,
             timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
             tunnel_settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
+            taps=self.taps,
         )
         self.listeners = ListenerManager(
             table,
@@ -184,9 +202,12 @@ class Proxy:
             stats=self.stats,
             logs=self.logs,
             clock=self.clock,
+            decisions=self.decisions,
             poller=self.poller,
             connections=self.connections,
             accepted=self.datapath.accepted,
+            # Which pod a connection is of shows once it is accepted; see Crowd.
+            gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=settings.drain_s,
         )
         self._server_stats()
@@ -200,6 +221,8 @@ class Proxy:
         scope.gauge("concurrency", lambda: 1.0)
         scope.gauge("total_connections", lambda: float(len(self.connections)))
         scope.gauge("hot_restart_epoch", lambda: float(self.settings.restart_epoch))
+        scope.gauge("half_open_connections", lambda: float(len(self.half_open)))
+        scope.gauge("half_open_turned_away", lambda: float(self.half_open.turned_away))
         if self.ads is not None:
             plane, stats = self.ads.stats, self.stats.scope("control_plane")
             stats.gauge("connected_state", lambda: float(plane.connected_state))
@@ -264,6 +287,7 @@ class Proxy:
             Exception: a bug of ours in the start.
         """
         heap.expect_growth()
+        raise_limit()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
@@ -275,6 +299,7 @@ class Proxy:
             )
             stack.enter_context(Watchdog(delays))
             stack.callback(self.poller.close)
+            stack.callback(self.half_open.close)
             stack.callback(self._memory_trimmer.close)
             stack.push_async_callback(self._close_pools)
             stack.push_async_callback(self.datapath.close)
@@ -282,6 +307,12 @@ class Proxy:
             stack.push_async_callback(self.listeners.close)
             stack.push_async_callback(self._tasks.close)
             await stack.enter_async_context(AdminServer(self))
+            if self.taps is not None:
+                from ztunnel.envoy.tapped import TappedAddresses
+                from ztunnel.tap.server import TapServer
+
+                source = TappedAddresses(self.taps, self.connections)
+                await stack.enter_async_context(TapServer(Path(self.settings.tap_socket), source, self.clock))
             await stack.enter_async_context(self._files)
             self._tasks.keep(self._flush_logs, "access log flush")
             if self.policies is not None:

@@ -43,13 +43,24 @@ class LiveConnection(ConnectionEntry):
 
 
 class Connections(ConnectionTable[LiveConnection]):
-    """All live connections, oldest first, and the counter of their ids."""
+    """All live connections, oldest first, and the counter of their ids.
 
-    __slots__ = ("_numbers",)
+    Attributes:
+        watcher: called with each connection that ends, while somebody looks at the live page; else None.
+    """
+
+    __slots__ = ("_numbers", "watcher")
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(1)
+        self.watcher: Callable[[LiveConnection], None] | None = None
+
+    def remove(self, entry: LiveConnection) -> None:
+        """Unregister a connection that is over; called once for each."""
+        super().remove(entry)
+        if self.watcher is not None:
+            self.watcher(entry)
 
     def next_id(self) -> int:
         """Return a number that no other connection has."""

@@ -15,6 +15,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.end import End
@@ -32,6 +33,7 @@ from xds.model import listener as model
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
 from ztunnel.envoy.connections import Connections, LiveConnection
+from ztunnel.envoy.crowd import Crowd, pod_of
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import (
     FilterClosed,
@@ -42,18 +44,25 @@ from ztunnel.envoy.listeners.filters import (
     restore,
     take_proxy_header,
 )
+from ztunnel.envoy.listeners.handshakes import Handshakes, TurnedAway
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import Hop, NoFilterChain, Refused, TooMany, UpstreamFailed
+from ztunnel.envoy.outcome import Hop, Incomplete, NoFilterChain, Refused, TooMany, UpstreamFailed
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.terminate import Answer, RequestRefused, Terminator
 from ztunnel.envoy.upstream.connect import Connector
 from ztunnel.envoy.upstream.dial import ClusterUpstream
 from ztunnel.runtime.clock import Clock, utc
+from ztunnel.runtime.half_open import Arrival
 from ztunnel.runtime.tasks import Tasks
 
+if TYPE_CHECKING:
+    from ztunnel.tap.taps import Taps
+
 log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +80,14 @@ class Datapath:
         listeners: for hand-off between listeners.
         connector: opens upstreams.
         terminator: ends tunnels.
+        handshakes: their turns and limits.
+        crowd: connections by pod.
         connections: the table that every connection is registered in.
         poller: of this loop.
         clock: for times in logs.
         timeouts: see there.
         tunnel_settings: HTTP/2 settings of connections that bring tunnels.
+        taps: of pods, by address; ``None``: the configuration permits none.
     """
 
     def __init__(
@@ -83,21 +95,27 @@ class Datapath:
         listeners: ListenerTable,
         connector: Connector,
         terminator: Terminator,
+        handshakes: Handshakes,
+        crowd: Crowd,
         *,
         connections: Connections,
         poller: Poller,
         clock: Clock,
         timeouts: Timeouts,
         tunnel_settings: ConnectionSettings,
+        taps: Taps | None = None,
     ) -> None:
         self._listeners = listeners
         self._connector = connector
         self._terminator = terminator
+        self._handshakes = handshakes
+        self._crowd = crowd
         self._connections = connections
         self._poller = poller
         self._clock = clock
         self._timeouts = timeouts
         self._tunnel_settings = tunnel_settings
+        self._taps = taps
         self._tasks = Tasks("connections")
 
     # Accepting
@@ -118,10 +136,16 @@ class Datapath:
             listener_metadata=listener.model.metadata,
             direct_local=local,
         )
-        self._tasks.run(self._poller, self._serve(listener, sock, info), f"{info.connection_id}")
+        pod = pod_of(listener, info)
+        if not self._crowd.admits(pod):
+            listener.overload_reject.value += 1
+            sock.close()
+            return
+        self._tasks.run(self._poller, self._serve(listener, sock, info, pod), f"{info.connection_id}")
 
-    async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo) -> None:
+    async def _serve(self, listener: LiveListener, sock: socket.socket, info: StreamInfo, pod: str) -> None:
         end = PlainSocket(sock, self._poller)
+        self._crowd.enter(pod)
         connection = LiveConnection(info, listener, self._cancel_current(info))
         self._connections.add(connection)
         owner = listener
@@ -140,7 +164,7 @@ class Datapath:
             connection.chain = chain
             if chain.manager is None:
                 hop.filter_sinks = chain.sinks
-            if chain.limits:
+            if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
                 # As in Envoy, a manager's loggers write a line per request and none for the connection.
@@ -152,6 +176,8 @@ class Datapath:
             hop.refused(error)
             if isinstance(error, NoFilterChain):
                 listener.no_filter_chain_match.value += 1
+            elif isinstance(error, Incomplete):
+                listener.network_extension_config_missing.value += 1
         except FilterClosed as error:
             info.termination_details = str(error)
         except OSError as error:
@@ -159,6 +185,7 @@ class Datapath:
             log.debug("connection %d: %s", info.connection_id, error)
         finally:
             end.close()
+            self._crowd.leave(pod)
             self._connections.remove(connection)
             connection.release()
             connection.drain = None
@@ -252,14 +279,21 @@ class Datapath:
         assert proxy is not None
         downstream: End = end
         if chain.tls is not None:
-            downstream = await self._accept_tls(hop.info, listener, chain, end)
+            downstream = await self._accept_tls(connection, listener, chain, end)
         try:
             chain.judge(hop.info)
             chain.set_filter_state(hop.info)
             proxy.cx_total.value += 1
-            upstream = await self._open_in_time(hop, proxy, downstream)
+            capture = self._taps.of(hop.info.source.host) if self._taps is not None else None
+            # First bytes that leave along with a CONNECT pass no relay, where the tap would see them.
+            upstream = await self._open_in_time(hop, proxy, downstream if capture is None else None)
             try:
-                await self._carry(hop, connection, proxy, downstream, upstream)
+                client = downstream
+                if capture is not None:
+                    from ztunnel.envoy.tapped import observed_client  # see _application
+
+                    client = observed_client(capture, hop.info, upstream, downstream)
+                await self._carry(hop, connection, proxy, client, upstream)
             finally:
                 upstream.close()
                 for inner in upstream.hops:
@@ -267,7 +301,15 @@ class Datapath:
         finally:
             downstream.close()
 
-    async def _open_in_time(self, hop: Hop, proxy: LiveTcpProxy, downstream: End) -> ClusterUpstream:
+    def _application(self, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
+        """Return the end of an upstream, or what shows its bytes to a tap of the pod that it leads to."""
+        if self._taps is None:
+            return upstream.end
+        from ztunnel.envoy.tapped import observed_application  # most proxies have no taps, and save the memory
+
+        return observed_application(self._taps, info, upstream.end, tunnel)
+
+    async def _open_in_time(self, hop: Hop, proxy: LiveTcpProxy, downstream: End | None) -> ClusterUpstream:
         """Open the upstream within the filter's idle timeout and longest duration, which run from the accept.
 
         In Envoy both timers run while the upstream connects. They bound the wait for a CONNECT's answer, which
@@ -306,7 +348,9 @@ class Datapath:
         """Relay until both directions have ended, then count the bytes of every hop."""
         counts = ByteCounts()
         settings = proxy.model
-        running = relay(downstream, upstream.end, counts, idle_timeout_s=settings.idle_timeout_s or None)
+        last = upstream.hops[-1].info if upstream.hops else hop.info
+        application = self._application(last, upstream)
+        running = relay(downstream, application, counts, idle_timeout_s=settings.idle_timeout_s or None)
         connection.aborts_by(running.abort)
         connection.counts = counts
         connection.inner = [inner.info for inner in upstream.hops]
@@ -357,23 +401,46 @@ class Datapath:
             if details:
                 info.termination_details = details
 
+    async def _handshake_turn(self, connection: LiveConnection, chain: LiveChain, sock: socket.socket) -> Arrival:
+        """Wait for the turn of a handshake; closes the socket if it does not come to that.
+
+        Raises:
+            TurnedAway: one of the limits on half-open connections is reached.
+        """
+        facts = connection.info.facts
+        return await self._handshakes.turn(
+            sock,
+            connection,
+            facts.direct_source.host,
+            facts.destination.host,
+            chain.model.transport_connect_timeout_s or _HANDSHAKE_S,
+        )
+
     async def _accept_tls(
-        self, info: StreamInfo, listener: LiveListener, chain: LiveChain, end: PlainSocket
+        self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> TlsSocket:
         """Do the server's handshake, for chains that do not carry tunnels."""
         assert chain.tls is not None
+        info = connection.info
         context = chain.tls.current
         if context is None:
             listener.ssl.not_ready.value += 1
             raise Refused("downstream_context_secrets_not_ready")
-        secured = TlsSocket(end.detach(), context, self._poller)
+        sock = end.detach()
         try:
-            facts = await secured.establish(chain.model.transport_connect_timeout_s or 10.0)
+            arrival = await self._handshake_turn(connection, chain, sock)
+        except TurnedAway as error:
+            raise _handshake_failed(info, listener, error) from error
+        secured = TlsSocket(sock, context, self._poller)
+        try:
+            facts = await secured.establish(chain.model.transport_connect_timeout_s or _HANDSHAKE_S)
         except BaseException as error:
+            arrival.ended()
             secured.close()
             if isinstance(error, HboneError):
                 raise _handshake_failed(info, listener, error) from error
             raise
+        arrival.proved()
         _note_peer(info, facts, chain)
         listener.ssl.negotiated(facts)
         return secured
@@ -394,10 +461,13 @@ class Datapath:
                 raise Refused("downstream_context_secrets_not_ready")
         denied: list[Refused] = []
         served: list[Connection] = []
+        arrival: Arrival | None = None
 
         def established(tunnels: Connection) -> None:
             """Authorize the peer, before any HTTP/2 frame is answered."""
             served.append(tunnels)
+            if arrival is not None:
+                arrival.proved()
             if tunnels.facts is not None:
                 _note_peer(info, tunnels.facts, chain)
                 listener.ssl.negotiated(tunnels.facts)
@@ -418,9 +488,12 @@ class Datapath:
             if connection.leaving:
                 connection.leave()
 
+        sock = end.detach()
         try:
+            if context is not None:
+                arrival = await self._handshake_turn(connection, chain, sock)
             await serve_connection(
-                end.detach(),
+                sock,
                 context,
                 self._settings_for(chain, manager),
                 self._poller,
@@ -431,6 +504,8 @@ class Datapath:
             if not denied:
                 raise _handshake_failed(info, listener, error) from error
         finally:
+            if arrival is not None:
+                arrival.ended()
             if connection.drain is not None:
                 manager.cx_active.stored -= 1
                 manager.cx_destroy.value += 1
@@ -533,7 +608,8 @@ class Datapath:
         counts = ByteCounts()
         manager.cx_upgrades_total.value += 1
         manager.cx_upgrades_active.stored += 1
-        running = relay(tunnel, upstream.end, counts, idle_timeout_s=idle or None)
+        application = self._application(info, upstream, tunnel)
+        running = relay(tunnel, application, counts, idle_timeout_s=idle or None)
         timers: list[asyncio.TimerHandle] = []
         if limit:
 
@@ -610,15 +686,16 @@ def _note_peer(info: StreamInfo, facts: PeerFacts, chain: LiveChain) -> None:
         subject = facts.certificate.subject.rfc4514_string()
         if facts.chain:
             info.facts.peer = PeerCertificate(uri_sans=facts.uri_sans, dns_sans=dns, subject=subject)
+    own = chain.tls.presented_in(facts) if chain.tls is not None else None
     info.tls = TlsFacts(
         version=facts.version,
         cipher=facts.cipher,
         peer_subject=subject,
         peer_chain=facts.chain or ((facts.certificate,) if facts.certificate is not None else ()),
-        local=chain.tls.presented if chain.tls is not None else None,
+        local=own.certificate if own is not None else None,
         peer_uri_sans=facts.uri_sans,
         peer_dns_sans=dns,
-        local_uri_sans=chain.tls.local_uri_sans if chain.tls is not None else (),
+        local_uri_sans=own.uri_sans if own is not None else (),
     )
     info.facts.transport_protocol = "tls"
 

@@ -7,18 +7,19 @@ not known here; the question may name the listener.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xds.model.address import InternalAddress, SocketAddress
+from xds.model.address import InternalAddress, SocketAddress, canonical
 from xds.model.cluster import Discovery, Endpoint, InternalUpstream
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import RouteTable
 from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
 from xds.model.matcher import IpTree, Matcher, MatcherList, hits
 from xds.model.secret import Validation
-from xds.model.tls import TlsContext
+from xds.model.tls import SecretRef, TlsContext
 from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
@@ -53,6 +54,17 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedSecrets:
+    """The secrets of a saved dump, which has no keys: no context can be built of them.
+
+    Attributes:
+        identities: in certificates, by the name of the secret.
+    """
+
+    identities: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Configuration:
     """The current configuration.
 
@@ -60,11 +72,13 @@ class Configuration:
         listeners: active ones, in order.
         cluster: by name.
         keep_client_address: tunnels behind an internal listener keep the client's address too.
+        saved: the secrets of a dump, in the place of contexts.
     """
 
     listeners: Sequence[LiveListener]
     cluster: Callable[[str], LiveCluster | None]
     keep_client_address: bool = True
+    saved: SavedSecrets | None = None
 
 
 def explain(question: Question, configuration: Configuration) -> Answer:
@@ -92,6 +106,18 @@ def explain(question: Question, configuration: Configuration) -> Answer:
     answer["listener_because"] = why
     answer["hop"] = _Explainer(configuration).hop(found, info, depth=0)
     return answer
+
+
+def client_address(given: str) -> SocketAddress:
+    """Return the source of a question: an IP address, with or without a port.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
+    except ValueError:
+        return SocketAddress.parse(given)
 
 
 def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tuple[LiveListener, str]:
@@ -137,11 +163,18 @@ class _Explainer:
         answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
         if chain is None:
             return answer | {"verdict": "closed: no filter chain takes it"}
+        missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
+        if missing:
+            # It may be a filter that denies: as in the data path, nothing is served without it.
+            return answer | {
+                "missing_filters": missing,
+                "verdict": "closed: the configuration of a filter has not arrived",
+            }
         policies, denied = _policies(chain, info)
         if policies:
             answer["policies"] = policies
         if chain.tls is not None:
-            answer["tls"] = _server_tls(chain)
+            answer["tls"] = _server_tls(chain, self._configuration.saved)
         if denied is not None:
             return answer | {"verdict": denied}
         if chain.manager is not None:
@@ -225,7 +258,7 @@ class _Explainer:
         if proxy is not None and proxy.hostname is not None:
             answer |= _tunnel(proxy, info, str(endpoint.address))
         if isinstance(inner, TlsContext):
-            answer["tls"] = _client_tls(cluster, inner)
+            answer["tls"] = _client_tls(cluster, inner, self._configuration.saved)
         else:
             answer["tls"] = None
         if info.options.source is not None:
@@ -370,16 +403,24 @@ def _tunnel(proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
     return {"tunnel": {"address": address, "authority": authority, "headers": shown}}
 
 
-def _client_tls(cluster: LiveCluster, model: TlsContext) -> Answer:
+def _client_tls(cluster: LiveCluster, model: TlsContext, saved: SavedSecrets | None) -> Answer:
     context = cluster.context(model)
+    if saved is not None:
+        return {"identity": _own(context.model, saved), "verifies": _wanted(context.model)}
     if context.current is None:
         return {"verdict": "closed: secrets are missing", "awaits": [ref.name for ref in model.secret_refs]}
     return {"identity": list(context.local_uri_sans), "verifies": _verification(context.validation)}
 
 
-def _server_tls(chain: LiveChain) -> Answer:
+def _server_tls(chain: LiveChain, saved: SavedSecrets | None) -> Answer:
     context = chain.tls
     assert context is not None
+    if saved is not None:
+        return {
+            "identity": _own(context.model, saved),
+            "requires_client_certificate": context.model.require_peer_certificate,
+            "verifies": _wanted(context.model),
+        }
     if context.current is None:
         awaited = [ref.name for ref in chain.model.secret_refs]
         return {"verdict": "closed: secrets are missing", "awaits": awaited}
@@ -390,9 +431,26 @@ def _server_tls(chain: LiveChain) -> Answer:
     }
 
 
+def _own(model: TlsContext, saved: SavedSecrets) -> list[str]:
+    """Return the identities of a context's own certificate, by the dump's secrets."""
+    source = model.certificate
+    return list(saved.identities.get(source.name, ())) if isinstance(source, SecretRef) else []
+
+
+def _wanted(model: TlsContext) -> list[str] | None:
+    """Return the requirements on the peer's certificate of a context that has not been built."""
+    validation = model.validation
+    if model.validation_ref is None:
+        return _verification(validation)
+    return ["a trusted root", *(_sans(validation) if validation is not None else ())]
+
+
+def _sans(validation: Validation) -> list[str]:
+    return [f"{san.san_type} {san.match.kind} {san.match.value}" for san in validation.san_matches]
+
+
 def _verification(validation: Validation | None) -> list[str] | None:
     """Return the requirements on the peer's certificate; None if there are none."""
     if validation is None or validation.trusted_ca_pem is None:
         return None
-    names = [f"{san.san_type} {san.match.kind} {san.match.value}" for san in validation.san_matches]
-    return ["a trusted root", *names]
+    return ["a trusted root", *_sans(validation)]

@@ -34,8 +34,9 @@ from ztunnel.calico.live import LivePolicies
 from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners.chains import LiveTcpProxy
-from ztunnel.envoy.outcome import Denied, Hop
+from ztunnel.envoy.outcome import POLICY_CHANGE, Denied, Hop
 from ztunnel.envoy.stream_info import StreamInfo
+from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Counter, Stats
 from ztunnel.envoy.upstream.cluster import LiveCluster
 from ztunnel.envoy.upstream.connect import DISABLE_TUNNELING, Connector, tunnel_request
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 
 #: Begin of ``CONNECTION_TERMINATION_DETAILS``, in the manner of Envoy's ``rbac_access_denied_matched_policy``.
 _DENIED = "calico_access_denied"
-POLICY_CHANGE = "connection closed due to policy change"
 #: Dynamic metadata with tier, name and rule of a decision: ``%DYNAMIC_METADATA(calico.policy:rule)%``.
 METADATA = "calico.policy"
 
@@ -66,8 +66,9 @@ class _Live:
 class Enforcer:
     """Asks before a connection is opened, and again after each change."""
 
-    def __init__(self, policies: LivePolicies) -> None:
+    def __init__(self, policies: LivePolicies, decisions: Decisions) -> None:
         self._policies = policies
+        self._decisions = decisions
         self._live: dict[_Live, None] = {}
         policies.watch(self._review)
 
@@ -91,7 +92,9 @@ class Enforcer:
             decision = await self._policies.admit(direction, flow)
             _note(info, decision)
             if not decision.allowed:
-                raise _denied(decision)
+                denied = _denied(decision)
+                self._decisions.denied(info, info.facts, denied.details)
+                raise denied
         # Registered before it is dialled: a change meanwhile must find it.
         live = _Live(questions, info, cancels_current_task())
         self._live[live] = None
@@ -121,6 +124,7 @@ class Enforcer:
                     info = live.info
                     log.info("connection %s->%s closed: %s", info.source, info.upstream_host, denied.details)
                     info.termination_details = f"{POLICY_CHANGE}: {denied.details}"
+                    self._decisions.denied(info, info.facts, info.termination_details)
                     live.abort(info.termination_details)
             yield
 

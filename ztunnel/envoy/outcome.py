@@ -6,6 +6,7 @@
     ├── NoFilterChain       no filter chain of the listener matches
     ├── Denied              a policy denies it
     ├── TooMany             one of the chain's limits is reached
+    ├── Incomplete          the configuration of one of the chain's filters has not arrived
     ├── NoCluster           the chain names a cluster that does not exist (NC)
     ├── NoHealthyHost       the cluster has no host for it (UH)
     ├── Overflow            a circuit breaker is full (UO)
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field
 from ztunnel.envoy.stream_info import Flag, StreamInfo
 from ztunnel.envoy.telemetry.access_log import Sink, write_all
 from ztunnel.runtime.clock import Clock
+
+#: Begin of ``CONNECTION_TERMINATION_DETAILS`` of a live connection that a new policy does not allow.
+POLICY_CHANGE = "connection closed due to policy change"
 
 
 class Refused(Exception):
@@ -45,6 +49,10 @@ class TooMany(Refused):
     def __init__(self, details: str = "", delay_s: float = 0.0) -> None:
         super().__init__(details)
         self.delay_s = delay_s
+
+
+class Incomplete(Refused):
+    """The configuration of one of the chain's filters has not arrived by ECDS."""
 
 
 class NoFilterChain(Refused):

@@ -16,7 +16,9 @@ from ztunnel.calico.settings import (
     sync_target,
     unknown_pods,
 )
-from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s, socket_path
+from ztunnel.ui.setting import VARIABLE as UI
+from ztunnel.ui.setting import page_setting
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
 _READINESS = SocketAddress("0.0.0.0", 15021)
@@ -67,6 +69,8 @@ class Settings:
         spin_us: time to poll without sleeping after activity; 0 is off.
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
         policies: where Calico's policies come from; ``None``: there are none.
+        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
     """
 
     bootstrap: str = ""
@@ -82,7 +86,9 @@ class Settings:
     log_level: str = "info"
     spin_us: int = SPIN_US
     restart_epoch: int = 0
+    tap_socket: str = ""
     policies: PolicySettings | None = None
+    ui: bool | None = None
     switches: Switches = Switches()
 
 
@@ -125,6 +131,8 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
     "spin_us": ("ZTUNNEL_SPIN_US", count),
     "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", count),
+    "tap_socket": ("ZTUNNEL_TAP_SOCKET", socket_path),
+    "ui": (UI, page_setting),
     "policy": (DIRECTORY, str),
     "policy_sync": (SYNC, lambda text: text and sync_target(text)),
     "unknown_pods": (UNKNOWN_PODS, unknown_pods),

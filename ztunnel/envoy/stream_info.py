@@ -102,6 +102,7 @@ class StreamInfo:
         direct_local: the accepted socket's own name, or the internal address; never restored.
         endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
         upstream_sni: the server name that our handshake sent.
+        tunnel_authority: what our CONNECT named, of a tunnel over the wire.
         connected: the last attempt succeeded.
         ready_s: from ``started`` until the last attempt succeeded or failed; None without an attempt.
         bytes_received: from downstream; ``bytes_sent`` to downstream.
@@ -144,6 +145,7 @@ class StreamInfo:
     endpoint: Endpoint | None = None
     failed: tuple[Endpoint, ...] = ()
     upstream_sni: str = ""
+    tunnel_authority: str = ""
     ready_s: float | None = None
     connected: bool = False
     listener_metadata: Metadata = NO_METADATA

@@ -27,6 +27,14 @@ def limit_of_process() -> int:
     return _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
 
 
+def raise_limit() -> int:
+    """Raise the process's limit as far as it may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 def reserve_of(limit: int) -> int:
     """Return how many of a process's descriptors are kept back."""
     return max(16, min(1024, limit // 8))
@@ -77,6 +85,15 @@ class Descriptors:
         return share
 
     @property
+    def crowded(self) -> bool:
+        """Whether the part that is kept back has been touched."""
+        return self._seen >= self.limit - self.reserve
+
+    def has_most(self, used: int, users: int) -> bool:
+        """Return whether one of some users has an equal share, or more."""
+        return used * users >= self.limit - self.reserve
+
+    @property
     def short(self) -> bool:
         """Whether some pod may not accept now."""
         return any(share.waiting for share in self._users)
@@ -96,7 +113,7 @@ class Descriptors:
             return self._seen < self.limit - self.reserve // 4
         if self._seen >= self.limit - self.reserve // 2:
             return False
-        return share.used() * len(self._users) < self.limit - self.reserve
+        return not self.has_most(share.used(), len(self._users))
 
     def forget(self, share: DescriptorShare) -> None:
         """Remove a share; idempotent."""
@@ -125,13 +142,13 @@ class DescriptorShare:
             if admitted:
                 log.info("%s accepts again", self._name)
             else:
+                used = self.used()
                 log.error(
-                    "%s accepts no connections: %d of %d descriptors are in use, %d by it"
-                    " (raise the limit of open files)",
+                    "%s accepts no connections: %d of %d descriptors are in use%s (raise the limit of open files)",
                     self._name,
                     self._descriptors._seen,
                     self._descriptors.limit,
-                    self.used(),
+                    f", {used} by it" if used else "",
                 )
         self._descriptors.paused += not admitted
         return admitted

@@ -209,9 +209,9 @@ class HalfOpen:
     def __len__(self) -> int:
         return self.size
 
-    def entrance(self, begin: Begin, turned_away: TurnedAway) -> Entrance:
-        """Return the entrance of one pod, which its owner closes."""
-        entrance = Entrance(self, begin, turned_away)
+    def entrance(self, begin: Begin, turned_away: TurnedAway, *, timeout_s: float | None = None) -> Entrance:
+        """Return the entrance of one pod, which its owner closes; see there."""
+        entrance = Entrance(self, begin, turned_away, timeout_s or self.limits.timeout_s)
         self._entrances[entrance] = None
         return entrance
 
@@ -305,13 +305,15 @@ class Entrance:
         half_open: those of the process.
         begin: begins a handshake; must call :meth:`Arrival.proved` or :meth:`Arrival.ended` some time.
         turned_away: told of each that is closed here.
+        timeout_s: the longest wait for a ClientHello.
 
     Attributes:
         running: connections whose handshake has begun, the oldest first.
     """
 
-    def __init__(self, half_open: HalfOpen, begin: Begin, turned_away: TurnedAway) -> None:
+    def __init__(self, half_open: HalfOpen, begin: Begin, turned_away: TurnedAway, timeout_s: float) -> None:
         self._all = half_open
+        self._timeout_s = timeout_s
         self._limits = half_open.limits
         self._poller = half_open.poller
         self._begin = begin
@@ -331,15 +333,15 @@ class Entrance:
         """Whether handshakes wait for their turn."""
         return bool(self._ready)
 
-    def enter(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        """Take an accepted, non-blocking socket; another one may have to go for it."""
+    def enter(self, sock: socket.socket, peer: tuple[str, int]) -> Arrival:
+        """Take an accepted, non-blocking socket; another one may have to go for it, or it goes at once."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
             arrival = Arrival(self, source, sock, peer)
             self._turned_away(arrival, "")
             arrival.stop()
-            return
+            return arrival
         if len(source.arrivals) >= limits.per_source:
             self.turn_away(next(iter(source.arrivals)), TOO_MANY_OF_SOURCE)
         elif len(self._arrivals) >= limits.per_pod:
@@ -354,6 +356,7 @@ class Entrance:
         self.look(arrival, hung_up=False)
         if not arrival.over:
             arrival.watch(self._poller)
+        return arrival
 
     def look(self, arrival: Arrival, *, hung_up: bool) -> None:
         """Peek at what a connection has sent, and queue it for its handshake when that can begin.
@@ -475,7 +478,7 @@ class Entrance:
 
     def sweep(self, now_s: float) -> None:
         """Close connections that have sent no ClientHello in time; a handshake has a limit of its own."""
-        until_s = now_s - self._limits.timeout_s
+        until_s = now_s - self._timeout_s
         for arrival in list(self._arrivals):
             if arrival.in_handshake:
                 continue

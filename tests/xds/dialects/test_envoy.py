@@ -382,26 +382,43 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
         ),
         "trust_chain_verification: a chain that is not trusted is never accepted",
     ),
-    *(
-        (
-            listener_document(filter_chains=[{"filters": [tcp()], "transport_socket": downstream(common)}]),
-            f"common_tls_context.{field}: only one certificate per context is supported",
-        )
-        for common, field in (
-            ({"tls_certificates": [CERTIFICATE, CERTIFICATE]}, "tls_certificates[1]"),
-            (
-                {"tls_certificates": [CERTIFICATE], "tls_certificate_sds_secret_configs": [{"name": "s"}]},
-                "tls_certificate_sds_secret_configs[0]",
-            ),
-            (
-                {"tls_certificate_sds_secret_configs": [{"name": "s"}, {"name": "t"}]},
-                "tls_certificate_sds_secret_configs[1]",
-            ),
-        )
+    (
+        listener_document(
+            filter_chains=[
+                {
+                    "filters": [tcp()],
+                    "transport_socket": downstream(
+                        {
+                            "tls_certificates": [CERTIFICATE],
+                            "tls_certificate_sds_secret_configs": [{"name": "s"}],
+                        }
+                    ),
+                }
+            ]
+        ),
+        "common_tls_context.tls_certificate_sds_secret_configs: beside tls_certificates, which Envoy uses alone",
     ),
     (
-        listener_document({"name": "later", "config_discovery": {"type_urls": ["x"]}}),
-        "filters[0].config_discovery: network filters are configured inline only",
+        listener_document({"name": "later", "config_discovery": {"type_urls": ["x"]}}, tcp()),
+        "filters[0].config_discovery.config_source.config_source_specifier: ",
+    ),
+    (
+        listener_document(
+            {
+                "name": "later",
+                "config_discovery": {
+                    "config_source": {"ads": {}},
+                    "type_urls": ["x"],
+                    "default_config": tcp()["typed_config"],
+                },
+            },
+            tcp(),
+        ),
+        "config_discovery.default_config: the terminal filter of a chain is configured inline only",
+    ),
+    (
+        listener_document({"name": "nothing"}, tcp()),
+        "filters[0].config_type: ",
     ),
     (
         listener_document(

@@ -23,10 +23,12 @@ from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.json import parse_value
 from xds.protocol.snapshot import Answered, Snapshot
 from ztunnel.calico.settings import PolicySettings
+from ztunnel.envoy.admin.commands import answer
 from ztunnel.envoy.app import Proxy
 from ztunnel.envoy.bootstrap import bootstrap_for, read_bootstrap
 from ztunnel.envoy.settings import Settings, Switches
 from ztunnel.envoy.state import State
+from ztunnel.http.page import Page, PageRequest, Query
 from ztunnel.runtime import accepting
 
 T = "type.googleapis.com/"
@@ -58,6 +60,7 @@ class Rig:
         switches: Switches,
         extend: Callable[[Bootstrap], None] | None,
         policies: PolicySettings | None = None,
+        tap_socket: str = "",
     ) -> None:
         self.folder = folder
         self.answered: list[Answered] = []
@@ -82,6 +85,7 @@ class Rig:
             log_flush_s=0.05,
             policies=policies,
             switches=switches,
+            tap_socket=tap_socket,
         )
         self.proxy = Proxy(settings, read_bootstrap(bootstrap))
 
@@ -153,11 +157,12 @@ def run(
     switches: Switches = Switches(),  # noqa: B008  frozen
     extend: Callable[[Bootstrap], None] | None = None,
     policies: PolicySettings | None = None,
+    tap_socket: str = "",
 ) -> None:
     """Run ``body`` against a proxy that has ``resources``."""
 
     async def main() -> None:
-        rig = Rig(folder, switches, extend, policies)
+        rig = Rig(folder, switches, extend, policies, tap_socket)
         rig.publish(*resources)
         async with rig.server, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(rig.proxy.run())
@@ -417,6 +422,18 @@ async def tunnel(
     await rig.published(*everything)
     await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
     return everything
+
+
+def page(rig: Rig, path: str, query: str = "") -> str:
+    """A page of the admin server."""
+    request = PageRequest(method="GET", path=path, query=Query.parse(query), target=f"{path}?{query}")
+    answered = answer(rig.proxy, mock.Mock(), mock.Mock(), request)
+    assert isinstance(answered, Page)
+    pieces = []
+    for piece in answered.body:
+        assert isinstance(piece, str)
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def unpacked(body: Any) -> Message:

@@ -346,7 +346,8 @@ def test_a_handshake_that_never_comes_is_cut_off(tmp_path: Path) -> None:
     async def body(rig: Rig, identities: Identities, port: int, heard: list[bytes]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port("inbound"))
         writer.write(b"\x16")
-        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        with contextlib.suppress(ConnectionResetError):  # its byte has been looked at and not read
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
         writer.close()
         await rig.until(lambda: rig.count("listener.127.0.0.1_0.downstream_cx_active") == 0)
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -18,16 +17,15 @@ from tests.ztunnel.envoy.rig import (
     ask,
     cluster,
     listener,
+    page,
     rbac,
     run,
     tunnel,
 )
 from ztunnel.calico.settings import PolicySettings
-from ztunnel.envoy.admin.commands import answer
 from ztunnel.envoy.guarded import POLICY_CHANGE
 from ztunnel.envoy.settings import settings_from
 from ztunnel.envoy.upstream.connect import Connector
-from ztunnel.http.page import PageRequest, Query
 from ztunnel.runtime.settings import SettingsError
 
 POD = """
@@ -103,6 +101,11 @@ def test_a_tunnel_is_judged_by_its_certificate_where_it_ends(tmp_path: Path) -> 
             assert await ask(rig.port("l"), b"there") == b"hi there"
             await made.change(policies(ingress=BY_OTHER))
             assert await ask(rig.port("l"), b"there") == b""
+            (denied,) = json.loads(page(rig, "/denials"))
+            assert (denied["identity"], denied["reason"]) == (
+                CLIENT,
+                "calico_access_denied[default|GlobalNetworkPolicy/both|end of tier]",
+            )
             assert (await rig.log(2))[-1]["failure"] == "tunnel_response:403"
             key = ("default", "end of tier", "denied")
             assert made.policies.guard.hits.counts[key] == 1
@@ -245,15 +248,6 @@ def test_pages_say_what_is_in_force_and_why(tmp_path: Path) -> None:
         )
 
     guarded(tmp_path, policies(), body)
-
-
-def page(rig: Rig, path: str, query: str = "") -> str:
-    request = PageRequest(method="GET", path=path, query=Query.parse(query), target=f"{path}?{query}")
-    pieces = []
-    for piece in answer(rig.proxy, mock.Mock(), request).body:
-        assert isinstance(piece, str)
-        pieces.append(piece)
-    return "".join(pieces)
 
 
 def test_settings() -> None:

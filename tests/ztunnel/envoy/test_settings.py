@@ -11,6 +11,7 @@ from ztunnel.cli import main
 from ztunnel.envoy.bootstrap import bootstrap_for, load_bootstrap, read_bootstrap
 from ztunnel.envoy.settings import Switches, TunnelSource, settings_from
 from ztunnel.runtime.settings import SettingsError
+from ztunnel.tap.request import VARIABLE
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 CONTROL = {"ZTUNNEL_CONTROL_PLANE": "unix:/x", "NODE_NAME": "n"}
@@ -40,6 +41,14 @@ def test_a_port_alone_is_every_address() -> None:
     assert settings_from({"metrics": "9100"}, CONTROL).metrics == SocketAddress("0.0.0.0", 9100)
 
 
+def test_taps_are_permitted_by_the_path_of_a_socket() -> None:
+    assert settings_from({}, CONTROL).tap_socket == ""
+    assert settings_from({}, {**CONTROL, VARIABLE: "/run/tap.sock"}).tap_socket == "/run/tap.sock"
+    assert settings_from({"tap_socket": "/run/a"}, {**CONTROL, VARIABLE: "/run/tap.sock"}).tap_socket == "/run/a"
+    with pytest.raises(SettingsError, match=r"--tap-socket=/x+: must be at most 107 bytes long"):
+        settings_from({"tap_socket": f"/{'x' * 107}"}, CONTROL)
+
+
 def test_envoy_compat_sets_every_switch_and_single_ones_still_win() -> None:
     compat = settings_from({}, {**CONTROL, "ZTUNNEL_ENVOY_COMPAT": "true", "ZTUNNEL_STRICT_TLS": "true"}).switches
     assert compat == Switches(
@@ -61,6 +70,7 @@ def test_all_faults_are_reported_together() -> None:
         "ZTUNNEL_TUNNEL_SOURCE": "mars",
         "ZTUNNEL_LOG_LEVEL": "loud",
         "ZTUNNEL_SPIN_US": "-1",
+        "ZTUNNEL_TAP_SOCKET": "run/tap.sock",
         "ZTUNNEL_TYPO": "x",
     }
     with pytest.raises(SettingsError) as error:
@@ -73,6 +83,7 @@ def test_all_faults_are_reported_together() -> None:
         "ZTUNNEL_TUNNEL_SOURCE=mars",
         "ZTUNNEL_LOG_LEVEL=loud: must be one of",
         "ZTUNNEL_SPIN_US=-1: must be a whole number, not negative",
+        "ZTUNNEL_TAP_SOCKET=run/tap.sock: must be an absolute path",
         "ZTUNNEL_TYPO: no such variable",
         "--metrics=99999",
         "give --bootstrap FILE, or --control-plane ADDRESS",

@@ -10,6 +10,7 @@ what ``listener_filters`` and ``tls`` say about ``set_dst_address`` and SAN list
 
 from xds.dialects.envoy.cluster import compile_cluster
 from xds.dialects.envoy.endpoint import compile_assignment
+from xds.dialects.envoy.filters import compile_chain_filter
 from xds.dialects.envoy.listener import compile_listener
 from xds.dialects.envoy.listener_filters import compile_listener_filter
 from xds.dialects.envoy.reading import Surroundings
@@ -19,6 +20,7 @@ from xds.dialects.envoy.tls import compile_secret
 __all__ = [
     "Surroundings",
     "compile_assignment",
+    "compile_chain_filter",
     "compile_cluster",
     "compile_listener",
     "compile_listener_filter",

@@ -77,6 +77,18 @@ def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilte
             raise Unsupported(f"no such network filter: {message.DESCRIPTOR.full_name}")
 
 
+def compile_chain_filter(message: Message, surroundings: Surroundings) -> model.ChainFilter:
+    """A network filter of a kind that may come by ECDS: one that takes the bytes is given inline.
+
+    Raises:
+        Unsupported: it is none.
+    """
+    found = compile_filter(message, surroundings)
+    if isinstance(found, model.TcpProxy | http_model.HttpConnectionManager):
+        raise Unsupported("the terminal filter of a chain is configured inline only")
+    return found
+
+
 def _connection_limit(message: ConnectionLimit) -> model.ConnectionLimit:
     only(message, "stat_prefix", "max_connections", "delay", "runtime_enabled")
     required(message, "stat_prefix")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from xds.dialects.envoy.access_log import compile_access_logs
-from xds.dialects.envoy.filters import compile_filter
-from xds.dialects.envoy.listener_filters import compile_entry
+from xds.dialects.envoy.filters import compile_chain_filter, compile_filter
+from xds.dialects.envoy.listener_filters import compile_entry, discovered
 from xds.dialects.envoy.matcher import compile_matcher
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import (
@@ -265,13 +265,18 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
     rbac: list[model.Rbac] = []
     limits: list[model.ConnectionLimit | model.LocalRateLimit] = []
     state: list[model.SetFilterState] = []
+    awaited: list[model.DiscoveredChainFilter] = []
     terminal: model.TcpProxy | HttpConnectionManager | None = None
     for index, entry in enumerate(message.filters):
         with at("filters", index):
-            if entry.WhichOneof("config_type") != "typed_config":
-                raise Unsupported("network filters are configured inline only", "config_discovery")
             if terminal is not None:
                 raise ConfigError("a filter follows the terminal filter of its chain")
+            if entry.WhichOneof("config_type") == "config_discovery":
+                with at("config_discovery"):
+                    awaited.append(_discovered(entry, surroundings))
+                continue
+            if not entry.HasField("typed_config"):
+                raise constraint(entry, "config_type", "value is required")
             with at("typed_config"):
                 found = compile_filter(unpack(entry.typed_config, entry.name), surroundings)
             match found:
@@ -299,12 +304,21 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
         tls=tls,
         rbac=tuple(rbac),
         limits=tuple(limits),
+        discovered=tuple(awaited),
         filter_state=tuple(state),
         terminal=terminal,
         content=content,
         metadata=metadata(message.metadata),
         transport_connect_timeout_s=seconds(message, "transport_socket_connect_timeout", 0.0),
     )
+
+
+def _discovered(entry: proto.Filter, surroundings: Surroundings) -> model.DiscoveredChainFilter:
+    found, default = discovered(entry)
+    if default is None:
+        return model.DiscoveredChainFilter(**found)
+    with at("default_config"):
+        return model.DiscoveredChainFilter(**found, default=compile_chain_filter(default, surroundings))
 
 
 def _transport_socket(message: proto.FilterChain, surroundings: Surroundings) -> TlsContext | None:

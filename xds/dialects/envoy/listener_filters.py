@@ -1,5 +1,7 @@
 """Listener filters."""
 
+from typing import Any
+
 from google.protobuf.message import Message
 
 from xds.dialects.envoy.reading import (
@@ -45,21 +47,30 @@ def compile_entry(message: proto.ListenerFilter, surroundings: Surroundings) -> 
 
 
 def _discovered(message: proto.ListenerFilter, surroundings: Surroundings) -> model.DiscoveredFilter:
+    found, default = discovered(message)
+    if default is None:
+        return model.DiscoveredFilter(**found)
+    with at("default_config"):
+        return model.DiscoveredFilter(**found, default=compile_listener_filter(default, surroundings))
+
+
+def discovered(message: proto.ListenerFilter | proto.Filter) -> tuple[dict[str, Any], Message | None]:
+    """Return the fields of a :class:`~xds.model.listener.Discovered`, and the default's message, not compiled."""
     discovery = message.config_discovery
     with at("config_source"):
         source = config_source(discovery.config_source)
     default = None
     if discovery.HasField("default_config"):
         with at("default_config"):
-            default = compile_listener_filter(unpack(discovery.default_config, message.name), surroundings)
-    return model.DiscoveredFilter(
-        name=message.name,
-        source=source,
-        type_urls=tuple(url.rpartition("/")[2] for url in discovery.type_urls),
-        initial_fetch_timeout_s=fetch_timeout(discovery.config_source),
-        default=default,
-        without_warming=discovery.apply_default_config_without_warming,
-    )
+            default = unpack(discovery.default_config, message.name)
+    found = {
+        "name": message.name,
+        "source": source,
+        "type_urls": tuple(url.rpartition("/")[2] for url in discovery.type_urls),
+        "initial_fetch_timeout_s": fetch_timeout(discovery.config_source),
+        "without_warming": discovery.apply_default_config_without_warming,
+    }
+    return found, default
 
 
 def compile_listener_filter(message: Message, surroundings: Surroundings) -> model.ListenerFilter:

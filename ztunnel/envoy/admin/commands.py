@@ -7,33 +7,45 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
-from ztunnel.envoy.admin import certs, clusters, config_dump, connections, loggers, process, readiness, server_info
+from ztunnel.envoy.admin import (
+    certs,
+    clusters,
+    config_dump,
+    connections,
+    decisions,
+    loggers,
+    process,
+    readiness,
+    server_info,
+)
 from ztunnel.envoy.admin.dump import address_message
 from ztunnel.envoy.admin.help import Command, Parameter, help_text, home_page
 from ztunnel.envoy.admin.inspected import Asked, Drain, InspectedProxy
 from ztunnel.envoy.telemetry import stats_page
 from ztunnel.http.page import HTML, JSON, Page, PageRequest, Query, printable, text
+from ztunnel.http.server import Pages
+from ztunnel.tap.request import refusal
 
 _NO_POLICIES = "no policies of Calico: give --policy or --policy-sync\n"
 _NO_CONTENTION = "Mutex contention tracing is not enabled. To enable, run Envoy with flag --enable-mutex-tracing."
 
 
-def answer(proxy: InspectedProxy, drain: Drain, request: PageRequest) -> Page:
-    """Answer one request to the admin server."""
+def answer(proxy: InspectedProxy, drain: Drain, live_page: Pages, request: PageRequest) -> Page | Awaitable[Page]:
+    """Answer one request to the admin server; ``live_page`` answers what is below ``/ui``."""
     allowed = proxy.bootstrap.admin_allow_paths
     if allowed and not any(match.matches(request.target) for match in allowed):
         return text(f"request to path {printable(request.target)} not allowed", 403)  # in Envoy's words
     path = request.path.rstrip("/") or "/"
-    command = _BY_PATH.get(path)
+    command = _BY_PATH.get("/ui" if path.startswith("/ui/") else path)
     if command is None:
         return text("invalid path. " + help_text(COMMANDS), 404)
     if command.mutates and request.method != "POST":
         return text(f"Method {printable(request.method)} not allowed, POST required.", 405)
-    return command.answer(Asked(proxy, drain, request.query))
+    return command.answer(Asked(proxy, drain, lambda: live_page(request), request.query))
 
 
 # Pages that show
@@ -74,6 +86,14 @@ def _connections(asked: Asked) -> Page:
     return connections.connections_page(asked.proxy)
 
 
+def _denials(asked: Asked) -> Page:
+    return decisions.denials_page(asked.proxy)
+
+
+def _rbac(asked: Asked) -> Page:
+    return decisions.rbac_page(asked.proxy)
+
+
 def _explain(asked: Asked) -> Page:
     return connections.explain_page(asked.proxy, asked.query)
 
@@ -87,6 +107,10 @@ def _policies(asked: Asked) -> Page:
     hits = policies.guard.hits
     body = in_force(policies.source.evaluator.store, policies.state, hits.counts, hits.used_s)
     return Page(content_type=JSON, body=body)
+
+
+def _tap(asked: Asked) -> Page:
+    return text(refusal(asked.proxy.settings.tap_socket), 403)
 
 
 def _explain_policies(asked: Asked) -> Page:
@@ -315,6 +339,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("/connections", "print live connections with what was decided about them", _connections),
     Command("/contention", "dump current mutex contention stats (if enabled)", _constant(_NO_CONTENTION)),
+    Command("/denials", "print the last connections that policies denied or ended", _denials),
     Command(
         "/drain_listeners",
         "drain listeners",
@@ -379,6 +404,7 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command("/quitquitquit", "exit the server", _quit, mutates=True),
+    Command("/rbac", "print the policies of RBAC filters with what they decided", _rbac),
     Command("/ready", "print server state, return 200 if LIVE, otherwise return 503", _ready),
     Command("/reopen_logs", "reopen access logs", _reopen_logs, mutates=True),
     Command("/reset_counters", "reset all counters to zero", _reset_counters, mutates=True),
@@ -414,6 +440,8 @@ COMMANDS: tuple[Command, ...] = (
             Parameter("histogram_buckets", "Histogram bucket display mode; One of (cumulative, summary)"),
         ),
     ),
+    Command("/tap", "captures of a pod's decrypted streams: refused here, see ztunnel tap", _tap),
+    Command("/ui", "show the mesh of this node in a browser, as it is now", lambda asked: asked.live_page()),
 )
 
 _BY_PATH = {command.path: command for command in COMMANDS}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from xds.model.address import SocketAddress, canonical
+from xds.model.address import SocketAddress
 from xds.proto.dump import format_json
 from ztunnel.envoy.admin.inspected import InspectedProxy
-from ztunnel.envoy.explain import Configuration, Question, explain
+from ztunnel.envoy.explain import Configuration, Question, client_address, explain
 from ztunnel.envoy.listeners.chains import LiveChain
 from ztunnel.envoy.settings import TunnelSource
 from ztunnel.envoy.stream_info import StreamInfo
@@ -74,7 +73,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
     """Return the page that explains the path of a connection, decision by decision."""
     try:
         question = Question(
-            source=_source(query.get("source") or ""),
+            source=client_address(query.get("source") or ""),
             destination=SocketAddress.parse(query.get("destination") or ""),
             identity=query.get("identity") or "",
             listener=query.get("listener") or "",
@@ -91,11 +90,3 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
     except LookupError as error:
         return text(f"{error.args[0]}\n", 404)
     return text(format_json(answer), content_type=JSON)
-
-
-def _source(given: str) -> SocketAddress:
-    """Parse an address, with or without a port."""
-    try:
-        return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
-    except ValueError:
-        return SocketAddress.parse(given)

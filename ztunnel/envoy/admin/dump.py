@@ -266,6 +266,12 @@ def _wanted_extensions(proxy: InspectedProxy) -> set[str]:
         for entry in listener.model.listener_filters
         if isinstance(entry.filter, DiscoveredFilter)
     }
+    wanted.update(
+        each.name
+        for listener in (*proxy.listeners.active, *proxy.listeners.warming, *proxy.listeners.draining)
+        for chain in listener.model.all_chains
+        for each in chain.discovered
+    )
     return wanted & proxy.listeners.extensions.keys()
 
 

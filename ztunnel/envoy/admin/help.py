@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -25,7 +25,7 @@ class Command:
 
     path: str
     text: str
-    answer: Callable[[Asked], Page]
+    answer: Callable[[Asked], Page | Awaitable[Page]]
     mutates: bool = False
     parameters: tuple[Parameter, ...] = ()
 

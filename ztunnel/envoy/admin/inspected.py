@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
+from xds.aio.client import AdsClient
 from ztunnel.envoy.bootstrap import BootstrapConfig
 from ztunnel.envoy.connections import Connections
 from ztunnel.envoy.listeners.manager import ListenerManager
@@ -13,10 +15,12 @@ from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.settings import Settings
 from ztunnel.envoy.state import State
 from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.upstream.manager import ClusterManager
-from ztunnel.http.page import Query
+from ztunnel.http.page import Page, Query
 from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
@@ -27,6 +31,7 @@ class InspectedProxy(Protocol):
 
     Attributes:
         started, started_at: monotonic and wall-clock seconds of the start.
+        ads: the aggregated stream; None where the bootstrap has none.
         failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
     """
 
@@ -37,12 +42,15 @@ class InspectedProxy(Protocol):
     started: float
     started_at: float
     stats: Stats
+    ads: AdsClient | None
     connections: Connections
+    decisions: Decisions
     clusters: ClusterManager
     listeners: ListenerManager
     secrets: SecretStore
     logs: AccessLogs
     policies: LivePolicies | None
+    descriptors: Descriptors
     failing_health_checks: bool
 
     @property
@@ -66,4 +74,5 @@ class Asked:
 
     proxy: InspectedProxy
     drain: Drain
+    live_page: Callable[[], Page | Awaitable[Page]]
     query: Query

@@ -26,6 +26,8 @@ def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
         return text("", 405, PLAIN)
     state = proxy.state
     if state == "LIVE":
+        if proxy.descriptors.short:
+            return text("not ready, pending: descriptors\n", 500, PLAIN)
         return text("ready\n", content_type=PLAIN)
     if state == "DRAINING":
         return text("not ready, draining\n", 500, PLAIN)

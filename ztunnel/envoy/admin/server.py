@@ -8,8 +8,9 @@ cached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from tproxy.errors import PortTaken
 from xds.model.address import SocketAddress
@@ -19,6 +20,9 @@ from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.http.page import Page, PageRequest
 from ztunnel.http.server import Pages, PageServer
 from ztunnel.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.ui.pages import LivePages
 
 Concerns = Callable[[object], bool]
 
@@ -46,6 +50,7 @@ class AdminServer:
         self._proxy = proxy
         self._tasks = Tasks("admin")
         self._stack = AsyncExitStack()
+        self._live: LivePages | None = None
         self.admin: SocketAddress | None = None
         self.readiness: SocketAddress | None = None
         self.metrics: SocketAddress | None = None
@@ -86,8 +91,22 @@ class AdminServer:
         scope.gauge("downstream_cx_total", lambda: float(server.connections_total))
         return server.address
 
-    def _admin_page(self, request: PageRequest) -> Page:
-        return commands.answer(self._proxy, self.drain, request)
+    def _admin_page(self, request: PageRequest) -> Page | Awaitable[Page]:
+        return commands.answer(self._proxy, self.drain, self._live_page, request)
+
+    def _live_page(self, request: PageRequest) -> Page | Awaitable[Page]:
+        from ztunnel.envoy.admin import live_page  # most proxies never show it
+        from ztunnel.ui import pages, setting
+
+        proxy = self._proxy
+        if self.admin is None or not setting.is_on(proxy.settings.ui, self.admin.host):
+            return pages.off(f"{setting.VARIABLE}=true (--ui true)")
+        if self._live is None:
+            traffic = live_page.Traffic(proxy)
+            self._live = pages.LivePages(
+                lambda: live_page.seen(proxy, traffic), proxy.clock, began=traffic.begin, ended=traffic.end
+            )
+        return self._live.answer(request)
 
     # What /drain_listeners does
 

@@ -1,7 +1,10 @@
 """Filter chains at run time: a chain of the configuration with its TLS context, loggers and counters resolved."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from hbone.settings import Role
@@ -9,13 +12,23 @@ from hbone.tls import PeerFacts
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
-from xds.model.listener import FilterChain, Rbac, SharedWithUpstream, TcpProxy
-from ztunnel.envoy.listeners.limits import live_limit
-from ztunnel.envoy.outcome import Denied
+from xds.model.listener import (
+    ChainFilter,
+    ConnectionLimit,
+    FilterChain,
+    LocalRateLimit,
+    Rbac,
+    SetFilterState,
+    SharedWithUpstream,
+    TcpProxy,
+)
+from ztunnel.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit, live_limit
+from ztunnel.envoy.outcome import POLICY_CHANGE, Denied, Incomplete
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.access_log import AccessLogs, Sink
+from ztunnel.envoy.telemetry.decisions import ALLOWED, DENIED, ENDED, SHADOW_ALLOWED, SHADOW_DENIED, Decisions
 from ztunnel.envoy.telemetry.format import Renderer, renderer
 from ztunnel.envoy.telemetry.stats import (
     Counter,
@@ -28,13 +41,15 @@ from ztunnel.envoy.telemetry.stats import (
     tcp_scope,
 )
 from ztunnel.policy.engine import judge, reads_port
+from ztunnel.runtime.line_limit import LineLimit
 
 
 class LiveRbac:
     """An RBAC filter with its counters."""
 
-    def __init__(self, model: Rbac, stats: Stats) -> None:
+    def __init__(self, model: Rbac, stats: Stats, decisions: Decisions) -> None:
         self.model = model
+        self._decisions = decisions
         name = f"{model.stat_prefix.removesuffix('.')}.rbac"
         scope = stats.scope(name)
         shadow = stats.scope(f"{name}.{model.shadow_prefix}".rstrip("."))
@@ -45,16 +60,26 @@ class LiveRbac:
         lists = (rules for rules in (model.rules, model.shadow) if rules is not None)
         self.reads_port = any(reads_port(rules) for rules in lists)
 
-    def check(self, facts: ConnectionFacts) -> None:
+    def check(
+        self, info: StreamInfo, facts: ConnectionFacts, lines: LineLimit | None, *, live: bool = False
+    ) -> None:
         """Check a connection against the policy.
+
+        Args:
+            info: the connection.
+            facts: what is judged: its own, or those of an application behind it.
+            lines: admits a line about a denial; ``None``: an access log will have one.
+            live: it was allowed before, and is judged again by a new policy.
 
         Raises:
             Denied: with the text of Envoy's termination details.
         """
-        model = self.model
+        model, decisions = self.model, self._decisions
         if model.shadow is not None:
             shadow = judge(model.shadow, facts)
             (self._shadow_allowed if shadow.allowed else self._shadow_denied).value += 1
+            if not live and (shadow.policy or not shadow.allowed):
+                decisions.count(shadow.policy, SHADOW_ALLOWED if shadow.allowed else SHADOW_DENIED)
             facts.metadata["envoy.filters.network.rbac"] = {
                 f"{model.shadow_prefix}shadow_effective_policy_id": shadow.policy,
                 f"{model.shadow_prefix}shadow_engine_result": "allowed" if shadow.allowed else "denied",
@@ -67,9 +92,16 @@ class LiveRbac:
             return
         if decision.allowed:
             self._allowed.value += 1
+            if decision.policy and not live:
+                decisions.count(decision.policy, ALLOWED)
             return
         self._denied.value += 1
-        raise Denied(f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]")
+        decisions.count(decision.policy, ENDED if live else DENIED)
+        details = f"rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
+        decisions.denied(info, facts, f"{POLICY_CHANGE}: {details}" if live else details)
+        if lines is not None and lines.admits():
+            decisions.log_denial(info, facts, model.rules, decision.policy, live=live)
+        raise Denied(details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +233,47 @@ class LiveSsl:
         count_parameters(self._scope, facts.version, facts.cipher, facts.group)
 
 
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """Filters of a chain at work, by kind."""
+
+    rbac: tuple[LiveRbac, ...]
+    limits: tuple[LiveConnectionLimit | LiveRateLimit, ...]
+    state: tuple[LiveState, ...]
+
+    @classmethod
+    def of(
+        cls, models: Iterable[ChainFilter], stats: Stats, now: Callable[[], float], decisions: Decisions
+    ) -> _Filters:
+        """Put filters to work."""
+        listed = list(models)
+        return cls(
+            tuple(LiveRbac(each, stats, decisions) for each in listed if isinstance(each, Rbac)),
+            tuple(
+                live_limit(each, stats, now)
+                for each in listed
+                if isinstance(each, ConnectionLimit | LocalRateLimit)
+            ),
+            tuple(
+                LiveState(
+                    value.key,
+                    renderer(value.value, missing="" if value.omit_empty_values else "-"),
+                    value.skip_if_empty,
+                    value.shared,
+                )
+                for each in listed
+                if isinstance(each, SetFilterState)
+                for value in each.values
+            ),
+        )
+
+
 class LiveChain:
     """One filter chain.
+
+    Attributes:
+        rbac, limits, filter_state: its filters, those from ECDS behind the inline ones.
+        is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 
     Raises:
         ConfigError: its TLS context cannot be built; see :class:`~ztunnel.envoy.secrets.contexts.LiveContext`.
@@ -218,21 +289,20 @@ class LiveChain:
         ssl: LiveSsl,
         owner: str,
         now: Callable[[], float],
+        decisions: Decisions,
+        listener_logs: bool = False,
     ) -> None:
         self.model = model
         self.name = model.name
-        self.rbac = tuple(LiveRbac(rbac, stats) for rbac in model.rbac)
-        self.limits = tuple(live_limit(limit, stats, now) for limit in model.limits)
-        self.filter_state = [
-            LiveState(
-                value.key,
-                renderer(value.value, missing="" if value.omit_empty_values else "-"),
-                value.skip_if_empty,
-                value.shared,
-            )
-            for each in model.filter_state
-            for value in each.values
-        ]
+        self._decisions = decisions
+        self._listener_logs = listener_logs
+        self._inline = _Filters.of((*model.rbac, *model.limits, *model.filter_state), stats, now, decisions)
+        self._make = partial(_Filters.of, stats=stats, now=now, decisions=decisions)
+        self._found: list[ChainFilter | None] = [None] * len(model.discovered)
+        self._discovered: list[_Filters | None] = [None] * len(model.discovered)
+        for place in range(len(model.discovered)):
+            self.discover(place, None)
+        self._put_together()
         self.proxy: LiveTcpProxy | None = None
         self.manager: LiveConnectionManager | None = None
         if isinstance(model.terminal, TcpProxy):
@@ -243,6 +313,29 @@ class LiveChain:
         if model.tls is not None:
             self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.updated_by_sds, owner=owner)
 
+    def discover(self, place: int, found: ChainFilter | None) -> None:
+        """Take the configuration of a filter from ECDS; ``None``: it was removed, and the default is in force."""
+        found = found if found is not None else self.model.discovered[place].default
+        # The same again, as a further subscription brings it, must not make a limit forget what it counts.
+        if found != self._found[place]:
+            self._found[place] = found
+            self._discovered[place] = self._make((found,)) if found is not None else None
+            self._put_together()
+
+    def lacks(self, place: int) -> bool:
+        """Return whether neither the configuration of a filter nor a default for it is here."""
+        return self._discovered[place] is None
+
+    def _put_together(self) -> None:
+        """New connections meet the filters that there are now."""
+        all_filters = [self._inline, *(each for each in self._discovered if each is not None)]
+        self.rbac = tuple(rbac for each in all_filters for rbac in each.rbac)
+        self.limits = tuple(limit for each in all_filters for limit in each.limits)
+        self.filter_state = [state for each in all_filters for state in each.state]
+        self.is_complete = all(each is not None for each in self._discovered)
+        #: Whether :meth:`admit` may refuse.
+        self.gated = bool(self.limits) or not self.is_complete
+
     @property
     def sinks(self) -> tuple[Sink, ...]:
         """The loggers of the terminal filter."""
@@ -250,16 +343,24 @@ class LiveChain:
             return self.proxy.sinks
         return self.manager.sinks if self.manager is not None else ()
 
+    @cached_property
+    def _lines(self) -> LineLimit:
+        """Admits lines about denials; one for each chain: what one pod is sent hides no line of another."""
+        return self._decisions.line_limit()
+
     def admit(self, info: StreamInfo) -> None:
         """Run the filters that limit connections, as Envoy before any byte, that of a handshake included.
 
         Raises:
             TooMany: by the first that has no room.
+            Incomplete: the configuration of a filter has not arrived, which may be one that denies.
         """
+        if not self.is_complete:
+            raise Incomplete()
         for limit in self.limits:
             limit.check(info)
 
-    def judge(self, info: StreamInfo, *, port_known: bool = True) -> None:
+    def judge(self, info: StreamInfo, *, port_known: bool = True, live: bool = False) -> None:
         """Run the RBAC filters in order.
 
         Envoy waits for the first byte of the client. Here the filters run at once: none depends on a byte, and
@@ -270,13 +371,19 @@ class LiveChain:
             info: the connection.
             port_known: its destination port is the application's. Before a tunnel's request it is not, and filters
                 that read the port are left to :meth:`judge_port`.
+            live: it is open, and judged again by a new policy.
 
         Raises:
             Denied: by the first filter that does not allow it.
         """
+        if not self.rbac:
+            return
+        # A connection manager's loggers have a line for each request, none for a connection that brings none.
+        logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
+        lines = None if logged else self._lines
         for rbac in self.rbac:
             if port_known or not rbac.reads_port:
-                rbac.check(info.facts)
+                rbac.check(info, info.facts, lines, live=live)
 
     def judge_port(self, info: StreamInfo, application: SocketAddress) -> None:
         """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
@@ -286,7 +393,8 @@ class LiveChain:
         """
         for rbac in self.rbac:
             if rbac.reads_port:
-                rbac.check(replace(info.facts, destination=application))
+                lines = None if self.sinks else self._lines
+                rbac.check(info, replace(info.facts, destination=application), lines)
 
     def set_filter_state(self, info: StreamInfo) -> None:
         """Run the ``set_filter_state`` filters."""

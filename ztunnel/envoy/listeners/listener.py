@@ -15,6 +15,7 @@ from xds.dialects.envoy.reading import at
 from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager
 from xds.model.listener import (
     DiscoveredFilter,
     FilterChain,
@@ -32,8 +33,9 @@ from ztunnel.envoy.listeners.filters import InspectorCounts
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Stats, listener_scope
-from ztunnel.runtime.accepting import ListeningSocket
+from ztunnel.runtime.accepting import Gate, ListeningSocket
 from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,8 @@ log = logging.getLogger(__name__)
 Accepted = Callable[["LiveListener", socket.socket, tuple[str, int]], None]
 
 
-def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSocket:
-    """Bind the socket of one address of a listener; it listens later.
+def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:
+    """Bind the socket of one address of a listener; it listens later, and accepts while the gate admits.
 
     Raises:
         tproxy.errors.TproxyError: port taken, capability missing.
@@ -68,7 +70,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller) -> ListeningSo
                 sock.setsockopt(option.level, option.name, option.value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     bound = sock.getsockname()
-    return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller)
+    return ListeningSocket(sock, SocketAddress(address.host, bound[1]), model.backlog, poller, gate=gate)
 
 
 def chain_places(model: Listener) -> Iterator[tuple[str, FilterChain]]:
@@ -88,6 +90,7 @@ class LiveListener:
         draining: it was replaced or removed, and its connections end by themselves.
         filters: listener filters in their order; ``None`` for one that ECDS has not delivered.
         reads_bytes: one of the filters waits for bytes of the client.
+        ends_tunnels: one of the chains does; its clients are other nodes.
 
     Raises:
         ConfigError: the TLS context of a chain cannot be built; with its place.
@@ -103,6 +106,7 @@ class LiveListener:
         logs: AccessLogs,
         secrets: SecretStore,
         clock: Clock,
+        decisions: Decisions,
         keep: Iterable[LiveChain] = (),
     ) -> None:
         self.model = model
@@ -123,6 +127,8 @@ class LiveListener:
         self.cx_length = scope.histogram("downstream_cx_length_ms")
         self.pre_cx_active = scope.gauge("downstream_pre_cx_active")
         self.pre_cx_timeout = scope.counter("downstream_pre_cx_timeout")
+        self.overload_reject = scope.counter("downstream_cx_overload_reject")
+        self.network_extension_config_missing = scope.counter("network_extension_config_missing")
         self.extension_config_missing = scope.counter("extension_config_missing")
         self.node_local = scope.counter("node_local_shortcut")
         self.ssl = LiveSsl(scope)
@@ -143,8 +149,11 @@ class LiveListener:
                     ssl=self.ssl,
                     owner=owner,
                     now=clock.monotonic,
+                    decisions=decisions,
+                    listener_logs=bool(self.sinks),
                 )
 
+        self.ends_tunnels = any(isinstance(chain.terminal, HttpConnectionManager) for chain in model.all_chains)
         self.chains: dict[int, LiveChain] = {}
         try:
             for place, chain in chain_places(model):

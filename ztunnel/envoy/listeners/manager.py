@@ -5,16 +5,25 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from hbone.aio.poller import Poller
 from tproxy.errors import TproxyError
-from xds.dialects.envoy import Surroundings, compile_listener, compile_listener_filter, compile_route_table
+from xds.dialects.envoy import (
+    Surroundings,
+    compile_chain_filter,
+    compile_listener,
+    compile_listener_filter,
+    compile_route_table,
+)
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import unpack
 from xds.errors import ConfigError
 from xds.model.access_log import AnyAccessLog, GrpcAccessLog
 from xds.model.http import HttpConnectionManager, RouteTableRef
-from xds.model.listener import DiscoveredFilter, Listener, WorkloadMetadata
+from xds.model.listener import Discovered, DiscoveredFilter, Listener, WorkloadMetadata
 from xds.model.tls import ConfigSource, GrpcSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2
@@ -26,17 +35,20 @@ from ztunnel.envoy.connections import Connections, LiveConnection
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.envoy.listeners.listener import Accepted, LiveListener, bind
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import Refused
+from ztunnel.envoy.outcome import POLICY_CHANGE, Refused
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.telemetry.access_log import AccessLogs
+from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.upstream.manager import Failure
-from ztunnel.runtime.accepting import hand_over
+from ztunnel.runtime.accepting import Gate, hand_over
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Listeners beyond these take 20 ms to compile, or more; a thread does it, so that the loop does not stand still.
 _BIG_BYTES = 1 << 20
@@ -68,6 +80,7 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
     }
     sources.update(_log_services(model.access_log))
     for chain in model.all_chains:
+        sources.update(each.source for each in chain.discovered)
         terminal = chain.terminal
         sources.update(_log_services(terminal.access_log))
         if isinstance(terminal, HttpConnectionManager) and isinstance(terminal.routes, RouteTableRef):
@@ -99,9 +112,11 @@ class ListenerManager:
         stats: Stats,
         logs: AccessLogs,
         clock: Clock,
+        decisions: Decisions,
         poller: Poller,
         connections: Connections,
         accepted: Accepted,
+        gate: Gate,
         drain_s: float,
     ) -> None:
         self._table = table
@@ -111,9 +126,11 @@ class ListenerManager:
         self._stats = stats
         self._logs = logs
         self._clock = clock
+        self._decisions = decisions
         self._poller = poller
         self._connections = connections
         self._accepted = accepted
+        self._gate = gate
         self._drain_s = drain_s
         self._tasks = Tasks("listeners")
         self._warming: dict[str, LiveListener] = {}
@@ -274,6 +291,7 @@ class ListenerManager:
             logs=self._logs,
             secrets=self._secrets,
             clock=self._clock,
+            decisions=self._decisions,
             keep=old.live_chains if old is not None and in_place else (),
         )
         kept = old.sockets if old is not None and self._may_take_over(old.model, model) else []
@@ -282,7 +300,7 @@ class ListenerManager:
         elif model.bind_to_port:
             try:
                 for address in model.addresses:
-                    listener.sockets.append(bind(model, address, self._poller))
+                    listener.sockets.append(bind(model, address, self._poller, self._gate))
             except BaseException:
                 listener.stop()
                 raise
@@ -348,10 +366,26 @@ class ListenerManager:
                 if not entry.filter.without_warming:
                     events.append(found)
         for chain in listener.live_chains:
+            for place, wanted_filter in enumerate(chain.model.discovered):
+                found = asyncio.Event()
+                subscriptions.append(
+                    self._sources.of(wanted_filter.source).subscribe(
+                        ECDS_URL,
+                        [wanted_filter.name],
+                        partial(self._receive_chain_filter, listener, chain, place, found),
+                        initial_fetch_timeout_s=wanted_filter.initial_fetch_timeout_s,
+                        on_initial_timeout=found.set,
+                    )
+                )
+                if chain.lacks(place) or not wanted_filter.without_warming:
+                    events.append(found)
             manager = chain.manager
             wanted = manager.wanted_routes if manager is not None else None
-            if manager is not None and wanted is not None and manager.routes is None:
+            if manager is not None and wanted is not None:
+                # For a chain that stays through an update, too: the old version's subscriptions end with it.
                 found = asyncio.Event()
+                if manager.routes is None:
+                    events.append(found)
                 subscriptions.append(
                     self._sources.of(wanted.source).subscribe(
                         RDS_URL,
@@ -361,7 +395,6 @@ class ListenerManager:
                         on_initial_timeout=found.set,
                     )
                 )
-                events.append(found)
         return events
 
     async def _receive_extension(
@@ -370,25 +403,50 @@ class ListenerManager:
         for resource in update.resources:
             if resource.name != wanted.name:
                 continue
-            try:
-                extension = registry.unpack(resource.body)
-                if not isinstance(extension, core_pb2.TypedExtensionConfig):
-                    raise ConfigError(f"not a TypedExtensionConfig: {resource.body.type_url}")
-                message = unpack(extension.typed_config, extension.name)
-                if wanted.type_urls and message.DESCRIPTOR.full_name not in wanted.type_urls:
-                    raise ConfigError(f"type {message.DESCRIPTOR.full_name} is not among the listener's type_urls")
-                compiled = compile_listener_filter(message, self._surroundings)
-            except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
-                self._note_failure(self.extensions, resource, error)
-                raise UpdateRejected(f"{wanted.name}: {error}") from error
+            compiled = self._extension(resource, wanted, compile_listener_filter)
             listener.discover(place, compiled)
-            self.extensions[resource.name] = Delivered(good=resource, at=self._clock.wall())
             if isinstance(compiled, WorkloadMetadata):
                 log.info("workload metadata: %d addresses", len(compiled.baggage))
         if wanted.name in update.removed:
             listener.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
+
+    async def _receive_chain_filter(
+        self, listener: LiveListener, chain: LiveChain, place: int, found: asyncio.Event, update: Update
+    ) -> None:
+        wanted = chain.model.discovered[place]
+        for resource in update.resources:
+            if resource.name == wanted.name:
+                chain.discover(place, self._extension(resource, wanted, compile_chain_filter))
+        if wanted.name in update.removed:
+            chain.discover(place, None)
+            self.extensions.pop(wanted.name, None)
+        found.set()
+        # What is open must be allowed by what is in force; Envoy asks new connections only.
+        for connection in self._connections:
+            if connection.chain is chain:
+                self._judge_again(listener, connection)
+
+    def _extension(self, resource: Resource, wanted: Discovered, read: Callable[[Message, Surroundings], T]) -> T:
+        """Return what an ECDS resource says, and note that it is in force.
+
+        Raises:
+            UpdateRejected: it cannot be used.
+        """
+        try:
+            extension = registry.unpack(resource.body)
+            if not isinstance(extension, core_pb2.TypedExtensionConfig):
+                raise ConfigError(f"not a TypedExtensionConfig: {resource.body.type_url}")
+            message = unpack(extension.typed_config, extension.name)
+            if wanted.type_urls and message.DESCRIPTOR.full_name not in wanted.type_urls:
+                raise ConfigError(f"type {message.DESCRIPTOR.full_name} is not among the listener's type_urls")
+            compiled = read(message, self._surroundings)
+        except (ConfigError, registry.UnknownType, registry.MalformedMessage) as error:
+            self._note_failure(self.extensions, resource, error)
+            raise UpdateRejected(f"{wanted.name}: {error}") from error
+        self.extensions[resource.name] = Delivered(good=resource, at=self._clock.wall())
+        return compiled
 
     async def _receive_routes(
         self, manager: LiveConnectionManager, name: str, found: asyncio.Event, update: Update
@@ -515,11 +573,11 @@ class ListenerManager:
         try:
             if chain is not None:
                 # What a tunnel connection's requests ask for is judged per request; its tunnels drain.
-                chain.judge(connection.info, port_known=chain.manager is None)
+                chain.judge(connection.info, port_known=chain.manager is None, live=True)
                 return
             reason = "connection closed: its destination is no longer served"
         except Refused as error:
-            reason = f"connection closed due to policy change: {error.details}"
+            reason = f"{POLICY_CHANGE}: {error.details}"
         connection.end(reason)
 
     async def _drain(self, listener: LiveListener | None, chains: Iterable[LiveChain]) -> None:

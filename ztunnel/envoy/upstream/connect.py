@@ -267,11 +267,12 @@ class Connector:
             raise failure_of(cluster, error) from error
         finally:
             cluster.breaker.requests -= 1
+        info.tunnel_authority = authority
         info.upstream_local = str(address_of(tunnel.connection.local_name))
         facts = tunnel.connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         info.upstream_tls = facts
-        info.upstream_certificate = context.presented if context is not None else None
+        info.upstream_certificate = context.presented.certificate if context is not None else None
         info.upstream_sni = context.model.sni if context is not None else ""
         if proxy.model.tunneling is not None and proxy.model.tunneling.propagate_response_headers:
             text = ",".join(f"{name.decode()}:{value.decode('latin-1')}" for name, value in tunnel.headers)

@@ -107,7 +107,7 @@ class Dialler:
                     end.close()
                     raise
                 info.upstream_uri_sans = facts.uri_sans
-                info.upstream_tls, info.upstream_certificate = facts, context.presented
+                info.upstream_tls, info.upstream_certificate = facts, context.presented.certificate
                 info.upstream_sni = context.model.sni
                 cluster.stats.negotiated(facts)
                 return end

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.ztunnel.envoy.admin.harness import WAIT_S, Answer, Client, Running, serve
-from tests.ztunnel.envoy.admin.reference import Reference, write_reference
+from tests.ztunnel.envoy.admin.reference import IDENTITY, Reference, write_reference
+from ztunnel.cli import main
 
 pytestmark = [pytest.mark.interop]
 
@@ -211,7 +212,16 @@ def test_help_documents_what_envoys_does(both: dict[str, tuple[Answer, Answer]])
     profilers = {path for path in theirs if "profiler" in path or "heap" in path or "tcmalloc" in path}
     lookups = {path for path in theirs if "recentlookups" in path}
     assert theirs - ours == profilers | lookups
-    assert ours - theirs == {"  /connections", "  /explain", "  /policies", "  /policies/explain"}
+    assert ours - theirs == {
+        "  /connections",
+        "  /denials",
+        "  /explain",
+        "  /policies",
+        "  /policies/explain",
+        "  /rbac",
+        "  /tap",
+        "  /ui",
+    }
 
 
 def test_stats_that_both_have_are_of_one_kind(both: dict[str, tuple[Answer, Answer]]) -> None:
@@ -222,3 +232,43 @@ def test_stats_that_both_have_are_of_one_kind(both: dict[str, tuple[Answer, Answ
     common = theirs.keys() & ours.keys()
     assert len(common) > 150
     assert all(type(theirs[name]) is type(ours[name]) for name in common)
+
+
+def test_commands_that_ask_an_envoy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no ``/explain``: its dump is asked for, and gives our proxy's answer for the same files."""
+    words = ["explain", "10.244.2.3", "10.96.183.192:9080", "--json"]
+    ours, theirs = write_reference(_made(tmp_path / "ours")), write_reference(_made(tmp_path / "theirs"))
+    said = []
+
+    def ask(running: Running) -> None:
+        assert main([*words, "--address", f"127.0.0.1:{ours.admin}"]) == 0
+
+    serve(ours, ask)
+    said.append(json.loads(capsys.readouterr().out))
+    with envoy(theirs):
+        address = f"127.0.0.1:{theirs.admin}"
+        assert main([*words, "--address", address]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told.pop("not_in_the_dump") == [
+            "the proxy's flags: --tunnel-source is taken for its default",
+            "Calico's policies",
+        ]
+        said.append(told)
+        assert main(["status", "--address", address]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        assert [row.split("  ")[0] for row in rows][1:7] == [
+            *("state", "up for", "node", "listeners", "clusters", "certificates"),
+        ]
+        assert main(["certificates", "--address", address]) == 0
+        assert f"{IDENTITY}productpage" in capsys.readouterr().out
+        assert main(["connections", "--address", address]) == 2
+        assert "/connections: 404" in capsys.readouterr().err
+    first, second = (json.loads(json.dumps(each)) for each in said)
+    for each in (first, second):
+        each["hop"].pop("address")  # a free port of its own
+    assert second == first
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
