@@ -151,7 +151,7 @@ class AmbientMesh:
         mesh: what the mesh file says beyond nodes and pods, whose addresses are known only here.
         pods: more about each pod, as the mesh file says it.
         captured: pods that the agents enrol; all by default.
-        env: more environment of the proxies.
+        env: more environment of the proxies; ``{node}`` stands for the node's name.
         local: the proxies get their mesh from a local file with this content, made once addresses are known, and
             only certificates from the control plane.
         dedicated: a proxy in each captured pod instead of one per node.
@@ -348,7 +348,7 @@ class AmbientMesh:
             "LOG_FORMAT": "json",
             "RUST_LOG": "info",
             **({"XDS_ADDRESS": "", "LOCAL_XDS_PATH": f"{self.folder}/local.yaml"} if self.local else {}),
-            **self.env,
+            **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
         command = [*prefix, sys.executable, "-m", "ztunnel", "proxy", "ztunnel"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.netns.istio import HELLO, AmbientMesh, ask, mesh_of, refused
+from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, ask, mesh_of, refused
 from tests.netns.toys import app
 from tproxy.aio.sockets import connect
+from ztunnel.cli import main as command
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
@@ -52,7 +54,28 @@ async def ends(sock: socket.socket) -> None:
             assert await asyncio.get_running_loop().sock_recv(sock, 1000) == b""
 
 
-def test_live_connections_are_judged_again_when_a_policy_changes(tmp_path: Path) -> None:
+def test_live_connections_are_judged_again_when_a_policy_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explained(proxy: NodeProxy, *words: str) -> Any:
+        """What the command says on a proxy's node: its status, and the answers."""
+        status = proxy.place.run(command, ["explain", *words, "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    def what_is_said_of_live_connections(mesh: AmbientMesh, tunnelled: socket.socket) -> None:
+        source = "{}:{}".format(*tunnelled.getsockname())
+        status, (out,) = explained(mesh.node_of("client"), "--connection", source)
+        assert (status, out["verdict"], out["ways"][0]["taken"]) == (0, "allowed", True)
+        far = mesh.node_of("far")
+        entries = [each for each in far.connections() if each["direction"] == "inbound"]
+        proven = {each["srcIdentity"]: each for each in entries}
+        assert set(proven) == {f"spiffe://cluster.local/ns/default/sa/{name}" for name in ("client", "near")} | {
+            None
+        }
+        for identity, each in proven.items():
+            status, (into,) = explained(far, "--connection", f"{each['src']}-{each['actualDst']}")
+            assert (status, into["verdict"], into["source"]["identity"]) == (0, "allowed", identity)
+
     async def main() -> None:
         async with (
             mesh_of(NODES, tmp_path, captured=CAPTURED) as mesh,
@@ -64,6 +87,7 @@ def test_live_connections_are_judged_again_when_a_policy_changes(tmp_path: Path)
                 await stack.enter_async_context(held(mesh, *who))
                 for who in (("client", "near"), ("client", "far"), ("outside", "far"), ("near", "far"))
             ]
+            what_is_said_of_live_connections(mesh, tunnelled)
             principals = ["cluster.local/ns/default/sa/client"]
             rule = {"action": "DENY", "rules": [{"from": {"principals": principals}}]}
             mesh.write_mesh(policies={"no-client": rule})
@@ -75,6 +99,8 @@ def test_live_connections_are_judged_again_when_a_policy_changes(tmp_path: Path)
                 proxy = mesh.node_of(name)
                 line = await proxy.failed("connection closed due to policy change", "inbound")
                 assert (line["src.workload"], line["dst.workload"]) == ("client", name)
+                status, (told,) = explained(proxy, "--log-line", json.dumps(line))
+                assert (status, told["inbound"]["refused"]) == (1, "explicitly denied by: default/no-client")
                 labels = {"reporter": "destination", "destination_workload": name, "response_flags": "DENY"}
                 assert proxy.metric("istio_tcp_connections_closed_total", **labels) == 1
                 text = proxy.log_path.read_text()
@@ -88,6 +114,10 @@ def test_live_connections_are_judged_again_when_a_policy_changes(tmp_path: Path)
             )
             await ends(plain)
             await lives(other)
+            to = f"{mesh.lab.pod('far').ipv4}:8080"
+            for name, verdict in (("outside", "refused by the destination"), ("near", "allowed")):
+                _, told = explained(mesh.node_of("far"), f"default/{name}", to)
+                assert told["verdict"] == verdict
             assert await ask(mesh.lab.pod("client"), mesh.lab.pod("far").ipv4, 8080)  # and the client is back
 
     asyncio.run(main())

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import random
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from ztunnel.istio.config import IstioConfig, PodName, ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Gauge, Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node, policies_in_force
+from ztunnel.istio.node import Node, policies_in_force, taps_permitted
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.istio.xds.control import ControlPlane
@@ -46,6 +45,7 @@ from ztunnel.istio.zds.manager import PodManager, check_privileges
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap, tasks
 from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.descriptors import raise_limit
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import Watchdog
@@ -53,6 +53,7 @@ from ztunnel.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
     from ztunnel.istio.workers.main import WorkerPod, Workers
+    from ztunnel.tap.server import TapServer
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class IstioProxy:
             names=Names(Resolver(), self.clock),
             revocations=self.revocations,
             policies=policies_in_force(config, self.clock, self.metrics),
+            taps=taps_permitted(config, self.clock),
             ask=self.control.ask if self.control.on_demand else None,
         )
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
@@ -284,6 +286,13 @@ class IstioProxy:
         await pod.start()
         return pod
 
+    def carried(self) -> list[PodProxy | WorkerPod]:
+        """Return every pod that runs, this proxy's own included."""
+        from ztunnel.istio.workers.main import WorkerPod
+
+        running = [status.running for status in self.pods.states().values()]
+        return [*self._own, *(each for each in running if isinstance(each, PodProxy | WorkerPod))]
+
     def _workers_serve(self, serve: bool) -> None:
         self.readiness.set(WORKERS, serve)
 
@@ -363,6 +372,8 @@ class IstioProxy:
             stack.push_async_callback(self.certificates.close)
             stack.push_async_callback(self._tasks.close)
             servers = await stack.enter_async_context(Servers(self))
+            if self.config.tap_socket:
+                await stack.enter_async_context(self._taps())
             if self.revocations is not None:
                 await stack.enter_async_context(self.revocations)
                 self.revocations.watch(self._revocations_changed)
@@ -383,12 +394,17 @@ class IstioProxy:
             if start.done() and not start.cancelled():
                 start.result()
 
+    def _taps(self) -> TapServer:
+        from ztunnel.istio.admin.tapped_pods import TappedPods  # most proxies permit none, and save the memory
+        from ztunnel.tap.server import TapServer
+
+        return TapServer(Path(self.config.tap_socket), TappedPods(self), self.clock)
+
     def _log_start(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        files = raise_limit()
         log.info("version: %s", build_info(self.config.version_tag))
-        log.info("starting mode=%s node=%s files=%d", self.config.proxy_mode.value.lower(), self.config.node, hard)
+        mode = self.config.proxy_mode.value.lower()
+        log.info("starting mode=%s node=%s files=%d", mode, self.config.node, files)
         # One line of JSON, which is YAML too.
         log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
         for warning in self.config.warnings:

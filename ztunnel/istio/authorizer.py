@@ -6,6 +6,7 @@ import logging
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
 from xds.model.workload import Workload
+from ztunnel.istio.denial_lines import DenialLines
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import refusal
 from ztunnel.istio.policy_uses import NONE_MATCHED, Use
@@ -32,6 +33,7 @@ class Authorizer:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.lines = DenialLines(node)
         self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
 
     async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
@@ -53,25 +55,29 @@ class Authorizer:
         if policies.missing:
             policies = await self._complete(workload, policies, grace_s)
         self._report_dry_run(policies, facts, record)
-        refusal = self._refusal(policies, facts, Use.DENIED)
+        refusal = self._refusal(workload, policies, facts, Use.DENIED)
         if refusal:
             raise Denied(refusal)
 
     def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
         """Check a live connection again, by the current policies; the caller ends one that is not allowed."""
-        return not self._refusal(self._node.mesh.policies_for(workload), facts, Use.ENDED)
+        return not self._refusal(workload, self._node.mesh.policies_for(workload), facts, Use.ENDED)
 
-    def _refusal(self, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use) -> str:
+    def _refusal(
+        self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
+    ) -> str:
         """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
         node = self._node
         if policies.missing:
             node.metrics.policy_uses.note(policies.missing[0], refused, node.clock.wall())
+            self.lines.write(refused.value, workload, facts, policies.missing[0])
             return f"policy {policies.missing[0]} has not arrived"
         if not policies.enforced.tiers:
             return ""
         decision = judge(policies.enforced, facts)
         if not decision.allowed:
             node.metrics.policy_uses.note(decision.policy or NONE_MATCHED, refused, node.clock.wall())
+            self.lines.write(refused.value, workload, facts, decision.policy)
         elif decision.policy and refused is Use.DENIED:
             node.metrics.policy_uses.note(decision.policy, Use.ALLOWED, node.clock.wall())
         if log.isEnabledFor(self._level):

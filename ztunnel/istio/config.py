@@ -67,8 +67,10 @@ class IstioConfig:
         compliance: see :meth:`ztunnel.istio.certificates.manager.TlsPolicy.for_compliance`.
         policies: where Calico's policies come from; ``None``: there are none.
         connect_retries: further endpoints that are tried before a connection fails.
+        ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
+        tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
     """
@@ -142,6 +144,8 @@ class IstioConfig:
     early_data: bool = True
     spin_us: int = SPIN_US
     metric_series: int = 20_000
+    tap_socket: str = ""
+    ui: bool | None = None
     arguments: str = ""
     warnings: tuple[str, ...] = ()
 

@@ -167,15 +167,30 @@ class PodConnections:
                     entry.end(REVOKED)
 
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
-        """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table."""
+        """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table.
+
+        ``srcIdentity``, what an inbound client has proven, is ours: the Rust ztunnel does not show it.
+        """
         inbound = {
-            (str(entry.record.source), entry.original, str(entry.actual), entry.protocol): None
+            (
+                str(entry.record.source),
+                entry.original,
+                str(entry.actual),
+                entry.protocol,
+                _proven(entry.record),
+            ): None
             for entry in self.inbound
         }
         return {
             "inbound": [
-                {"actualDst": actual, "originalDst": original, "protocol": protocol, "src": src}
-                for src, original, actual, protocol in inbound
+                {
+                    "actualDst": actual,
+                    "originalDst": original,
+                    "protocol": protocol,
+                    "src": src,
+                    "srcIdentity": identity,
+                }
+                for src, original, actual, protocol, identity in inbound
             ],
             "outbound": [
                 {
@@ -187,6 +202,10 @@ class PodConnections:
                 for entry in self.outbound
             ],
         }
+
+
+def _proven(record: Record) -> str | None:
+    return str(record.source_identity) if record.secured and record.source_identity is not None else None
 
 
 def _is_listed(lists: RevocationLists, connection: Connection) -> bool:

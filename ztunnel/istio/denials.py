@@ -1,10 +1,6 @@
-"""The connections that policies denied or ended, by pair of workloads: the last ones, counted. Pure."""
+"""What a denied connection is counted under in an Istio mesh; :mod:`ztunnel.policy.denials` counts."""
 
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
-
-#: Pairs that are kept. A stranger can make pairs, by ports for example: the one that was denied longest ago goes.
-MOST_PAIRS: Final = 500
+from typing import NamedTuple
 
 
 class Pair(NamedTuple):
@@ -23,50 +19,3 @@ class Pair(NamedTuple):
     identity: str
     destination: str
     reason: str
-
-
-class Denial(NamedTuple):
-    """How often a pair was denied.
-
-    Attributes:
-        times: connections.
-        last_s: the last one's time, in seconds of the wall clock.
-        address: the last one's source.
-    """
-
-    pair: Pair
-    times: int
-    last_s: float
-    address: str
-
-
-class Denials:
-    """Counts by pair, at most :data:`MOST_PAIRS`; iterates from the newest to the oldest."""
-
-    def __init__(self) -> None:
-        self._by_pair: dict[Pair, Denial] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_pair)
-
-    def __iter__(self) -> Iterator[Denial]:
-        return reversed(list(self._by_pair.values()))
-
-    def note(self, pair: Pair, address: str, now_s: float) -> None:
-        """Count a connection."""
-        known = self._by_pair.pop(pair, None)
-        self._by_pair[pair] = Denial(pair, known.times + 1 if known else 1, now_s, address)
-        if len(self._by_pair) > MOST_PAIRS:
-            del self._by_pair[next(iter(self._by_pair))]
-
-    def add(self, others: Iterable[Denial]) -> None:
-        """Add those of another process."""
-        found = dict(self._by_pair)
-        for other in others:
-            known = found.get(other.pair)
-            if known is not None:
-                newer = max(known, other, key=lambda denial: denial.last_s)
-                other = newer._replace(times=known.times + other.times)
-            found[other.pair] = other
-        newest = sorted(found.values(), key=lambda denial: denial.last_s)[-MOST_PAIRS:]
-        self._by_pair = {denial.pair: denial for denial in newest}

@@ -2,7 +2,8 @@
 
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
-``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, and those of :mod:`ztunnel.calico.settings`.
+``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, and
+those of :mod:`ztunnel.calico.settings`.
 """
 
 import ipaddress
@@ -37,7 +38,9 @@ from ztunnel.istio.config import (
     SocketConfig,
 )
 from ztunnel.istio.logs import InvalidLevel, LogFilter
-from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s, socket_path
+from ztunnel.ui.setting import VARIABLE as UI
+from ztunnel.ui.setting import page_setting
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
@@ -414,7 +417,9 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
             port = default
         values[name] = port
     values["policies"] = _policies(seen)
+    values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
+    values["ui"] = seen.get(UI, page_setting, None)
 
 
 def _policies(seen: _Environment) -> PolicySettings | None:

@@ -8,8 +8,10 @@ parties of the question, asks again for each endpoint that a draw could give, an
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final, assert_never
 
 from xds.model.address import SocketAddress, canonical
@@ -29,6 +31,8 @@ Answer = dict[str, Any]
 
 #: Endpoints and policies that are told; of more, only their number.
 _MOST_TOLD: Final = 32
+_DAY_S: Final = 86400
+_NO_ZTUNNEL: Final = "no ztunnel stands before the workload: its policies are not enforced"
 _CLUSTER_SUFFIX: Final = ".svc.cluster.local"
 
 
@@ -45,12 +49,16 @@ class Question:
         source: the workload there; ``None``: a client outside the mesh, whose way here is its own.
         destination: what is dialled.
         identity: what the client's certificate says; empty: it comes in plain text.
+        inbound: only what the destination's proxy decides is asked, about exactly this identity.
+        captured: a ztunnel takes the source's connections. Those of others go where the kernel sends them.
     """
 
     host: str
     source: Workload | None
     destination: SocketAddress
     identity: str = ""
+    inbound: bool = False
+    captured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,39 +77,84 @@ class Surroundings:
     avoided: Collection[WorkloadUid] = ()
 
 
-def question(source: str, destination: str, identity: str, around: Surroundings) -> Question:
+def question(
+    source: str,
+    destination: str,
+    identity: str,
+    around: Surroundings,
+    *,
+    inbound: bool = False,
+    captured: bool = False,
+    endpoint: str = "",
+) -> Question:
     """Return the question that these words ask.
 
     Args:
-        source: an address, ``namespace/pod`` or a workload's uid.
+        source: an address, with or without a port, ``namespace/pod`` or a workload's uid.
         destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
-            ``namespace/pod``.
-        identity: a SPIFFE id; empty: the source's own.
+            ``namespace/pod``. With an endpoint also a service's name without a port.
+        identity: a SPIFFE id; empty: the source's own, and of an inbound question, plain text.
         around: where the names are looked up.
+        inbound: see :class:`Question`.
+        captured: it is known to be, since a proxy saw it; else the control plane's word counts, that the source
+            takes tunnels, and an identity, which only a ztunnel can show.
+        endpoint: ``IP:PORT`` of the application that a connection to the service reached, as access lines have
+            it: they do not have the service's port, which is found by it.
 
     Raises:
         BadQuestion: there is no such party.
     """
     workload, host = _source(source, around)
+    namespace = workload.namespace if workload is not None else ""
     name, colon, port = destination.rpartition(":")
     if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise BadQuestion(f"destination {destination!r}: not HOST:PORT")
-    namespace = workload.namespace if workload is not None else ""
-    address = _destination(name, namespace, around)
-    known = identity or (str(workload.identity) if workload is not None else "")
-    return Question(host=host, source=workload, destination=SocketAddress(address, int(port)), identity=known)
+        if not endpoint or colon:
+            raise BadQuestion(f"destination {destination!r}: not HOST:PORT")
+        dialled = _behind(destination, namespace, endpoint, around)
+    else:
+        dialled = SocketAddress(_destination(name, namespace, around), int(port))
+    captured = captured or bool(identity) or (workload is not None and workload.protocol is Protocol.HBONE)
+    own = str(workload.identity) if workload is not None and captured and not inbound else ""
+    return Question(
+        host=host,
+        source=workload,
+        destination=dialled,
+        identity=identity or own,
+        inbound=inbound,
+        captured=captured,
+    )
 
 
 def explain(asked: Question, around: Surroundings) -> Answer:
     """Return the answer as plain values with stable keys, ready for JSON."""
     answer: Answer = {"verdict": "", "source": _shown_source(asked), "destination": str(asked.destination)}
-    if asked.source is None:
+    if asked.source is None or asked.inbound:
         local = around.mesh.workload_at(around.network, asked.destination.host)
         if local is None:
             return answer | {"verdict": "not known here: neither end is a workload of the mesh"}
         allowed, inbound = _inbound(asked, local, asked.destination, around)
         return answer | {"inbound": inbound, "verdict": "allowed" if allowed else "refused by the destination"}
+    if not asked.captured:
+        return answer | _uncaptured(asked, asked.source, around)
     return answer | _outbound(asked, asked.source, around)
+
+
+def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
+    """Return what an answer says of the source's certificate.
+
+    Args:
+        state: why there is none; empty with no certificate: nothing on this node needs one.
+        ends: of a certificate, when it expires.
+        now_s: seconds of the wall clock.
+    """
+    if ends is None:
+        return {"state": state or "none here: no pod of this node has the identity"}
+    left_s = ends.timestamp() - now_s
+    return {
+        "state": "available" if left_s > 0 else "expired",
+        "valid_until": f"{ends:%Y-%m-%dT%H:%M:%SZ}",
+        "days_left": math.floor(10 * left_s / _DAY_S) / 10,
+    }
 
 
 # The parties
@@ -115,7 +168,7 @@ def _address(text: str) -> str | None:
 
 
 def _source(text: str, around: Surroundings) -> tuple[Workload | None, str]:
-    host = _address(text)
+    host = _address(text) or _address(text.rpartition(":")[0])
     if host is not None:
         return around.mesh.workload_at(around.network, host), host
     workload = around.mesh.workload(text) or _pod(text, around.mesh)
@@ -134,6 +187,12 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
     workload = _pod(name, mesh)
     if workload is not None and workload.addresses:
         return workload.addresses[0]
+    return _service(name, namespace, around)[1]
+
+
+def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
+    """Return a service by what applications call it, and its address here."""
+    mesh = around.mesh
     names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
     service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
     if service is None:
@@ -141,7 +200,25 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
     own = [vip.host for vip in service.vips if vip.network == around.network]
     if not own:
         raise BadQuestion(f"destination {name!r}: the service has no address in network {around.network!r}")
-    return own[0]
+    return service, own[0]
+
+
+def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
+    """Return what was dialled, a service, to reach an application: its port there is often another one."""
+    service, host = _service(name, namespace, around)
+    try:
+        reached = SocketAddress.parse(endpoint)
+    except ValueError:
+        raise BadQuestion(f"endpoint {endpoint!r}: not IP:PORT") from None
+    if any(vip.host == reached.host for vip in service.vips):
+        return SocketAddress(host, reached.port)  # a waypoint's tunnel names what was dialled
+    workload = around.mesh.workload_at(around.network, reached.host)
+    place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
+    # An endpoint that has left its service meanwhile: the service's own table, which has 0 for named ports.
+    for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
+        if target == reached.port:
+            return SocketAddress(host, port)
+    raise BadQuestion(f"destination {name!r}: no port of the service leads to {endpoint}")
 
 
 def _pod(text: str, mesh: Mesh) -> Workload | None:
@@ -180,14 +257,51 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
     if not routes:
         return answer
     told = [_way(route, asked, around) for route in routes]
-    answer["ways"] = [way for _, way in told]
+    return answer | _told(told)
+
+
+def _told(told: list[tuple[bool, Answer]]) -> Answer:
+    """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
     allowed = [ok for ok, _ in told]
-    if all(allowed):
-        answer["verdict"] = "allowed"
+    some = "" if not any(allowed) else f" by {allowed.count(False)} of {len(allowed)} endpoints"
+    verdict = "allowed" if all(allowed) else f"refused by the destination{some}"
+    return {"ways": [way for _, way in told], "verdict": verdict}
+
+
+def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
+    """Explain a connection that no ztunnel takes at the source: plain TCP, to an endpoint the kernel picks."""
+    mesh, port = around.mesh, asked.destination.port
+    dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
+    at = dialled or mesh.workload_at(source.network, asked.destination.host)
+    answer: Answer = {
+        "dialled": _named(at),
+        "because": "plain TCP: the control plane says that the source takes no tunnels, so no ztunnel takes its "
+        "connections, and it proves no identity",
+    }
+    targets: list[tuple[Workload | None, SocketAddress]] = []
+    if dialled is None:
+        targets.append((at if isinstance(at, Workload) else None, asked.destination))
     else:
-        some = "" if not any(allowed) else f" by {allowed.count(False)} of {len(allowed)} endpoints"
-        answer["verdict"] = f"refused by the destination{some}"
-    return answer
+        for uid, endpoint in mesh.endpoints(dialled.key).items():
+            workload, target = mesh.workload(uid), endpoint.ports.get(port)
+            if workload is not None and target and workload.addresses:
+                targets.append((workload, SocketAddress(workload.addresses[0], target)))
+    if not targets:
+        return answer | {"verdict": f"refused: no healthy upstream: {asked.destination}"}
+    return answer | _told([_plain_way(asked, workload, to, around) for workload, to in targets[:_MOST_TOLD]])
+
+
+def _plain_way(
+    asked: Question, workload: Workload | None, target: SocketAddress, around: Surroundings
+) -> tuple[bool, Answer]:
+    way: Answer = {"target": str(target)}
+    if workload is None:
+        return True, way
+    way |= {"workload": workload.uid, "node": workload.node or None}
+    if workload.protocol is not Protocol.HBONE:
+        return True, way | {"policies_because": _NO_ZTUNNEL}
+    allowed, way["inbound"] = _inbound(asked, workload, target, around)
+    return allowed, way
 
 
 def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route]:
@@ -305,7 +419,7 @@ def _way(route: Route, asked: Question, around: Surroundings) -> tuple[bool, Ans
         way |= {"workload": workload.uid, "node": workload.node or None, "weight": workload.capacity}
     if isinstance(route, Direct):
         if workload is not None and workload.protocol is not Protocol.HBONE:
-            way["policies_because"] = "no ztunnel stands before the workload: its policies are not enforced"
+            way["policies_because"] = _NO_ZTUNNEL
         return True, way
     way |= {"authority": route.authority, "peer_must_be": list(route.identities)}
     if isinstance(route, DoubleTunnel):

@@ -29,6 +29,7 @@ from ztunnel.calico.live import LivePolicies
 from ztunnel.istio import socks5
 from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.connections import PodConnection
+from ztunnel.istio.denial_lines import DenialLines
 from ztunnel.istio.inbound import Inbound
 from ztunnel.istio.node import Node
 from ztunnel.istio.outbound import Outbound, OutboundUpstream, PodCall
@@ -51,16 +52,30 @@ class GuardedAuthorizer(Authorizer):
     async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
         """See :meth:`Authorizer.authorize`."""
         flow = _inbound_flow(workload, facts)
-        _require(await self._calico.admit(c.Direction.INGRESS, flow), record)
+        self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
         # While that waited for a policy of the mesh, Calico's may have changed, and a review passes over what is
         # not admitted.
-        _require(self._calico.guard.check(c.Direction.INGRESS, flow, counted=False), record)
+        decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
+        self._require(decision, workload, facts, record)
+
+    def _require(self, decision: Decision, workload: Workload, facts: ConnectionFacts, record: Record) -> None:
+        """Note what staged policies say.
+
+        Raises:
+            Denied: the connection is not allowed.
+        """
+        record.dry_run = decision.staged or record.dry_run
+        if not decision.allowed:
+            self.lines.write("denied", workload, facts, *_policy_and_rule(decision))
+            raise Denied(decision.verdict.message, decision.fields)
 
     def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
         """See :meth:`Authorizer.still_allowed`."""
         flow = _inbound_flow(workload, facts)
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
+        if not decision.allowed:
+            self.lines.write("ended", workload, facts, *_policy_and_rule(decision))
         return decision.allowed and super().still_allowed(workload, facts)
 
 
@@ -95,6 +110,7 @@ class GuardedOutbound(Outbound):
         super().__init__(pod, tunnels, resolve)
         self._calico = policies
         self._judged: dict[PodConnection, c.Flow] = {}
+        self._lines = DenialLines(pod.node)
         policies.watch(self._review)
 
     async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
@@ -109,6 +125,9 @@ class GuardedOutbound(Outbound):
         call.entry.record.dry_run = decision.staged
         call.entry.record.http_left = decision.left
         if not decision.allowed:
+            source = call.entry.record.source
+            facts = ConnectionFacts(source=source, direct_source=source, destination=target)
+            self._lines.write("denied", route.workload, facts, *_policy_and_rule(decision))
             raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
         self._judged[call.entry] = flow
         return await super()._dial(call, route, target)
@@ -133,15 +152,11 @@ class GuardedOutbound(Outbound):
         super().close()
 
 
-def _require(decision: Decision, record: Record) -> None:
-    """Note what staged policies say.
-
-    Raises:
-        Denied: the connection is not allowed.
-    """
-    record.dry_run = decision.staged or record.dry_run
-    if not decision.allowed:
-        raise Denied(decision.verdict.message, decision.fields)
+def _policy_and_rule(decision: Decision) -> tuple[str, str]:
+    """Return ``TIER|POLICY`` and the rule that decided, for a line about a denial."""
+    fields = {name.removeprefix("policy."): value for name, value in decision.fields}
+    policy = "|".join(filter(None, (fields.get("tier"), fields.get("name"))))
+    return policy, fields.get("rule") or decision.verdict.message
 
 
 def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:

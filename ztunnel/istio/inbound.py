@@ -15,10 +15,12 @@ from functools import partial
 from typing import Final
 
 from hbone.aio.connection import Connection
+from hbone.aio.end import End
 from hbone.aio.fiber import Fiber
 from hbone.aio.relay import relay
 from hbone.aio.server import Request, serve_connection
 from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
 from hbone.errors import (
     ConnectRefused,
     ErrorCode,
@@ -265,13 +267,15 @@ class Inbound:
                 # 200 only now that the application has accepted: until then another endpoint can take this one's
                 # place, and first bytes that came along with the CONNECT wait in the stream.
                 baggage = ((b"baggage", labels.baggage),) if node.config.baggage else ()
-                running = relay(request.accept(baggage), application, record.counts)
+                accepted = request.accept(baggage)
+                there = self._seen(entry, application, accepted, head.headers)
+                running = relay(accepted, there, record.counts)
                 entry.aborts_by(running.abort)
                 ended = await running
                 if entry.reason:
                     failure = of_reason(entry.reason)
                 elif ended.error is not None:
-                    failure = of_relay(ended.error, from_client=ended.first is not application)
+                    failure = of_relay(ended.error, from_client=ended.first is not there)
             finally:
                 application.close()
         except _Refusal as refusal:
@@ -403,6 +407,22 @@ class Inbound:
             sock = await sockets.connect(address, source=source)
         return PlainSocket(sock, self._node.poller, fresh=True)
 
+    def _seen(
+        self,
+        entry: PodConnection,
+        application: PlainSocket,
+        tunnel: Tunnel | None = None,
+        headers: Headers = (),
+    ) -> End:
+        """Return the application's end, or what shows its bytes to a tap of this pod."""
+        capture = self._pod.tap
+        if capture is None:
+            return application
+        from ztunnel.istio.tapped import observed  # most proxies have no taps, and save the memory
+
+        assert entry.actual is not None
+        return observed(capture, entry, application, tunnel, entry.actual, headers)
+
     # Tunnels of this very node
 
     async def join(self, request: JoinRequest) -> Joined | None:
@@ -456,7 +476,7 @@ class Inbound:
             if entry.reason == POLICY_CHANGE and task is not None and not task.uncancel():
                 raise ConnectRefused(401) from error
             raise
-        return Joined(application, entry, self._left)
+        return Joined(self._seen(entry, application), entry, self._left)
 
     def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
         """Return whether a handshake would succeed now, by the rules that the contexts of both are made with."""
@@ -529,7 +549,7 @@ class Inbound:
         except (TproxyError, OSError) as error:
             return _unreachable(error)
         try:
-            running = relay(client, application, record.counts)
+            running = relay(client, self._seen(entry, application), record.counts)
             entry.aborts_by(running.abort)
             ended = await running
             if entry.reason:

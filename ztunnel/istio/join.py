@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from hbone.aio.socket import PlainSocket
+from hbone.aio.end import End
 from xds.model.address import SocketAddress
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.connections import PodConnection
@@ -53,14 +53,14 @@ class Joined:
     """The inbound half of a joined tunnel.
 
     Attributes:
-        end: the application's socket.
+        end: the application's end.
         entry: the half's table entry.
     """
 
     __slots__ = ("_left", "end", "entry")
 
     def __init__(
-        self, end: PlainSocket, entry: PodConnection, left: Callable[[PodConnection, Failed | None], None]
+        self, end: End, entry: PodConnection, left: Callable[[PodConnection, Failed | None], None]
     ) -> None:
         self.end = end
         self.entry = entry

@@ -20,8 +20,9 @@ from hbone.headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload
-from ztunnel.istio.denials import Denial, Denials
+from ztunnel.istio.denials import Pair
 from ztunnel.istio.policy_uses import PolicyUse, PolicyUses
+from ztunnel.policy.denials import Denial, Denials
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class Counts:
     authorization_dry_run: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     policy_decisions: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     policy_used_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    denials: tuple[Denial, ...] = ()
+    denials: tuple[Denial[Pair], ...] = ()
     policy_uses: tuple[PolicyUse, ...] = ()
     sockets_open: Mapping[str, int] = field(default_factory=dict)
     connect_retries: int = 0
@@ -262,7 +263,7 @@ class Metrics:
         #: Decisions by Calico's policies, and when they were made last; see :class:`ztunnel.calico.guard.Hits`.
         self.policy_decisions: dict[tuple[str, str, str], int] = {}
         self.policy_used_s: dict[tuple[str, str], float] = {}
-        self.denials = Denials()
+        self.denials = Denials[Pair]()
         self.policy_uses = PolicyUses()
         self.connect_retries = 0
         self.loop = LoopDelays()

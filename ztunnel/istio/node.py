@@ -31,6 +31,7 @@ from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
+    from ztunnel.tap.taps import Taps
 
 #: Forwarded queries under way, of all pods together; each has two sockets.
 DNS_QUERIES = 512
@@ -52,6 +53,7 @@ class Node:
         names: resolves the host names of workloads without addresses.
         revocations: the source of revocation lists; ``None``: no certificate is revoked.
         policies: Calico's; ``None``: those of the mesh alone decide.
+        taps: the taps of this process's pods; ``None``: the configuration permits none.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
@@ -75,6 +77,7 @@ class Node:
     names: Names
     revocations: Revocations | None = None
     policies: LivePolicies | None = None
+    taps: Taps | None = None
     is_ours: Callable[[], bool] | None = None
     tell_open: Callable[[int], None] | None = None
     ask: Callable[[str], Awaitable[None]] | None = None
@@ -171,6 +174,15 @@ class Node:
         await self.ask(key)
         self.asked.add(key)
         return True
+
+
+def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
+    """Return what the data path of this process asks for taps, or None: see :mod:`ztunnel.tap.taps`."""
+    if not config.tap_socket:
+        return None
+    from ztunnel.tap.taps import Taps  # most proxies permit none, and save the memory
+
+    return Taps(clock)
 
 
 def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:

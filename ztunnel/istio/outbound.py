@@ -95,12 +95,13 @@ class PodCall(NamedTuple):
     Attributes:
         entry: in the table.
         labels: of the pod, as it was described when the connection came.
-        client: the application's end.
+        client: the application's end, whose first bytes may go along with a CONNECT; ``None``: they may not,
+            because a tap is to see them.
     """
 
     entry: PodConnection
     labels: WorkloadLabels
-    client: PlainSocket
+    client: PlainSocket | None
 
 
 class Outbound:
@@ -190,12 +191,19 @@ class Outbound:
         record = entry.record
         labels = await self._pod.local.get()
         record.source_workload, record.source_labels = labels.workload, labels.plain
-        upstream = await self._open(PodCall(entry, labels, client), destination)
+        capture = self._pod.tap
+        call = PodCall(entry, labels, client if capture is None else None)
+        upstream = await self._open(call, destination)
         record.settled()
         joined = upstream.joined
         failure = None
         try:
-            running = relay(client, upstream.end, record.counts)
+            near: End = client
+            if capture is not None:
+                from ztunnel.istio.tapped import observed  # most proxies have no taps, and save the memory
+
+                near = observed(capture, entry, client, upstream.end, destination)
+            running = relay(near, upstream.end, record.counts)
             # A joined tunnel has two entries and one relay. Either half may be ended on purpose (a policy, its
             # pod's drain), and the other then ends with it, as it would by CANCEL over the wire.
             entry.aborts_by(running.abort)
@@ -203,7 +211,7 @@ class Outbound:
                 joined.entry.aborts_by(running.abort)
             ended = await running
             if ended.error is not None:
-                failure = of_relay(ended.error, from_client=ended.first is client)
+                failure = of_relay(ended.error, from_client=ended.first is near)
             if upstream.last_words is not None and not entry.reason:
                 await upstream.last_words()
         finally:

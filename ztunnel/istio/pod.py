@@ -96,9 +96,19 @@ class PodProxy:
         """End every connection whose peer is on a revocation list now."""
         self._connections.end_revoked(lists, self._tunnels.connections, self._node.metrics.crl_rejections)
 
+    @property
+    def connections(self) -> PodConnections:
+        """What is open in the pod, for pages."""
+        return self._connections
+
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
         """Return ``connections`` of the dump."""
         return self._connections.dump()
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections are carried now."""
+        return len(self._connections.inbound) + len(self._connections.outbound)
 
     def say_goodbye(self) -> int:
         """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
@@ -110,7 +120,7 @@ class PodProxy:
         """
         self._connections.begin_drain()
         self._connections.say_goodbye()
-        return len(self._connections.inbound) + len(self._connections.outbound)
+        return self.open_connections
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, let what runs end until the deadline, then :meth:`stop`.

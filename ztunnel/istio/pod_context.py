@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hbone.aio.connection import ConnectionSettings
 from hbone.flow import WindowPool
@@ -13,6 +14,9 @@ from ztunnel.istio.local_workload import LocalWorkload
 from ztunnel.istio.node import Node
 from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ztunnel.tap.capture import Capture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,15 @@ class PodContext:
     def server_settings(self) -> ConnectionSettings:
         """Settings of the tunnel connections that come to the pod."""
         return replace(self.node.server_settings, windows=self.windows)
+
+    @property
+    def tap(self) -> Capture | None:
+        """The tap of this pod, if there is one now; asked once per connection."""
+        taps = self.node.taps
+        if taps is None:
+            return None
+        name = self.local.name
+        return taps.of(f"{name.namespace}/{name.name}")
 
     async def certificate(self, workload: Workload) -> WorkloadCertificate:
         """Return a workload's certificate.

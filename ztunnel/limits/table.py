@@ -16,10 +16,11 @@ from hbone.limits import Limits
 from hbone.settings import Http2Settings
 from ztunnel.calico import evaluator, follower, guard, live
 from ztunnel.http import server as pages
-from ztunnel.istio import baggage_labels, denials, policy_uses, socks5
+from ztunnel.istio import baggage_labels, policy_uses, socks5
 from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.dns import forwarder, server
 from ztunnel.istio.node import DNS_QUERIES
+from ztunnel.policy import denials
 from ztunnel.runtime import line_limit, log_writer
 from ztunnel.runtime.descriptors import reserve_of
 from ztunnel.runtime.half_open import HalfOpenLimits
@@ -241,7 +242,8 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
         metric="ztunnel_metric_series_over_budget", beyond="counted with unknown workloads",
     )  # fmt: skip
     yield Limit(
-        name="lines about connections denied before their handshake", value=(line_limit.BURST, line_limit.RATE),
+        name="lines about connections denied before their handshake; by policies, without access lines",
+        value=(line_limit.BURST, line_limit.RATE),
         unit="of a pod at once; per second", beyond="counted in one line: have no line left_out=N",
     )  # fmt: skip
     yield Limit(

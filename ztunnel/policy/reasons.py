@@ -42,7 +42,7 @@ def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
             return reason(part, facts)
     if decisive and len(parts) > _MOST_NAMED:
         return f"none of {len(parts)} alternatives holds"
-    told = [reason(part, facts) for part in parts if not isinstance(part, p.Always)]
+    told = [text for part in parts if (text := reason(part, facts)) != "always"]
     return (" or " if decisive else " and ").join(told) or ("no alternatives" if decisive else "always")
 
 

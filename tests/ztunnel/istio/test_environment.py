@@ -11,6 +11,7 @@ from ztunnel.istio.certificates.manager import TlsPolicy
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode, SocketConfig
 from ztunnel.istio.environment import ISTIOD, MESH_CONFIG, config_from
 from ztunnel.runtime.settings import SettingsError, duration_s
+from ztunnel.tap.request import VARIABLE as TAP_VARIABLE
 
 NOTHING: Mapping[str, str] = {}
 DEDICATED = {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "ns/name/sa"}
@@ -162,6 +163,13 @@ def test_what_an_empty_environment_means() -> None:
         ({"ZTUNNEL_EARLY_DATA": "false"}, "early_data", False),
         ({"ZTUNNEL_SPIN_US": "50"}, "spin_us", 50),
         ({"ZTUNNEL_METRIC_SERIES": "100"}, "metric_series", 100),
+        ({}, "tap_socket", ""),
+        ({"ZTUNNEL_TAP_SOCKET": ""}, "tap_socket", ""),
+        ({TAP_VARIABLE: "/run/ztunnel/tap.sock"}, "tap_socket", "/run/ztunnel/tap.sock"),
+        ({}, "ui", None),
+        ({"ZTUNNEL_UI": "auto"}, "ui", None),
+        ({"ZTUNNEL_UI": "true"}, "ui", True),
+        ({"ZTUNNEL_UI": "false"}, "ui", False),
     ],
 )
 def test_variables(env: dict[str, str], field: str, value: Any) -> None:

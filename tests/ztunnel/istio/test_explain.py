@@ -12,9 +12,9 @@ from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
-from xds.model.policy import DestinationPort, PeerServiceAccount, SourceIp
+from xds.model.policy import DestinationPort, Not, PeerPrincipal, PeerServiceAccount, SourceIp
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
-from xds.model.workload import Health, Locality, PolicyKey, Workload, WorkloadUid
+from xds.model.workload import Health, Locality, PolicyKey, Protocol, Workload, WorkloadUid
 from ztunnel.istio.explain import Answer, BadQuestion, Surroundings, explain, question
 from ztunnel.istio.route import Client, Route, RouteRefused, route_for
 from ztunnel.policy.engine import judge
@@ -79,6 +79,46 @@ def test_unknown_parties_are_named(source: str, destination: str, error: str) ->
     elsewhere = Service(name="elsewhere", namespace="shop", hostname="elsewhere.example")
     with pytest.raises(BadQuestion, match=error.replace("(", r"\(")):
         ask(source, destination, pod("nowhere"), elsewhere)
+
+
+# Of connections that were seen
+
+
+def test_an_inbound_question_is_about_what_was_proven() -> None:
+    deny = policy("only-client", Action.ALLOW, ONLY_CLIENT)
+    there = around(BACK, deny)
+
+    def verdict(identity: str) -> Answer:
+        return explain(question("10.0.0.1:4000", "10.0.0.2:8080", identity, there, inbound=True), there)
+
+    assert verdict(str(CLIENT.identity))["inbound"]["allowed_by"] == "shop/only-client"
+    plain = verdict("")
+    assert plain["verdict"] == "refused by the destination"
+    assert plain["source"]["identity"] is None
+    assert "ways" not in plain
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "dialled"),
+    [
+        ("10.0.0.2:8080", VIP),  # by the endpoint's own ports
+        ("10.0.0.77:8080", VIP),  # an endpoint that has gone: by the service's
+        ("10.1.0.1:443", "10.1.0.1:443"),  # of a waypoint's tunnel: it names what was dialled
+    ],
+)
+def test_the_port_that_was_dialled_is_found_by_the_endpoint(endpoint: str, dialled: str) -> None:
+    there = around(cart(), BACK)
+    assert str(question("shop/client", "cart.example", "", there, endpoint=endpoint).destination) == dialled
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "error"),
+    [("10.0.0.2:9", "no port of the service leads to 10.0.0.2:9"), ("x", "endpoint 'x': not IP:PORT")],
+)
+def test_an_endpoint_that_no_port_leads_to(endpoint: str, error: str) -> None:
+    there = around(cart(), BACK)
+    with pytest.raises(BadQuestion, match=error):
+        question("shop/client", "cart.example", "", there, endpoint=endpoint)
 
 
 # Ways
@@ -230,6 +270,43 @@ def test_a_client_outside_the_mesh() -> None:
     assert known["inbound"]["allowed_by"] == "shop/p"
 
 
+def test_a_pod_that_is_not_in_the_mesh_proves_nothing() -> None:
+    """Its connections are not captured: what a tunnel would prove for it does not count."""
+    outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
+    allow = policy("only-outside", Action.ALLOW, PeerServiceAccount("shop", "outside"))
+    for destination in ("10.0.0.2:8080", VIP):
+        answer = ask("shop/outside", destination, outside, cart(), BACK, allow)
+        assert answer["verdict"] == "refused by the destination"
+        assert answer["source"]["identity"] is None
+        assert answer["because"].startswith("plain TCP: the control plane says that the source takes no tunnels")
+        (way,) = answer["ways"]
+        assert way["target"] == "10.0.0.2:8080"
+        assert way["inbound"]["refused"] == "allow policies exist, but none allowed"
+    shown = ask("shop/outside", VIP, outside, cart(), BACK, allow, identity=str(outside.identity))
+    assert shown["verdict"] == "allowed"  # asked as if it were
+
+
+def test_where_a_pod_that_is_not_in_the_mesh_can_go() -> None:
+    outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
+    plain = behind("plain", "10.0.1.9", protocol=Protocol.TCP)
+    deny = policy("no-plain-text", Action.DENY, Not(PeerPrincipal()))
+    answer = ask("shop/outside", VIP, outside, cart(), BACK, plain, deny)
+    assert answer["verdict"] == "refused by the destination by 1 of 2 endpoints"
+    assert [("inbound" in way, "policies_because" in way) for way in answer["ways"]] == [
+        (True, False),
+        (False, True),
+    ]
+    assert ask("shop/outside", "192.0.2.1:443", outside)["ways"] == [{"target": "192.0.2.1:443"}]
+    assert ask("shop/outside", VIP, outside, cart())["verdict"] == f"refused: no healthy upstream: {VIP}"
+
+
+def test_what_a_proxy_saw_was_captured_whatever_the_control_plane_says() -> None:
+    outside = pod("outside", "10.0.0.8", protocol=Protocol.TCP)
+    there = around(outside, cart(), BACK)
+    answer = explain(question("shop/outside", VIP, "", there, captured=True), there)
+    assert answer["because"] == "a tunnel: the workload takes them"
+
+
 # Agreement
 
 _regions = st.sampled_from(["", "r", "s"])
@@ -249,7 +326,7 @@ _endpoints = st.builds(
     st.integers(0, 2),
     _regions,
     st.sampled_from([80, 80, 81]),
-    st.sampled_from(["HBONE", "TCP"]),
+    st.sampled_from(list(Protocol)),
 )
 _balancing = st.builds(LoadBalancing, st.sampled_from([(), (Scope.REGION,)]), st.sampled_from(list(BalancerMode)))
 _policies = st.builds(

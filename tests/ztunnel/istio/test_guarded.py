@@ -399,6 +399,36 @@ def test_a_joined_tunnel_is_judged_at_both_ends(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_without_access_lines_each_denial_has_one_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(made: Guarded) -> None:
+        made.node.logs.change("access=off")
+        await made.start(NEAR, POD)
+        made.application(SERVER)
+        client = made.dial(f"{SERVER}:{APP_PORT}")
+        await client.send(b"ping")
+        assert await client.read(4) == b"ping"
+        made.handed.apply(inbound(FORBID))
+        assert await client.read_all() == b""  # ended at both ends
+        assert await made.dial(f"{SERVER}:{APP_PORT}").ask() == b""
+        made.handed.apply(inbound(PERMIT), outbound(FORBID))
+        assert await made.dial(f"{SERVER}:{APP_PORT}").ask() == b""
+
+    with caplog.at_level("INFO", "ztunnel.istio.denial_lines"):
+        run(tmp_path, body)
+    said = [each.getMessage() for each in caplog.records if each.name == "ztunnel.istio.denial_lines"]
+    told = [[line.split()[1], line.partition(" policy=")[2]] for line in said]
+    rule = "rule=0"
+    assert told == [
+        ["ended", f"default|GlobalNetworkPolicy/in {rule}"],
+        ["denied", f"default|GlobalNetworkPolicy/in {rule}"],
+        ["denied", f"default|GlobalNetworkPolicy/out {rule}"],
+    ]
+    assert "src.workload=client.default src.identity=spiffe://" in said[1]
+    assert said[2].endswith(f"dst.workload=server.default policy=default|GlobalNetworkPolicy/out {rule}")
+
+
 def test_pods_that_end_are_reviewed_no_more(tmp_path: Path) -> None:
     async def body(made: Guarded) -> None:
         name = PodName(name="p", namespace="default", service_account="p")

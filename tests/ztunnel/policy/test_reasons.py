@@ -55,6 +55,12 @@ def test_words(condition: p.Condition, connection: ConnectionFacts, words: str) 
     assert words in reason(condition, connection)
 
 
+def test_what_always_holds_is_said_only_if_there_is_nothing_else() -> None:
+    anything = p.AnyOf((p.Always(),))
+    assert reason(p.AllOf((anything, anything)), PLAIN) == "always"
+    assert reason(p.AllOf((anything, p.DestinationPort(15008, 15009), anything)), PLAIN) == "the port is 15008"
+
+
 @given(conditions, st.sampled_from(CONNECTIONS))
 def test_there_are_words_for_everything(condition: p.Condition, connection: ConnectionFacts) -> None:
     assert reason(condition, connection)

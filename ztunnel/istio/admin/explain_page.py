@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from xds.model.address import SocketAddress
@@ -12,14 +11,14 @@ from ztunnel.calico.live import LivePolicies
 from ztunnel.http.page import JSON, Page, Query, printable, text
 from ztunnel.istio.admin.inspected import InspectedProxy
 from ztunnel.istio.certificates.manager import WorkloadCertificate
-from ztunnel.istio.explain import Answer, Surroundings, explain, question
+from ztunnel.istio.explain import Answer, Surroundings, certificate, explain, question
 
 _USAGE = (
     "usage: /explain?source=IP|NAMESPACE/POD&destination=IP|NAMESPACE/POD|SERVICE.NAMESPACE:PORT"
-    "[&identity=SPIFFE ID]\n"
+    "[&identity=SPIFFE ID][&direction=inbound|outbound][&endpoint=IP:PORT]\n"
 )
-_PARAMETERS = ("source", "destination", "identity")
-_DAY_S = 86400
+_PARAMETERS = ("source", "destination", "identity", "direction", "endpoint")
+_DIRECTIONS = ("inbound", "outbound")
 
 
 def explain_page(proxy: InspectedProxy, query: Query) -> Page:
@@ -34,15 +33,25 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         illegal_ports=proxy.config.illegal_ports,
         avoided=proxy.node.failed_endpoints.current(proxy.clock.monotonic()),
     )
-    identity = given.get("identity", "")
+    identity, direction = given.get("identity", ""), given.get("direction", "")
+    if direction and direction not in _DIRECTIONS:
+        return _bad(f"direction: {direction!r} is none of {', '.join(_DIRECTIONS)}")
     try:
         if identity:
             SpiffeId.parse(identity)
-        asked = question(given.get("source", ""), given.get("destination", ""), identity, around)
+        asked = question(
+            given.get("source", ""),
+            given.get("destination", ""),
+            identity,
+            around,
+            inbound=direction == "inbound",
+            captured=direction == "outbound",
+            endpoint=given.get("endpoint", ""),
+        )
     except ValueError as error:
         return _bad(str(error))
     answer = explain(asked, around)
-    if asked.source is not None and asked.identity == str(asked.source.identity):
+    if not asked.inbound and asked.source is not None and asked.identity == str(asked.source.identity):
         answer["certificate"] = _certificate(proxy, asked.source.identity)
     if proxy.policies is not None:
         _ask_calico(proxy.policies, asked.host, asked.destination, answer)
@@ -56,17 +65,9 @@ def _bad(reason: str) -> Page:
 def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
     """Return the state of the source's certificate; a proxy has those of its own node only."""
     state = proxy.certificates.states().get(identity)
-    if state is None:
-        return {"state": "none here: no pod of this node has the identity"}
-    if not isinstance(state, WorkloadCertificate):
-        return {"state": state}
-    ends = state.issued.chain[0].not_valid_after_utc
-    left_s = ends.timestamp() - proxy.clock.wall()
-    return {
-        "state": "available" if left_s > 0 else "expired",
-        "valid_until": f"{ends:%Y-%m-%dT%H:%M:%SZ}",
-        "days_left": math.floor(10 * left_s / _DAY_S) / 10,
-    }
+    if isinstance(state, WorkloadCertificate):
+        return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
+    return certificate(state or "", None, 0.0)
 
 
 def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:

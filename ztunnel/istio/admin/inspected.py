@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from ztunnel.istio.certificates.manager import CertificateManager
-from ztunnel.istio.config import IstioConfig
+from ztunnel.istio.config import IstioConfig, PodName
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.node import Node
@@ -18,6 +19,7 @@ from ztunnel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
+    from ztunnel.tap.taps import Carry
 
 #: Entries of the dump by direction, ``inbound`` and ``outbound``.
 Connections = dict[str, list[dict[str, str | None]]]
@@ -40,10 +42,24 @@ class InspectedWorkers(Protocol):
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return live connections by pod."""
 
+    def carriers(self) -> list[Carry]:
+        """Return what captures in each worker."""
+
+
+class CarriedPod(RunningPod, Protocol):
+    """A pod whose connections this proxy carries."""
+
+    name: PodName
+
 
 class InspectedProxy(Protocol):
-    """A proxy process; see :class:`ztunnel.istio.app.IstioProxy`."""
+    """A proxy process; see :class:`ztunnel.istio.app.IstioProxy`.
 
+    Attributes:
+        started_s: monotonic seconds of the start.
+    """
+
+    started_s: float
     config: IstioConfig
     clock: Clock
     poller: Poller
@@ -66,6 +82,9 @@ class InspectedProxy(Protocol):
     @property
     def workers(self) -> InspectedWorkers | None:
         """The worker processes; ``None`` where this process carries all connections."""
+
+    def carried(self) -> Sequence[CarriedPod]:
+        """Return every pod that runs, the proxy's own included."""
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log's filter, in workers, too."""

@@ -19,9 +19,11 @@ from ztunnel.istio.admin.inspected import InspectedProxy, InspectedWorkers
 from ztunnel.istio.app_probes import PREFIXES
 from ztunnel.istio.logs import InvalidLevel
 from ztunnel.istio.pod_sockets import PASSTHROUGH4, PASSTHROUGH6
+from ztunnel.tap.request import refusal
 
 if TYPE_CHECKING:
     from ztunnel.istio.metrics import Metrics
+    from ztunnel.ui.pages import LivePages
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ _PAGES = {
     "/connections": "live connections, by pod",
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
     "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
+    "/ui": "the live page: the mesh of this node as it is now",
     "/policies": "Calico's policies in force, with their counts; /policies/explain?from=...&to=... says why",
     "/logging": "levels of the log (POST)",
     "/quitquitquit": "end in order (POST)",
@@ -64,6 +67,7 @@ class Servers:
     def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy
         self._stack = AsyncExitStack()
+        self._live: LivePages | None = None
         self.addresses: dict[str, list[SocketAddress]] = {}
 
     async def __aenter__(self) -> Servers:
@@ -165,6 +169,8 @@ class Servers:
             case "/":
                 rows = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _PAGES.items())
                 return Page(content_type=HTML, body=(f"<!doctype html><title>ztunnel</title><ul>{rows}</ul>\n",))
+            case path if path.startswith("/ui"):
+                return self._live_page(request)
             case "/config_dump":
                 if self._proxy.workers is not None:
                     return self._dump_of_all(self._proxy.workers)
@@ -188,12 +194,27 @@ class Servers:
                 from ztunnel.istio.admin.explain_page import explain_page
 
                 return explain_page(self._proxy, request.query)
+            case "/tap":
+                return text(refusal(self._proxy.config.tap_socket), 403, PLAIN)
             case "/policies":
                 return self._policies()
             case "/policies/explain":
                 return self._explained(request)
             case _:
                 return not_found(["/", *_PAGES])
+
+    def _live_page(self, request: PageRequest) -> Page | Awaitable[Page]:
+        from ztunnel.istio.admin import live_page  # most proxies never show it
+        from ztunnel.ui import pages, setting
+
+        proxy = self._proxy
+        if not pages.is_below(request.path):
+            return not_found(["/", *_PAGES])
+        if not all(setting.is_on(proxy.config.ui, address.host) for address in self.addresses["admin"]):
+            return pages.off(f"{setting.VARIABLE}=true")
+        if self._live is None:
+            self._live = pages.LivePages(lambda: live_page.seen(proxy), proxy.clock)
+        return self._live.answer(request)
 
     async def _connections(self) -> Page:
         """Return the pods with their live connections: the part of the dump that changes from call to call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Self
@@ -51,6 +52,7 @@ class ControlPlane:
         self._pending = {AUTHORIZATION} if config.xds_on_demand else {ADDRESS, AUTHORIZATION}
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._began_s = asyncio.get_running_loop().time()
+        self._updated_s: float | None = None
         metrics.xds_terminations = self.terminations
 
     def _ads(self) -> AdsClient:
@@ -136,6 +138,7 @@ class ControlPlane:
             size = sum(len(resource.body.value) for resource in update.resources)
             metrics.xds_messages[type_url] = metrics.xds_messages.get(type_url, 0) + 1
             metrics.xds_bytes[type_url] = metrics.xds_bytes.get(type_url, 0) + size
+            self._updated_s = asyncio.get_running_loop().time()
             try:
                 await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
             finally:
@@ -190,6 +193,19 @@ class ControlPlane:
             return 0.0
         lost_at_s = client.stats.lost_at_s
         return asyncio.get_running_loop().time() - (self._began_s if lost_at_s is None else lost_at_s)
+
+    @property
+    def updated_ago_s(self) -> float | None:
+        """Seconds since the control plane sent something; None if it has not yet."""
+        return None if self._updated_s is None else asyncio.get_running_loop().time() - self._updated_s
+
+    def refused(self) -> Iterator[tuple[str, str, str]]:
+        """Iterate over the resources that could not be read and have no later version: (type, name, reason)."""
+        for kind, refused in (
+            ("address", self._feed.refused_addresses),
+            ("policy", self._feed.refused_policies),
+        ):
+            yield from ((kind, name, reason) for name, reason in refused.items())
 
     def terminations(self) -> dict[str, int]:
         """Return the numbers of ended streams, by reason."""

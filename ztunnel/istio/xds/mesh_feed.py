@@ -11,7 +11,7 @@ A local file and a control plane may be used together; for each name the last up
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Self, TypeVar
 
@@ -32,14 +32,23 @@ Value = TypeVar("Value")
 _PIECE = 50
 #: Faults named in one log line.
 _NAMED = 10
+#: Refused resources that are remembered, of each type.
+_MOST_REFUSED = 200
 
 
 class MeshFeed:
-    """Receives both types of resources and the local file, and applies them to the mesh."""
+    """Receives both types of resources and the local file, and applies them to the mesh.
+
+    Attributes:
+        refused_addresses, refused_policies: why the last version of a resource was refused, by its name, until a
+            readable one comes, or it is removed. Of very many the first are kept.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._local = LocalMesh()
+        self.refused_addresses: dict[str, str] = {}
+        self.refused_policies: dict[str, str] = {}
 
     @property
     def local(self) -> LocalMesh:
@@ -65,6 +74,7 @@ class MeshFeed:
             for piece in _pieces(values):
                 self._mesh.apply(piece)
                 await asyncio.sleep(0)
+        _note(self.refused_addresses, update, faults)
         _reject(faults)
 
     async def receive_authorizations(self, update: Update) -> None:
@@ -86,6 +96,7 @@ class MeshFeed:
                 )
         self._mesh.remove_policies(update.removed)
         self._mesh.apply(policies)
+        _note(self.refused_policies, update, faults)
         _reject(faults)
 
     def apply_local(self, local: LocalMesh) -> None:
@@ -123,6 +134,16 @@ async def _compiled(
         except ConfigError as error:
             faults[resource.name] = str(error)
     return values, faults
+
+
+def _note(refused: dict[str, str], update: Update, faults: Mapping[str, str]) -> None:
+    """Bring the list of refused resources up to date with one update."""
+    if refused:  # hardly ever
+        for name in (*update.removed, *(resource.name for resource in update.resources)):
+            refused.pop(name, None)
+    for name, reason in faults.items():
+        if len(refused) < _MOST_REFUSED:
+            refused[name] = reason
 
 
 def _reject(faults: dict[str, str]) -> None:

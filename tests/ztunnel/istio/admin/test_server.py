@@ -105,6 +105,24 @@ def test_policies_are_shown_where_there_are_some(tmp_path: Path) -> None:
     served(check, {"CALICO_POLICY_DIR": str(tmp_path)})
 
 
+# Taps
+
+
+@pytest.mark.parametrize(
+    ("socket", "reason"),
+    [
+        ("", "taps are not permitted: ZTUNNEL_TAP_SOCKET names no socket\n"),
+        ("/run/tap.sock", "taps are for root, at the local socket /run/tap.sock: ztunnel tap\n"),
+    ],
+)
+def test_the_admin_server_gives_no_capture(socket: str, reason: str) -> None:
+    async def check(rig: Rig) -> None:
+        answer = await rig.ask("admin", "/tap?pod=default/web")
+        assert (answer.status, answer.text) == (403, reason)
+
+    served(check, {"ZTUNNEL_TAP_SOCKET": socket})
+
+
 # Explaining
 
 
@@ -126,6 +144,14 @@ def test_a_connection_is_explained(tmp_path: Path) -> None:
             assert "usage: /explain?source=" in answer.text
         bad = await rig.ask("admin", "/explain?source=10.0.0.1&destination=10.0.0.2:80&identity=bob")
         assert bad.status == 400
+        inbound = "source=10.0.0.1:9&destination=10.0.0.2:8080&direction=inbound"
+        told = json.loads((await rig.ask("admin", f"/explain?{inbound}")).text)
+        assert sorted(told) == ["destination", "inbound", "source", "verdict"]
+        bad = await rig.ask("admin", f"/explain?{inbound}s")
+        assert (bad.status, bad.text.splitlines()[0]) == (
+            400,
+            "direction: 'inbounds' is none of inbound, outbound",
+        )
 
     async def check_calico(rig: Rig) -> None:
         rig.proxy.mesh.apply([CLIENT, BACK])

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ztunnel.istio.denials import MOST_PAIRS, Denial, Denials, Pair
+from ztunnel.istio.denials import Pair
+from ztunnel.policy.denials import MOST_PAIRS, Denial, Denials
 
 
 def pair(number: int) -> Pair:
@@ -11,7 +12,7 @@ def pair(number: int) -> Pair:
 
 
 def test_a_pair_is_counted_and_the_last_is_first() -> None:
-    denials = Denials()
+    denials = Denials[Pair]()
     for number, address in ((1, "10.0.0.1:1"), (2, "10.0.0.2:1"), (1, "10.0.0.1:2")):
         denials.note(pair(number), address, 10.0 + len(denials))
     assert list(denials) == [
@@ -21,7 +22,7 @@ def test_a_pair_is_counted_and_the_last_is_first() -> None:
 
 
 def test_the_pair_that_was_denied_longest_ago_makes_room() -> None:
-    denials = Denials()
+    denials = Denials[Pair]()
     for number in range(MOST_PAIRS):
         denials.note(pair(number), "a", float(number))
     denials.note(pair(0), "a", 1e6)
@@ -38,11 +39,11 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=40)
 
 @given(EVENTS)
 def test_the_sum_of_processes_is_what_one_would_have_counted(events: list[tuple[int, int]]) -> None:
-    one, each = Denials(), [Denials(), Denials(), Denials()]
+    one, each = Denials[Pair](), [Denials[Pair]() for _ in range(3)]
     for time, (process, number) in enumerate(events):
         for denials in (one, each[process]):
             denials.note(pair(number), f"10.0.0.1:{time}", float(time))
-    summed = Denials()
+    summed = Denials[Pair]()
     for denials in each:
         summed.add(denials)
     assert list(summed) == list(one)
