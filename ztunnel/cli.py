@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import importlib
+import json
 import logging
 import os
+import select
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
 
@@ -21,6 +23,9 @@ from ztunnel.runtime.subcommands import subcommands
 
 log = logging.getLogger("ztunnel")
 
+#: Exit status as of other programs in a pipe whose reader has gone: by SIGPIPE, says a shell.
+_READER_IS_GONE = 141
+
 _HELP = {
     "bootstrap": "an Envoy bootstrap, YAML or JSON",
     "control_plane": "ADS server, host:port or unix:/path, instead of a bootstrap",
@@ -35,6 +40,8 @@ _HELP = {
     "log_level": "trace, debug, info, warning, error, critical or off (default info)",
     "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
     "restart_epoch": "not 0: start beside the proxy that runs here, to take its place (default 0)",
+    "tap_socket": "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
+    "ui": "the live page, /ui of the admin server: true, false, or auto: if bound to loopback (default auto)",
     "policy": "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",
     "policy_sync": "PolicySync server of the node, instead",
     "unknown_pods": "allow: pods that these policies do not know are left to the others (default deny)",
@@ -56,7 +63,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inject": ("inject", "gate", "drain"),
     "inspect": (
         *("status", "connections", "workloads", "services", "policies", "certificates"),
-        *("explain", "log", "completion"),
+        *("explain", "config", "log", "completion", "tap", "audit"),
     ),
     "intercept": ("intercept",),
     "limits": ("limits",),
@@ -89,7 +96,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         for name, (variable, _) in table.items():
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
-    commands.add_parser("version", help="print the version")
+    version = commands.add_parser("version", help="print the version")
+    version.add_argument("--json", action="store_true", help="print JSON")
     for package in _packages(argv[0] if argv else ""):
         importlib.import_module(f"ztunnel.{package}").add_arguments(commands)
     return parser
@@ -108,6 +116,29 @@ def _packages(named: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _output_is_gone():
+            raise
+        return _READER_IS_GONE
+    return status
+
+
+def _output_is_gone() -> bool:
+    """Return whether nobody reads our output any more, as behind ``| head``; then no more is written to it."""
+    output = sys.stdout.fileno()
+    ends = select.poll()
+    ends.register(output, 0)
+    if not ends.poll(0):
+        return False
+    # The interpreter flushes once more when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv) or ["help"]
     if given[0] == "--version":
         given[0] = "version"
@@ -129,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         _command_of(parser, given).error(f"unknown arguments: {' '.join(unknown)}")
     if args.command == "version":
-        return _version()
+        return _version(as_json=args.json)
     if args.command == "proxy":
         return _proxy(args)
     status = args.run(args)
@@ -195,10 +226,11 @@ def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
-def _version() -> int:
-    from ztunnel.istio.admin.config_dump import build_info
+def _version(*, as_json: bool) -> int:
+    from ztunnel.istio.admin.config_dump import build_info, version_entry
 
-    print(build_info(os.environ.get("ISTIO_META_ISTIO_VERSION", "unknown")))
+    istio = os.environ.get("ISTIO_META_ISTIO_VERSION", "unknown")
+    print(json.dumps(version_entry(istio), indent=2) if as_json else build_info(istio))
     return 0
 
 

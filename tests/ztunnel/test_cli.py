@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import socket
 import subprocess
 import sys
@@ -62,6 +63,18 @@ def test_an_unknown_command_is_one_line_and_the_help() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["limits", "completion bash"])
+def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
+    """As ``| head -1``: the pipe breaks at the first write, or at the end's flush."""
+    words = [sys.executable, "-m", "ztunnel", *command.split()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.stderr is not None
+        assert running.stderr.read() == b""
+        assert running.wait(30) == 141
+
+
 def test_help_and_version_go_to_standard_output() -> None:
     shown = ztunnel("help")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -70,6 +83,9 @@ def test_help_and_version_go_to_standard_output() -> None:
     assert (version.returncode, version.stderr) == (0, "")
     assert version.stdout.startswith("version.BuildInfo{")
     assert version.stdout.count("\n") == 1
+    told = json.loads(ztunnel("version", "--json").stdout)
+    assert f'Version:"{told["version"]}"' in version.stdout
+    assert {"buildProfile", "istioVersion"} < told.keys()
 
 
 def test_without_a_command_it_says_which_there_are() -> None:

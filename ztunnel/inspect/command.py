@@ -1,21 +1,25 @@
 """The commands that ask a running proxy through its admin server.
 
-Exit status: 0; 1 where ``explain`` says that a connection would be refused; 2 when there is no answer.
+Exit status: 0; 2 when there is no answer. :mod:`ztunnel.inspect.explain` has one more.
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ztunnel.inspect import audit, explain, tap
 from ztunnel.inspect.completion import SCRIPTS
-from ztunnel.inspect.outline import outline
-from ztunnel.inspect.source import AskFailed, ask, ask_json, read_json
-from ztunnel.inspect.tables import ENVOY_PAGES, TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
+from ztunnel.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS
+from ztunnel.inspect.parts import NoSuchPart, part
+from ztunnel.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
+from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
+from ztunnel.inspect.watch import watch
 from ztunnel.runtime.text_table import aligned
 
-ADDRESS: Final = "127.0.0.1:15000"
+_NOT_FOUND: Final = 404
+#: Between two looks of ``--watch``.
+_LOOK_S: Final = 2.0
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -24,33 +28,37 @@ def add_arguments(subparsers: Any) -> None:
         table = subparsers.add_parser(
             name, help=kind.help, description=f"{kind.help.capitalize()} of a running proxy."
         )
-        _add_source(table)
+        add_source(table)
         table.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
         table.add_argument("-n", "--namespace", default="", metavar="NAME", help="only what belongs to it")
-        table.set_defaults(run=_table)
-    explain = subparsers.add_parser(
-        "explain",
-        help="say what would become of a connection, and why",
-        description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies.",
+        if name == "connections":
+            table.add_argument(
+                "--watch",
+                nargs="?",
+                type=_interval_s,
+                const=_LOOK_S,
+                metavar="SECONDS",
+                help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what opens and closes",
+            )
+        table.set_defaults(run=reaching(_table))
+    explain.add_arguments(subparsers)
+    config = subparsers.add_parser(
+        "config",
+        help="print the configuration in force: all, a part, or entries of it",
+        description="Print the config_dump of a running proxy as JSON, or a part: in an Istio mesh as services "
+        "or config, in Envoy's dialect as listeners or clusters.",
     )
-    explain.add_argument("source", metavar="SOURCE", help="an address; in an Istio mesh also NAMESPACE/POD")
-    explain.add_argument(
-        "destination",
-        metavar="DESTINATION",
-        help="ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE:PORT and NAMESPACE/POD:PORT",
+    config.add_argument("part", nargs="?", metavar="PART", help="without it everything is printed")
+    config.add_argument(
+        "entry", nargs="?", default="", metavar="NAME", help="only the part's entries of this name"
     )
-    explain.add_argument(
-        "--identity", metavar="ID", help="SPIFFE id that the client shows, if not the source's own"
-    )
-    explain.add_argument("--listener", metavar="NAME", help="that accepts it (Envoy's dialect)")
-    _add_source(explain)
-    explain.set_defaults(run=_explain)
+    add_source(config)
+    config.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
+    config.set_defaults(run=reaching(_config))
     log = subparsers.add_parser("log", help="show or set the level of a running proxy's log")
     log.add_argument("level", nargs="?", help="such as debug; without it the levels are shown")
-    log.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"of the admin server (default {ADDRESS})"
-    )
-    log.set_defaults(run=_log)
+    add_source(log)
+    log.set_defaults(run=reaching(_log))
     completion = subparsers.add_parser(
         "completion",
         help="print what lets a shell complete command lines",
@@ -59,27 +67,23 @@ def add_arguments(subparsers: Any) -> None:
     )
     completion.add_argument("shell", choices=SCRIPTS)
     completion.set_defaults(run=_completion)
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address",
-        default=ADDRESS,
-        metavar="HOST:PORT",
-        help=f"of the proxy's admin server (default {ADDRESS})",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    tap.add_arguments(subparsers)
+    audit.add_arguments(subparsers)
 
 
 def _table(args: argparse.Namespace) -> int:
     try:
+        if getattr(args, "watch", None) is not None:
+            if args.file is not None:
+                return failed(args, "--watch asks a running proxy: not with --file")
+            return watch(lambda: _rows(args), args.watch, as_json=args.json)
         rows = _rows(args)
     except AskFailed as error:
-        return _failed(args, str(error))
+        return failed(args, str(error))
     except NotAMesh as error:
-        return _failed(args, f"{args.file or args.address}: {error}")
+        return failed(args, f"{args.file or args.address}: {error}")
     except (TypeError, AttributeError, KeyError) as error:
-        return _failed(args, f"{args.file or args.address}: not a config_dump: {error}")
+        return failed(args, f"{args.file or args.address}: not a config_dump: {error}")
     if not args.json:
         print("\n".join(aligned(rows)))
     elif args.command == "status":
@@ -91,6 +95,14 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
+def _interval_s(text: str) -> float:
+    """Read the argument of ``--watch``."""
+    value = float(text)
+    if not 0 < value < 86400:
+        raise ValueError(text)
+    return value
+
+
 def _rows(args: argparse.Namespace) -> Sequence[Row]:
     """Return the rows of a table; a proxy in Envoy's dialect has some of them.
 
@@ -98,42 +110,78 @@ def _rows(args: argparse.Namespace) -> Sequence[Row]:
         AskFailed: there is no answer.
         NotAMesh: the answer has no such table.
     """
+    if args.file is None and args.command == "connections":
+        page = _page_or_none(args.address, "/connections")
+        if page is not None:
+            return _connections(args, page)
     found = read_json(args.file) if args.file is not None else ask_json(args.address, "/config_dump")
-    page = ENVOY_PAGES.get(args.command)
-    if args.file is None and page is not None and is_envoy_dump(found):
-        return list(page.rows(ask_json(args.address, page.path)))
+    table = ENVOY_TABLES.get(args.command)
+    if args.file is None and table is not None and is_envoy_dump(found):
+        _refuse_namespace(args)
+        pages = {path: ask_json(args.address, path, PARAMETERS.get(path)) for path in table.paths}
+        pages |= {path: _page_or_none(args.address, path) for path in table.optional}
+        return list(table.rows({"/config_dump": found, **pages}))
     return list(TABLES[args.command].rows(mesh_dump(found), args.namespace))
 
 
-def _explain(args: argparse.Namespace) -> int:
-    asked = {name: getattr(args, name) for name in ("source", "destination", "identity", "listener")}
+def _connections(args: argparse.Namespace, page: Any) -> Sequence[Row]:
+    """Return the table of ``/connections``: without the rest of a dump, which may be big."""
+    if not isinstance(page, Mapping):
+        raise NotAMesh("/connections is not an object")
+    if isinstance(page.get("connections"), list):
+        _refuse_namespace(args)
+        return list(ENVOY_TABLES["connections"].rows({"/connections": page}))
+    return list(TABLES["connections"].rows({"workloadState": page}, args.namespace))
+
+
+def _refuse_namespace(args: argparse.Namespace) -> None:
+    if args.namespace:
+        raise AskFailed(f"{args.address}: namespaces are of an Istio mesh; this proxy has Envoy's dialect")
+
+
+def _page_or_none(address: str, path: str) -> Any:
+    """Return a page that only our proxies have; ``None`` of an Envoy."""
     try:
-        answer = ask_json(args.address, "/explain", asked)
+        return ask_json(address, path)
     except AskFailed as error:
-        return _failed(args, str(error))
-    print(json.dumps(answer, indent=2) if args.json else "\n".join(outline(answer)))
-    return 1 if _is_refusal(answer) else 0
+        if error.status != _NOT_FOUND:
+            raise
+        return None
 
 
-def _is_refusal(answer: Any) -> bool:
-    """Return whether an answer has a verdict that is not "allowed"; in Envoy's dialect the first hop has it."""
-    verdict = answer.get("verdict") or answer.get("hop", {}).get("verdict", "allowed")
-    return not verdict.startswith("allowed")
+def _config(args: argparse.Namespace) -> int:
+    try:
+        found = read_json(args.file) if args.file is not None else ask_json(args.address, "/config_dump")
+        if args.part is not None:
+            found = part(found, args.part, args.entry)
+    except AskFailed as error:
+        return failed(args, str(error))
+    except NoSuchPart as error:
+        return failed(args, f"{args.file or args.address}: {error}")
+    # A single value is for a shell, unless JSON is asked for.
+    print(found if isinstance(found, str) and not args.json else json.dumps(found, indent=2))
+    return 0
 
 
 def _log(args: argparse.Namespace) -> int:
     try:
-        print(ask(args.address, "/logging", {"level": args.level}, method="POST"), end="")
+        page = ask(args.address, "/logging", {"level": args.level}, method="POST")
     except AskFailed as error:
-        return _failed(args, str(error))
+        return failed(args, str(error))
+    print(json.dumps({"levels": _levels(page)}, indent=2) if args.json else page, end="\n" if args.json else "")
     return 0
+
+
+def _levels(page: str) -> Mapping[str, str]:
+    """Return the levels of ``/logging``: of a filter by target, or in Envoy's dialect by logger."""
+    _, current, text = page.partition("current log level is ")
+    if current:
+        clauses = [clause.rpartition("=") for clause in text.strip().split(",")]
+        return {target or "default": level for target, _, level in clauses}
+    lines = [line.strip().partition(": ") for line in page.splitlines()[1:]]
+    return {logger: level for logger, _, level in lines if level}
 
 
 def _completion(args: argparse.Namespace) -> int:
     print(SCRIPTS[args.shell], end="")
     return 0
-
-
-def _failed(args: argparse.Namespace, reason: str) -> int:
-    print(f"ztunnel {args.command}: {reason}", file=sys.stderr)
-    return 2

@@ -1,20 +1,76 @@
 """Where the answers come from: a proxy's admin server, or a page of it that was kept in a file."""
 
+import argparse
 import json
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+ADDRESS: Final = "127.0.0.1:15000"
 #: The longest time that an admin server may take for a page.
 _ANSWER_S: Final = 30.0
 
 
 class AskFailed(Exception):
-    """There is no answer; the text names the server or file, and what to do about it."""
+    """There is no answer; the text names the server or file, and what to do about it.
+
+    Attributes:
+        status: of HTTP, where a server refused; else 0.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every command that asks a proxy; :func:`reaching` obeys them."""
+    where = parser.add_argument_group("the proxy that is asked").add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
+        default=ADDRESS,
+        metavar="HOST:PORT",
+        help=f"of its admin server (default {ADDRESS})",
+    )
+    where.add_argument(
+        "--pod",
+        metavar="NAME.NAMESPACE",
+        help="by kubectl: that of a pod, on its node or beside it; also NAMESPACE/NAME",
+    )
+    where.add_argument("--node", metavar="NAME", help="by kubectl: the ztunnel of a node")
+    parser.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def reaching(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that runs with ``args.address`` of the proxy that ``--pod`` or ``--node`` means."""
+
+    def reached(args: argparse.Namespace) -> int:
+        if args.pod is None and args.node is None:
+            return run(args)
+        if getattr(args, "file", None) is not None:
+            return failed(args, "--file is a dump that was saved: not with --pod or --node")
+        from ztunnel.inspect.kubectl import Kubectl, Unreachable
+
+        kubectl = Kubectl(args.context)
+        try:
+            pod = kubectl.proxy_of_pod(args.pod) if args.pod is not None else kubectl.proxy_of_node(args.node)
+            with kubectl.forwarded(*pod) as args.address:
+                return run(args)
+        except Unreachable as error:
+            return failed(args, str(error))
+
+    return reached
+
+
+def failed(args: argparse.Namespace, reason: str) -> int:
+    """Say why a command has no answer, and return its exit status."""
+    print(f"ztunnel {args.command}: {reason}", file=sys.stderr)
+    return 2
 
 
 def ask(
@@ -46,7 +102,7 @@ def ask(
             page: bytes = response.read()
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace").strip().partition("\n")[0]
-        raise AskFailed(f"{server}: {path}: {error.code} {reason}") from None
+        raise AskFailed(f"{server}: {path}: {error.code} {reason}", error.code) from None
     except urllib.error.URLError as error:
         reason = getattr(error.reason, "strerror", None) or str(error.reason)
         raise AskFailed(f"{server}: {reason}; is a proxy's admin server there? --address names another") from None

@@ -47,10 +47,10 @@ def workloads(dump: Dump, namespace: str = "") -> Iterator[Row]:
             yield (
                 *_name(each),
                 str(address),
-                _text(each, "node"),
+                cell(each, "node"),
                 _gateway(each),
-                _text(each, "protocol"),
-                _text(each, "status"),
+                cell(each, "protocol"),
+                cell(each, "status"),
             )
 
 
@@ -75,16 +75,16 @@ def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
         if each.get("faults"):
             enforced += ", not understood in part"
         made = each.get("decisions") or {}
-        denied = _text(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
-        counts = (_text(made, "allowed"), denied, _text(made, "lastTime"))
-        yield (*_name(each), _text(each, "action"), _text(each, "scope"), enforced, *counts)
+        denied = cell(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
+        counts = (cell(made, "allowed"), denied, cell(made, "lastTime"))
+        yield (*_name(each), cell(each, "action"), cell(each, "scope"), enforced, *counts)
 
 
 def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
     """Yield a row per certificate of an identity: its leaf, then its roots."""
     yield ("CERTIFICATE NAME", "TYPE", "STATUS", "SERIAL NUMBER", "NOT AFTER", "NOT BEFORE")
     for each in dump.get("certificates") or []:
-        identity = _text(each, "identity")
+        identity = cell(each, "identity")
         if namespace and f"/ns/{namespace}/" not in identity:
             continue
         chain = [
@@ -93,8 +93,8 @@ def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
         ]
         chain += [("Root", held) for held in each.get("rootCerts") or []]
         for kind, held in chain or [(_NONE, {})]:
-            times = (_text(held, "expirationTime"), _text(held, "validFrom"))
-            yield (identity, kind, _text(each, "state"), _text(held, "serialNumber"), *times)
+            times = (cell(held, "expirationTime"), cell(held, "validFrom"))
+            yield (identity, kind, cell(each, "state"), cell(held, "serialNumber"), *times)
 
 
 def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:
@@ -104,55 +104,56 @@ def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:
         carried = state.get("connections") or {}
         for way, local, remote in (("inbound", "actualDst", "src"), ("outbound", "src", "actualDst")):
             for each in carried.get(way) or []:
-                cells = (_text(each, key) for key in (local, remote, "originalDst", "protocol"))
+                cells = (cell(each, key) for key in (local, remote, "originalDst", "protocol"))
                 yield (pod, way.capitalize(), *cells)
 
 
 def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
     """Yield what a person looks at first: version, pods, connections, certificates, the mesh."""
     version = dump.get("version") or {}
-    yield ("version", _text(version, "version"))
+    yield ("version", cell(version, "version"))
     pods = list(_pods(dump, namespace))
-    yield ("pods", _counted(_text(state, "state") for _, state in pods))
+    yield ("pods", counted(cell(state, "state") for _, state in pods))
     numbers = {
         way: sum(len((state.get("connections") or {}).get(way) or []) for _, state in pods)
         for way in ("inbound", "outbound")
     }
     yield ("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
     held = dump.get("certificates") or []
-    yield ("certificates", _counted(_text(each, "state").partition(":")[0] for each in held))
+    yield ("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
     yield ("the mesh", ", ".join(f"{len(dump.get(name) or [])} {name}" for name in _COUNTED))
     for each in held:
-        if _text(each, "state").startswith("Unavailable"):
+        if cell(each, "state").startswith("Unavailable"):
             yield (
                 "no certificate",
-                f"{_text(each, 'identity')}: {_text(each, 'state').partition(':')[2].strip()}",
+                f"{cell(each, 'identity')}: {cell(each, 'state').partition(':')[2].strip()}",
             )
     for pod, state in pods:
         if state.get("state") != "Up":
-            yield ("not up", f"{pod}: {_text(state, 'state')}")
+            yield ("not up", f"{pod}: {cell(state, 'state')}")
     for policy in dump.get("policies") or []:
         if policy.get("faults"):
             yield ("policy not understood", f"{'/'.join(_name(policy))}: {policy['faults'][0]}")
     denials = [each for each in dump.get("denials") or [] if not namespace or _concerns(each, namespace)]
     for each in denials[:_MOST_DENIALS]:
-        yield ("denied", _denial(each))
+        yield ("denied", shown_denial(each, cell(each, "destination")))
     if len(denials) > _MOST_DENIALS:
         yield ("denied", f"and {len(denials) - _MOST_DENIALS} pairs more: see /denials")
 
 
 def _concerns(denial: Dump, namespace: str) -> bool:
     """Return whether a workload of a namespace is one of the two."""
-    destination = _text(denial, "destination").rpartition(":")[0]
-    return any(name.endswith(f".{namespace}") for name in (_text(denial, "source"), destination))
+    destination = cell(denial, "destination").rpartition(":")[0]
+    return any(name.endswith(f".{namespace}") for name in (cell(denial, "source"), destination))
 
 
-def _denial(each: Dump) -> str:
+def shown_denial(each: Dump, destination: str) -> str:
+    """Return an entry of ``/denials`` in words; each dialect has its own for the destination."""
     identity = f" ({each['identity']})" if each.get("identity") else ""
+    direction = f"{each['direction']} " if each.get("direction") else ""
     return (
-        f"{each.get('count')} x {_text(each, 'direction')} {_text(each, 'source')}{identity} to "
-        f"{_text(each, 'destination')}: {_text(each, 'reason')}; last {_text(each, 'lastTime')} "
-        f"from {_text(each, 'lastAddress')}"
+        f"{each.get('count')} x {direction}{cell(each, 'source')}{identity} to {destination}: "
+        f"{cell(each, 'reason')}; last {cell(each, 'lastTime')} from {cell(each, 'lastAddress')}"
     )
 
 
@@ -171,10 +172,11 @@ def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, Dump]]:
 
 
 def _name(each: Dump) -> tuple[str, str]:
-    return _text(each, "namespace"), _text(each, "name")
+    return cell(each, "namespace"), cell(each, "name")
 
 
-def _text(each: Dump, key: str) -> str:
+def cell(each: Dump, key: str) -> str:
+    """Return what an entry has, for a column."""
     value = each.get(key)
     return _NONE if value is None or value == "" else str(value)
 
@@ -184,7 +186,8 @@ def _gateway(each: Dump) -> str:
     return str(destination) if destination else "None"
 
 
-def _counted(states: Iterator[str]) -> str:
+def counted(states: Iterator[str]) -> str:
+    """Return how many there are of each state, in words."""
     found: dict[str, int] = {}
     for state in states:
         found[state] = found.get(state, 0) + 1
@@ -206,49 +209,6 @@ TABLES: Final = {
     "services": Table(services, "list the services and their endpoints"),
     "policies": Table(policies, "list the authorization policies"),
     "certificates": Table(certificates, "list the certificates and how long they are valid"),
-}
-
-
-# Envoy's dialect
-
-
-def envoy_connections(page: Dump) -> Iterator[Row]:
-    """Yield a row per live connection, from ``/connections``."""
-    yield ("ID", "AGE", "SOURCE", "DESTINATION", "LISTENER", "CLUSTER", "UPSTREAM HOST", "PEER")
-    for each in page.get("connections") or []:
-        inner = each.get("inner_hops") or []
-        last = inner[-1] if inner else each
-        peers = [*(each.get("peer_identities") or []), *(last.get("upstream_identities") or [])]
-        yield (
-            _text(each, "id"),
-            f"{_text(each, 'age_s')}s",
-            _text(each, "source"),
-            _text(each, "destination"),
-            _text(each, "listener"),
-            _text(last, "cluster"),
-            _text(last, "upstream_host"),
-            ", ".join(peers) or _NONE,
-        )
-
-
-def envoy_status(page: Dump) -> Iterator[Row]:
-    """Yield what ``/server_info`` says."""
-    for name, key in (("version", "version"), ("state", "state"), ("up for", "uptime_current_epoch")):
-        yield (name, _text(page, key))
-    yield ("node", _text(page.get("node") or {}, "id"))
-
-
-@dataclass(frozen=True, slots=True)
-class EnvoyPage:
-    """A table that comes from an admin page of its own."""
-
-    path: str
-    rows: Callable[[Dump], Iterator[Row]]
-
-
-ENVOY_PAGES: Final = {
-    "connections": EnvoyPage("/connections", envoy_connections),
-    "status": EnvoyPage("/server_info", envoy_status),
 }
 
 

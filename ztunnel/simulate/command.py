@@ -14,8 +14,7 @@ from typing import Any, Final
 from xds.dialects.istio.local_file import LocalMesh
 from xds.errors import ConfigError
 from xds.model.workload import Protocol
-from ztunnel.inspect import ADDRESS
-from ztunnel.inspect.source import AskFailed, ask_json, read_json
+from ztunnel.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
 from ztunnel.inspect.tables import NotAMesh, mesh_dump
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_table import aligned
@@ -73,9 +72,6 @@ def add_arguments(subparsers: Any) -> None:
     )
     mesh = command.add_argument_group("mesh")
     mesh.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help=f"of the proxy's admin server (default {ADDRESS})"
-    )
-    mesh.add_argument(
         "-f", "--file", metavar="FILE", help="a saved config_dump instead, ours or the Rust ztunnel's"
     )
     mesh.add_argument(
@@ -84,8 +80,8 @@ def add_arguments(subparsers: Any) -> None:
         metavar="NAME",
         help="whose policies without a selector are for the whole mesh (default istio-system)",
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run)
+    add_source(command)
+    command.set_defaults(run=reaching(run))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,14 +1,11 @@
 """Connections that were seen: in access logs, ours or the Rust ztunnel's, or as they are open now. Pure."""
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from xds.model.address import SocketAddress, canonical
+from ztunnel.inspect.seen import fields_of
 
-#: ``k=v`` at the end of a plain line; a text is quoted as in JSON.
-_FIELD: Final = re.compile(r'([A-Za-z_][\w.]*)=("(?:[^"\\]|\\.)*"|\S+)')
 _MESSAGE: Final = "connection complete"
 
 
@@ -48,7 +45,7 @@ def read_log(lines: Iterable[str]) -> Log:
     for line in lines:
         if _MESSAGE not in line:
             continue
-        fields = _fields(line)
+        fields = fields_of(line)
         if fields.get("direction") != "inbound":
             continue
         try:
@@ -75,33 +72,17 @@ def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterato
 
     Args:
         pods: the page.
-        identity_at: the identities of workloads by their address; the page does not show what was proven.
+        identity_at: the identities of workloads by their address; a Rust ztunnel's page does not show what was
+            proven.
     """
     for state in pods.values():
         for each in (state.get("connections") or {}).get("inbound") or []:
             host, port = _split(each["actualDst"])
             source = canonical(_split(each["src"])[0])
             identity = identity_at.get(source, "") if each.get("protocol") != "TCP" else ""
+            if "srcIdentity" in each:
+                identity = each["srcIdentity"] or ""
             yield Seen(source, identity, SocketAddress(canonical(host), port))
-
-
-def _fields(line: str) -> Mapping[str, str]:
-    if line.lstrip().startswith("{"):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return {}
-        return {key: str(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
-    return {name: _value(text) for name, text in _FIELD.findall(line)}
-
-
-def _value(text: str) -> str:
-    if not text.startswith('"'):
-        return text
-    try:
-        return str(json.loads(text))
-    except ValueError:
-        return text
 
 
 def _split(text: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.ztunnel.inspect.test_commands import pages
 from tests.ztunnel.istio.admin.test_server import Rig, served
 from tests.ztunnel.istio.test_route import BACK, CLIENT, cart
 from ztunnel.cli import main
-from ztunnel.inspect.completion import SCRIPTS, candidates
+from ztunnel.inspect.completion import SCRIPTS, candidates, names_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         ("run --l", ["--level"]),
         ("run --level ", ["debug", "info"]),
         ("run --level d", ["debug"]),
-        ("run --file ", []),
+        ("run --file ", ["file-a", "file-b"]),
         ("run --quiet ", ["source-a", "source-b"]),
         ("run --level info ", ["source-a", "source-b"]),
         ("run source-a ", ["in", "out"]),
@@ -62,6 +64,17 @@ def test_explain_takes_names_of_a_running_proxy(capsys: pytest.CaptureFixture[st
         assert words("explain", "--address", address, "shop/c") == ["shop/client"]
         assert words("explain", "--address", address, "shop/client", "cart") == ["cart.example:80"]
         assert words("workloads", "--address", address, "") == []
+        assert words("workloads", "--address", address, "--namespace", "s") == ["shop"]
+        assert words("explain", "--address", address, "--identity", "spiffe://") == [
+            "spiffe://cluster.local/ns/shop/sa/back",
+            "spiffe://cluster.local/ns/shop/sa/client",
+        ]
+        assert words("config", "--address", address, "wo") == ["workloadState", "workloads"]
+        assert words("config", "--address", address, "services", "") == ["cart"]
+        assert words("config", "--address", address, "config", "netw") == ["network"]
+        assert words("config", "--address", address, "nothing", "") == []
+        assert words("log", "de") == ["debug"]
+        assert names_for(["tap", ""], address)("pod") == ["shop/back", "shop/client"]
 
     async def check(rig: Rig) -> None:
         rig.proxy.mesh.apply([CLIENT, cart(), BACK])
@@ -69,6 +82,11 @@ def test_explain_takes_names_of_a_running_proxy(capsys: pytest.CaptureFixture[st
 
     served(check)
     assert words("explain", "--address", "127.0.0.1:1", "") == []  # no server there
+    live = {"uid": {"connections": {"inbound": [{"src": "10.0.0.1:4"}], "outbound": [{"src": "10.0.0.2:5"}]}}}
+    envoys = {"connections": [{"source": "10.0.0.3:6"}]}
+    for page, found in ((live, ["10.0.0.1:4", "10.0.0.2:5"]), (envoys, ["10.0.0.3:6"]), ([7], [])):
+        with pages({"/connections": json.dumps(page).encode()}) as address:
+            assert words("explain", "--address", address, "--connection", "") == found
 
 
 #: Prints the candidates of a line, as the shell itself finds them.

@@ -61,6 +61,9 @@ def test_live_connections_have_the_identity_of_their_address() -> None:
         {"actualDst": "10.0.0.2:80", "originalDst": None, "protocol": "TCP", "src": "10.0.0.1:4001"},
     ]
     pods = {"uid": {"connections": {"inbound": carried, "outbound": []}}, "pending": {"state": "Pending"}}
+    proven = {**carried[0], "srcIdentity": "spiffe://td/ns/a/sa/b"}
+    shown = {"uid": {"connections": {"inbound": [proven, {**carried[0], "srcIdentity": None}]}}}
+    assert [seen.identity for seen in open_now(shown, {"10.0.0.1": IDENTITY})] == ["spiffe://td/ns/a/sa/b", ""]
     target = SocketAddress("10.0.0.2", 80)
     assert list(open_now(pods, {"10.0.0.1": IDENTITY})) == [
         Seen("10.0.0.1", IDENTITY, target),

@@ -94,6 +94,36 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
     return mesh
 
 
+# One entry alone: config dumps show them in the same form
+
+
+def read_workload(value: object) -> Workload:
+    """Return a workload; as dumps do, it may leave ``services`` to the services' entries.
+
+    Raises:
+        ConfigError: every fault with its place, here and below.
+    """
+    return _alone(lambda reader: reader.workload({"services": {}, **_mapping(value)}, ""))
+
+
+def read_service(value: object) -> tuple[Service, Mapping[str, tuple[Mapping[int, int], Health]]]:
+    """Return a service, and its endpoints' ports and health by the uid of their workload."""
+    return _alone(lambda reader: reader.service(value, ""))
+
+
+def read_policy(value: object) -> AuthorizationPolicy:
+    """Return an authorization policy."""
+    return _alone(lambda reader: reader.policy(value, ""))
+
+
+def _alone(read: Callable[["_Reader"], Read]) -> Read:
+    reader = _Reader()
+    found = read(reader)
+    if reader.faults:
+        raise ConfigError("; ".join(reader.faults))
+    return found
+
+
 class _Fields:
     """One mapping of the file: every key is taken once; a key that is left over is unknown."""
 

@@ -1,0 +1,152 @@
+"""The mesh as a ztunnel's ``config_dump`` shows it, ours or the Rust one's, for answers without the proxy.
+
+A dump has the form of a local file (:mod:`xds.dialects.istio.local_file`), but for three things: keys that are
+newer than this reader say nothing that it could use and are passed over; a workload only names its services, whose
+entries have the ports; and what cannot be read is left out alone, by name, since the rest may still answer. A
+policy is never left out: it is taken at its strictest, as from the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from xds.dialects.istio.local_file import read_policy, read_service, read_workload
+from xds.errors import ConfigError
+from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.mesh import Mesh
+from xds.model.policy import Always, Never
+from xds.model.service import Service
+from xds.model.workload import Health, ServiceKey, Workload, WorkloadUid
+
+Read = TypeVar("Read")
+
+_OF_WORKLOAD: Final = (
+    *("uid", "name", "namespace", "serviceAccount", "trustDomain", "workloadIps", "hostname", "protocol", "node"),
+    *("networkMode", "network", "clusterId", "workloadName", "canonicalName", "canonicalRevision", "nativeTunnel"),
+    *(
+        "applicationTunnel",
+        "locality",
+        "status",
+        "capacity",
+        "authorizationPolicies",
+        "waypoint",
+        "networkGateway",
+    ),
+)
+_OF_SERVICE: Final = (
+    *("name", "namespace", "hostname", "vips", "cidrVips", "ports", "subjectAltNames", "waypoint"),
+    *("weightedWaypoints", "loadBalancer", "ipFamilies", "canonical", "visibility", "endpoints"),
+)
+_OF_POLICY: Final = ("name", "namespace", "scope", "action", "dryRun", "rules")
+
+
+@dataclass(frozen=True, slots=True)
+class DumpedMesh:
+    """What a dump holds of the mesh.
+
+    Attributes:
+        unread: what could not be read, a line each.
+    """
+
+    mesh: Mesh
+    unread: tuple[str, ...]
+
+
+def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
+    """Return the mesh of a dump.
+
+    Args:
+        dump: parsed; lists may be mappings, whose values count, as older dumps have it.
+
+    Raises:
+        ConfigError: a list of the dump is none.
+    """
+    unread: list[str] = []
+    workloads: dict[WorkloadUid, Workload] = {}
+    named: dict[WorkloadUid, list[str]] = {}
+    for entry in entries(dump, "workloads"):
+        workload = _one("workload", entry, _OF_WORKLOAD, read_workload, unread)
+        if workload is not None:
+            workloads[workload.uid] = workload
+            listed = entry.get("services") or []
+            named[workload.uid] = [each for each in listed if isinstance(each, str)]
+    services: dict[ServiceKey, Service] = {}
+    for entry in entries(dump, "services"):
+        read = _one("service", entry, _OF_SERVICE, read_service, unread)
+        if read is None:
+            continue
+        service, endpoints = read
+        services[service.key] = service
+        for uid, (ports, _) in endpoints.items():
+            workload = workloads.get(WorkloadUid(uid))
+            if workload is None:
+                unread.append(f"service {service.key}: endpoint {uid} is no workload of the dump")
+            else:
+                joined = {**workload.services, service.key: ports}
+                workloads[workload.uid] = replace(workload, services=joined)
+    for uid, keys in named.items():
+        workload = workloads[uid]
+        if workload.status is Health.UNHEALTHY:
+            # A dump lists the endpoints that serve; of the others it has no ports, which nothing asks for.
+            missing = {key: services[key].ports for key in map(ServiceKey, keys) if key in services}
+            workloads[uid] = replace(workload, services={**missing, **workload.services})
+    mesh = Mesh()
+    policies = [_policy(entry, unread) for entry in entries(dump, "policies")]
+    mesh.apply([*workloads.values(), *services.values(), *policies])
+    return DumpedMesh(mesh, tuple(unread))
+
+
+def _policy(entry: Mapping[str, Any], unread: list[str]) -> AuthorizationPolicy:
+    faults = tuple(str(each) for each in entry.get("faults") or ())
+    if not faults:
+        found: list[str] = []
+        policy = _one("policy", entry, _OF_POLICY, read_policy, found)
+        if policy is not None:
+            return policy
+        faults = (found[0].partition(": ")[2],)
+        unread.append(f"{found[0]}; taken at its strictest")
+    try:
+        action, scope = Action(str(entry.get("action"))), PolicyScope(str(entry.get("scope")))
+    except ValueError:
+        action, scope = Action.DENY, PolicyScope.GLOBAL  # as from the wire
+    # What the rules lack is not in the dump, so nothing more lenient than this is safe to say.
+    return AuthorizationPolicy(
+        name=str(entry.get("name")),
+        namespace=str(entry.get("namespace")),
+        scope=scope,
+        action=action,
+        dry_run=entry.get("dryRun") is True,
+        condition=Always() if action is Action.DENY else Never(),
+        faults=faults,
+    )
+
+
+def entries(dump: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the entries of a list of a dump, or of a mapping in its place.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = dump.get(key) or []
+    listed = list(found.values()) if isinstance(found, dict) else found
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise ConfigError(f"{key}: must be a list of mappings")
+    yield from listed
+
+
+def _one(
+    kind: str,
+    entry: Mapping[str, Any],
+    keys: tuple[str, ...],
+    read: Callable[[object], Read],
+    unread: list[str],
+) -> Read | None:
+    """Return what is read of the known keys of an entry; ``None``, and a line in ``unread``, if it cannot be."""
+    try:
+        return read({key: entry[key] for key in keys if entry.get(key) is not None})
+    except ConfigError as error:
+        name = entry.get("uid") or f"{entry.get('namespace')}/{entry.get('hostname') or entry.get('name')}"
+        unread.append(f"{kind} {name}: {error.reason}")
+        return None

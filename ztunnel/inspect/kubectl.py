@@ -1,0 +1,177 @@
+"""Reaches a proxy of a cluster through ``kubectl``: its admin server listens on loopback of its own pod only.
+
+``kubectl port-forward`` opens a port of this machine that leads there, for as long as the command runs. It needs
+no shell and no curl in the pod, which images without them would not have. Which cluster, and with what
+credentials, is kubectl's own configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, Final
+
+#: What ztunnels' DaemonSets are labelled with, Istio's own and ours.
+SELECTOR: Final = "app=ztunnel"
+#: The container of a proxy beside its application, of Istio's injector and ours.
+_SIDECAR: Final = "istio-proxy"
+_ADMIN_PORT: Final = 15000
+#: For a question to the API server, and for the port to be open; a guess for clusters far away.
+_ANSWER_S: Final = 20.0
+_FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
+
+
+class Unreachable(Exception):
+    """There is no such pod or node, or kubectl does not get there; the text says which, and what to do."""
+
+
+class Kubectl:
+    """Runs kubectl.
+
+    Args:
+        context: of its configuration; empty: the current one.
+    """
+
+    def __init__(self, context: str = "") -> None:
+        self._words = ["kubectl", *(["--context", context] if context else [])]
+
+    def _get(self, *words: str, limit_s: float = _ANSWER_S) -> Any:
+        command = [*self._words, "get", *words, "-o", "json"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        except FileNotFoundError:
+            raise _no_kubectl() from None
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"{' '.join(command)}: no answer in {limit_s:g} s") from None
+        if done.returncode:
+            raise Unreachable(_first_line(done.stderr) or f"{' '.join(command)}: exit status {done.returncode}")
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            raise Unreachable(f"{' '.join(command)}: answered no JSON") from None
+
+    def names(self, kind: str, limit_s: float) -> Iterator[str]:
+        """Yield the names of all pods, as ``NAMESPACE/NAME``, or nodes.
+
+        Raises:
+            Unreachable: there is no answer in time.
+        """
+        for item in _items(self._get(kind, "--all-namespaces", limit_s=limit_s)):
+            about = item.get("metadata") or {}
+            yield f"{about['namespace']}/{about['name']}" if about.get("namespace") else str(about.get("name"))
+
+    def proxy_of_pod(self, pod: str) -> tuple[str, str]:
+        """Return namespace and name of the pod whose proxy a pod has: its own, or its node's ztunnel.
+
+        Args:
+            pod: ``NAME.NAMESPACE`` as istioctl has it, ``NAMESPACE/NAME``, or a name in namespace default.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        namespace, slash, name = pod.partition("/")
+        if not slash:
+            name, dot, namespace = pod.rpartition(".")  # a pod's name may have dots, a namespace's has none
+            name, namespace = (name, namespace) if dot else (namespace, "default")
+        found = self._get("pod", name, "--namespace", namespace)
+        spec = found.get("spec") or {}
+        containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
+        is_ztunnel = _label(found) == SELECTOR.partition("=")[2]
+        if is_ztunnel or any(each.get("name") == _SIDECAR for each in containers):
+            return namespace, name
+        node = spec.get("nodeName")
+        if not node:
+            raise Unreachable(f"pod {namespace}/{name} is on no node yet")
+        return self.proxy_of_node(node)
+
+    def proxy_of_node(self, node: str) -> tuple[str, str]:
+        """Return namespace and name of the ztunnel that runs on a node; of two generations, the newer one.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        words = ("--all-namespaces", "--selector", SELECTOR, "--field-selector", f"spec.nodeName={node}")
+        running = [
+            item
+            for item in _items(self._get("pods", *words))
+            if (item.get("status") or {}).get("phase") == "Running"
+        ]
+        if not running:
+            raise Unreachable(f"no ztunnel runs on node {node!r}: no pod there has the label {SELECTOR}")
+        newest = max(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
+        return newest["metadata"]["namespace"], newest["metadata"]["name"]
+
+    @contextmanager
+    def forwarded(self, namespace: str, name: str) -> Iterator[str]:
+        """Open a port of this machine to the admin server of a pod; yields its ``HOST:PORT``.
+
+        Raises:
+            Unreachable: the port was not opened.
+        """
+        target = ["--namespace", namespace, f"pod/{name}", f":{_ADMIN_PORT}", "--address", "127.0.0.1"]
+        with tempfile.TemporaryFile() as errors:
+            try:
+                running = subprocess.Popen(
+                    [*self._words, "port-forward", *target],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                )
+            except FileNotFoundError:
+                raise _no_kubectl() from None
+            ports: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+            reader = threading.Thread(target=_read_ports, args=(running.stdout, ports), daemon=True)
+            with running:
+                reader.start()
+                try:
+                    yield f"127.0.0.1:{_opened(ports, errors, f'{namespace}/{name}')}"
+                finally:
+                    running.kill()  # nothing is lost: the questions have been answered
+                    reader.join()
+
+
+def _read_ports(said: IO[bytes], ports: queue.SimpleQueue[int | None]) -> None:
+    """Read what kubectl says to its end: it has a line for each connection, and would stop at a full pipe."""
+    for line in said:
+        found = _FORWARDING.match(line)
+        if found is not None:
+            ports.put(int(found.group(1)))
+    ports.put(None)
+
+
+def _opened(ports: queue.SimpleQueue[int | None], errors: IO[bytes], pod: str) -> int:
+    """Wait for the port."""
+    reason = f"no port was opened in {_ANSWER_S:g} s"
+    try:
+        port = ports.get(timeout=_ANSWER_S)
+    except queue.Empty:
+        port = None
+    else:
+        if port is not None:
+            return port
+        errors.seek(0)
+        reason = _first_line(errors.read().decode(errors="replace")) or "it ended"
+    raise Unreachable(f"kubectl port-forward to {pod}: {reason}")
+
+
+def _no_kubectl() -> Unreachable:
+    return Unreachable("--pod and --node need kubectl, which is not on the PATH; --address asks a proxy directly")
+
+
+def _items(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(found.get("items") or [])
+
+
+def _label(pod: Mapping[str, Any]) -> str:
+    labels = (pod.get("metadata") or {}).get("labels") or {}
+    return str(labels.get(SELECTOR.partition("=")[0], ""))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,85 @@
+"""Parts of a ``config_dump`` by name, of either dialect: ``ztunnel config [PART [NAME]]``. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+#: What an entry of a dump may be called by.
+_NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
+#: Where Envoy's dumps have the resource with the name, below the entry.
+_INNER: Final = (
+    *("cluster", "listener", "secret", "route_config", "endpoint_config"),
+    *("active_state", "warming_state", "draining_state"),
+)
+_MOST_TOLD: Final = 12
+
+
+class NoSuchPart(ValueError):
+    """The dump has no part, or a part no entry, of this name; the text says which there are."""
+
+
+def parts_of(dump: Any) -> Mapping[str, Any]:
+    """Return the parts of a dump by name; in Envoy's dialect ``listeners`` for its ListenersConfigDump.
+
+    Raises:
+        NoSuchPart: it is no dump.
+    """
+    if not isinstance(dump, Mapping):
+        raise NoSuchPart("not a config_dump: not an object")
+    sections = dump.get("configs")
+    if not isinstance(sections, list):
+        return dump
+    found = {}
+    for section in sections:
+        kind = str(section.get("@type", "")).rpartition(".")[2].removesuffix("ConfigDump")
+        found[kind.lower()] = section
+    return found
+
+
+def part(dump: Any, name: str, entry: str = "") -> Any:
+    """Return a part of a dump, or of it the entries with a name (a list) or the value of a key.
+
+    Raises:
+        NoSuchPart: there is none.
+    """
+    parts = parts_of(dump)
+    if name not in parts:
+        raise NoSuchPart(f"no part {name!r}; there are {', '.join(parts) or 'none'}")
+    found = parts[name]
+    if not entry:
+        return found
+    if isinstance(found, Mapping) and entry in found:
+        return found[entry]
+    listed = list(_entries(found))
+    matching = [each for each in listed if entry in names_of(each)]
+    if matching:
+        return matching
+    known = sorted(found) if isinstance(found, Mapping) and not listed else [_called(each) for each in listed]
+    told = ", ".join(known[:_MOST_TOLD]) + (", ..." if len(known) > _MOST_TOLD else "")
+    raise NoSuchPart(f"{name} has no {entry!r}; there are {told or 'none'}")
+
+
+def names_of(entry: Any) -> Iterator[str]:
+    """Yield what an entry may be asked for by; the fullest name last."""
+    if not isinstance(entry, Mapping):
+        return
+    for key in _INNER:
+        yield from names_of(entry.get(key))
+    namespace = entry.get("namespace")
+    own = [str(entry[key]) for key in _NAMES if isinstance(entry.get(key), str)]
+    yield from own
+    if namespace:
+        yield from (f"{namespace}/{each}" for each in own[:2])
+
+
+def _entries(found: Any) -> Iterator[Any]:
+    """Yield the entries of a part: of a list, or of the lists in a section of Envoy's."""
+    if isinstance(found, list):
+        yield from found
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            if isinstance(value, list):
+                yield from (each for each in value if isinstance(each, Mapping))
+
+
+def _called(entry: Any) -> str:
+    return next(iter(names_of(entry)), "one without a name")

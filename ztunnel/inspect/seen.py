@@ -1,0 +1,266 @@
+"""Connections that were seen, live or in a log, as questions to ``/explain``. Pure.
+
+The question is the connection as its proxy met it: what was dialled, or at the other end what came in with which
+proven identity. The answer is about the present configuration, which may have changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from xds.model.address import SocketAddress
+
+Page = Mapping[str, Any]
+
+#: ``k=v`` at the end of a plain line; a text is quoted as in JSON.
+_FIELD: Final = re.compile(r'([A-Za-z_][\w.]*)=("(?:[^"\\]|\\.)*"|\S+)')
+#: What a question needs of istiod's format of 2022 for Envoy, which ``ztunnel control-plane`` asks for, too.
+_ENVOY_LINE: Final = re.compile(
+    r'\[[^\]]*\] "(?P<method>\S+) \S+ \S+" (?P<code>\S+) (?P<flags>\S+) (?P<details>\S+) (?P<termination>.+?) '
+    r'"(?P<failure>[^"]*)" \S+ \S+ \S+ \S+ "[^"]*" "[^"]*" "[^"]*" "(?P<authority>[^"]*)" "(?P<upstream>[^"]*)" '
+    r".* (?P<destination>\S+:\d+) (?P<source>\S+:\d+) \S+ "
+)
+#: Of JSON lines in Envoy's dialect, as ``ztunnel control-plane`` asks for them.
+_ENVOY_FIELDS: Final = frozenset(("source", "destination", "upstream", "termination"))
+_NOTHING: Final = ("", "-")
+
+
+class BadLine(ValueError):
+    """An access line does not say enough for a question; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A connection that was seen.
+
+    Attributes:
+        shown: what was seen, with stable keys, for the answer.
+        asked: the parameters of ``/explain``.
+        taken: addresses by which the way that it took is known among several, the most telling first.
+    """
+
+    shown: Mapping[str, str]
+    asked: Mapping[str, str]
+    taken: tuple[str, ...] = ()
+
+
+# Live connections
+
+
+def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) -> Iterator[Seen]:
+    """Yield the live connections that are meant: of both directions where both ends are here, outbound first.
+
+    Args:
+        page: ``/connections`` of either dialect, or ``workloadState`` of a dump.
+        wanted: ``SRC:PORT``, ``SRC:PORT-DST:PORT`` where DST is what was dialled or where it went, or in Envoy's
+            dialect the id.
+        identity_at: the identities of workloads by their address, for dumps that do not show what was proven.
+    """
+    if isinstance(page.get("connections"), list):
+        for each in page["connections"]:
+            if wanted == str(each.get("id")) or _is_meant(
+                each, wanted, "source", ("destination", "upstream_host")
+            ):
+                yield _of_envoy(each)
+        return
+    tables = [state.get("connections") or {} for state in page.values()]
+    for each in (each for carried in tables for each in carried.get("outbound") or []):
+        if _is_meant(each, wanted, "src", ("originalDst", "actualDst")):
+            yield _outbound(each)
+    for each in (each for carried in tables for each in carried.get("inbound") or []):
+        if _is_meant(each, wanted, "src", ("actualDst", "originalDst")):
+            yield _inbound(each, identity_at or {})
+
+
+def _is_meant(each: Page, wanted: str, source: str, destinations: tuple[str, ...]) -> bool:
+    # An address has no dash; a host name, which an application may have dialled by SOCKS, may.
+    first, dash, second = wanted.partition("-")
+    if str(each.get(source)) != first:
+        return False
+    return not dash or second in [str(each.get(key)) for key in destinations]
+
+
+def _outbound(each: Page) -> Seen:
+    source, target = str(each["src"]), str(each["actualDst"])
+    dialled = str(each.get("originalDst") or target)
+    return Seen(
+        shown=_told(direction="outbound", source=source, destination=dialled, target=target),
+        asked={"source": source, "destination": dialled, "direction": "outbound"},
+        taken=(target,),
+    )
+
+
+def _inbound(each: Page, identity_at: Mapping[str, str]) -> Seen:
+    source, application = str(each["src"]), str(each["actualDst"])
+    identity = ""
+    if "srcIdentity" in each:
+        identity = each["srcIdentity"] or ""
+    elif each.get("protocol") != "TCP":
+        identity = identity_at.get(source.rpartition(":")[0].strip("[]"), "")
+    return Seen(
+        shown=_told(direction="inbound", source=source, destination=application, identity=identity),
+        asked=_told(source=source, destination=application, identity=identity, direction="inbound"),
+    )
+
+
+def _of_envoy(each: Page) -> Seen:
+    source, destination = str(each["source"]), str(each["destination"])
+    identity = next(iter(each.get("peer_identities") or []), "")
+    listener = str(each.get("listener") or "")
+    hops = [each, *(each.get("inner_hops") or [])]
+    hosts = tuple(str(hop["upstream_host"]) for hop in hops if hop.get("upstream_host"))
+    return Seen(
+        shown=_told(
+            id=str(each.get("id")),
+            source=source,
+            destination=destination,
+            identity=identity,
+            target=hosts[-1] if hosts else "",
+        ),
+        asked=_told(source=source, destination=destination, identity=identity, listener=listener),
+        taken=hosts,
+    )
+
+
+def _told(**values: str) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+# Access lines
+
+
+def fields_of(line: str) -> Mapping[str, str]:
+    """Return the fields of a log line, JSON or plain with ``k=v`` at its end; empty: it has none.
+
+    What stands before is passed over: ``kubectl logs --prefix`` puts the pod's name there.
+    """
+    _, brace, rest = line.partition("{")
+    if brace and line.rstrip().endswith("}"):
+        try:
+            entry = json.loads(brace + rest)
+        except ValueError:
+            return {}
+        return {key: str(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
+    return {name: _value(text) for name, text in _FIELD.findall(line)}
+
+
+def logged(line: str, identity: str = "") -> Seen | None:
+    """Return the connection of an access line, ``None`` for any other line.
+
+    Lines are those of an Istio proxy, ours or the Rust ztunnel's, plain or JSON; in Envoy's dialect those of
+    istiod's format, which has no identities, and JSON as ``ztunnel control-plane`` asks for it.
+
+    Args:
+        line: of a log.
+        identity: of the client, where the line does not say it.
+
+    Raises:
+        BadLine: it is one, and does not say enough.
+    """
+    if (found := _ENVOY_LINE.search(line)) is not None:
+        return _logged_by_envoy(found.groupdict(), identity)
+    fields = fields_of(line)
+    if fields.keys() >= _ENVOY_FIELDS:
+        return _logged_by_envoy(fields, identity)
+    if "src.addr" not in fields:
+        return None
+    source, target = _address(fields, "src.addr"), fields.get("dst.addr", "")
+    authority, service = fields.get("dst.hbone_addr", ""), fields.get("dst.service", "")
+    identity = fields.get("src.identity", "")
+    shown = {
+        "direction": fields.get("direction", ""),
+        "source": source,
+        "identity": identity,
+        "target": target,
+        "authority": authority,
+        "service": service,
+        "error": fields.get("error", ""),
+    }
+    if fields.get("direction") == "inbound":
+        host, _, port = _address(fields, "dst.addr").rpartition(":")
+        # A tunnel names the application; its TCP connection went to port 15008 of the same pod.
+        application = f"{host}:{authority.rpartition(':')[2] or port}"
+        asked = _told(source=source, destination=application, identity=identity, direction="inbound")
+        return Seen(shown=_told(**shown), asked=asked)
+    reached = authority or _address(fields, "dst.addr")
+    # The line has the service's name and the application's port, not the service's.
+    asked = {"destination": service, "endpoint": reached} if service else {"destination": reached}
+    return Seen(
+        shown=_told(**shown),
+        asked={"source": source, **asked, "direction": "outbound"},
+        taken=tuple(filter(None, (target, authority))),
+    )
+
+
+def _logged_by_envoy(fields: Mapping[str, str], given: str) -> Seen:
+    source, destination = _address(fields, "source"), _address(fields, "destination")
+    upstream = _said(fields, "upstream")
+    authority = _said(fields, "authority")
+    identity = _said(fields, "client_identity").partition(",")[0] or (given if authority else "")
+    error = " ".join(filter(None, (_said(fields, key) for key in ("flags", "termination", "failure"))))
+    shown = _told(
+        source=source,
+        destination=destination,
+        identity=identity,
+        target=upstream,
+        authority=authority,
+        error=error,
+    )
+    if authority and not identity:
+        raise BadLine("the line of a tunnel does not say the client's identity: give --identity")
+    asked = _told(source=source, destination=authority or destination, identity=identity)
+    return Seen(shown=shown, asked=asked, taken=tuple(filter(None, (upstream,))))
+
+
+def _said(fields: Mapping[str, str], key: str) -> str:
+    value = fields.get(key, "")
+    return "" if value in _NOTHING or value == "None" else value
+
+
+def _address(fields: Mapping[str, str], key: str) -> str:
+    value = fields.get(key, "")
+    try:
+        return str(SocketAddress.parse(value))
+    except ValueError:
+        raise BadLine(f"{key} is no IP:PORT: {value!r}") from None
+
+
+def _value(text: str) -> str:
+    if not text.startswith('"'):
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return text
+
+
+# Answers
+
+
+def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer with what was seen before it, and the way that was taken marked."""
+    told: dict[str, Any] = {"seen": dict(seen.shown), **answer}
+    ways = told.get("ways")
+    places = ways if ways is not None else list(_endpoints(told.get("hop", {})))
+    taken = False
+    for address in seen.taken:
+        for place in places:
+            if address in (place.get("target"), place.get("authority"), place.get("address")):
+                place["taken"] = taken = True
+        if taken and ways is not None:
+            break  # the ways through several waypoints have one authority: only the address tells them apart
+    if seen.taken and len(places) > 1 and not taken:
+        told["taken"] = "none of these: the configuration has changed since"
+    return told
+
+
+def _endpoints(hop: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the endpoints of a hop and of those behind it (Envoy's dialect)."""
+    for cluster in hop.get("clusters", []):
+        for endpoint in cluster.get("endpoints", []):
+            yield endpoint
+            yield from _endpoints(endpoint.get("hop", {}))
