@@ -284,7 +284,7 @@ def test_every_value_is_used() -> None:
 
 
 def test_the_values_are_named_as_in_istios_chart() -> None:
-    assert set(values()) == {*ISTIOS_VALUES.split(), "netpol"}  # which is our own
+    assert set(values()) == {*ISTIOS_VALUES.split(), "netpol", "prometheusRule", "dashboard"}  # our own
 
 
 @pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)
@@ -321,6 +321,19 @@ def rendered(values_file: Path | None = None) -> dict[str, Object]:
 
 def test_the_chart_comes_out_as_the_base() -> None:
     assert rendered() == base()
+
+
+def test_alerts_and_dashboard_come_out_as_their_files(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    given = {"prometheusRule": {"enabled": True, "labels": {"release": "p"}}, "dashboard": {"enabled": True}}
+    file.write_text(yaml.safe_dump(given))
+    objects = rendered(file)
+    files = CHART / "files"
+    assert objects["PrometheusRule"]["spec"] == yaml.safe_load((files / "ztunnel.rules.yaml").read_text())
+    assert objects["PrometheusRule"]["metadata"]["labels"]["release"] == "p"
+    found = objects["ConfigMap"]
+    assert found["data"]["ztunnel.json"].strip() == (files / "ztunnel.dashboard.json").read_text().strip()
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The alerts for Prometheus: rules that it reads, about metrics and labels that a real page has."""
+"""Alerts for Prometheus and a dashboard for Grafana: queries that Prometheus reads, about what a real page has."""
 
 import json
 import re
@@ -10,13 +10,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy import dashboard
 from hbone.aio.relay import ByteCounts
 from tests.programs import needed
 from tests.ztunnel.istio.admin.test_server import Rig, served
 from ztunnel.istio.metrics import PeerLabels, traffic_labels
 from ztunnel.istio.policy_uses import Use
 
-FILE = Path(__file__).parents[2] / "deploy" / "prometheus" / "ztunnel.rules.yaml"
+FILE = Path(__file__).parents[2] / "deploy" / "helm" / "ztunnel" / "files" / "ztunnel.rules.yaml"
 RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]
 ]
@@ -48,17 +49,17 @@ def on_a_page() -> dict[str, set[str]]:
 def test_queries_are_about_what_a_page_has() -> None:
     page = on_a_page()
     asked = 0
-    for rule in RULES:
-        series = SERIES.findall(rule["expr"])
-        assert series, rule
+    for query in [*(rule["expr"] for rule in RULES), *dashboard.queries()]:
+        series = SERIES.findall(query)
+        assert series, query
         for name, matchers in series:
             if name in RECORDED:
                 continue
             asked += 1
-            assert name in page, (rule, name)
+            assert name in page, (query, name)
             matched = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
-            grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]))))
-            assert matched | grouped <= page[name] | OF_PROMETHEUS, (rule, name)
+            grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\b(?:by|on) \(([^)]*)\)", query))))
+            assert matched | grouped <= page[name] | OF_PROMETHEUS, (query, name)
     assert asked > len(RULES)
 
 
@@ -72,6 +73,47 @@ def test_texts_name_labels_that_a_query_keeps() -> None:
         kept = {"destination_service"} if any(name in rule["expr"] for name in RECORDED) else set()
         kept |= set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", rule["expr"]))))
         assert used <= (kept or OF_PROMETHEUS), rule
+
+
+def test_the_dashboard_is_made_of_its_panels() -> None:
+    assert dashboard.FILE.read_text() == dashboard.text(), "python -m deploy.dashboard"
+
+
+def test_panels_fill_the_width_and_none_lies_on_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard.dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+    assert len(taken) == 24 * (1 + max(y for _, y in taken))
+
+
+def test_legends_name_labels_that_a_query_keeps() -> None:
+    for row in dashboard.ROWS:
+        for panel in row.panels:
+            for query, legend in panel.queries:
+                kept = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", query))))
+                used = set(re.findall(r"{{(\w+)}}", legend))
+                assert used <= (kept if "sum" in query else OF_PROMETHEUS), (query, legend)
+
+
+def test_prometheus_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    promtool = needed("promtool")
+    rules = [
+        {"record": f"query:{number}", "expr": query.replace("$instance", ".*")}
+        for number, query in enumerate(dashboard.queries())
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    checked = subprocess.run(
+        [promtool, "check", "rules", str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_prometheus_reads_the_rules() -> None:
