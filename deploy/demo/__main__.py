@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 import hbone
 from deploy.demo import policy
-from deploy.demo.folder import demo_folder
+from deploy.demo.folder import FolderTooDeep, demo_folder
 from deploy.demo.inpod import InPodDemo
 from deploy.demo.kube import KubeDemo, MissingPrograms, programs
 from deploy.demo.node import NodeDemo
 from deploy.demo.stage import Demo, Unexpected, print_logs
+from deploy.demo.window import Window
 from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
 from ztunnel import __version__
@@ -31,10 +32,10 @@ MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": Ku
 
 
 @contextlib.contextmanager
-def stage(mode: type[Demo], colour: bool) -> Iterator[Demo]:
+def stage(mode: type[Demo], colour: bool, window: Window | None) -> Iterator[Demo]:
     """The lab and a folder for its files; both are gone afterwards."""
     with demo_folder("ztunnel-demo-") as folder, Lab(mode.places) as lab:
-        yield mode(lab, folder, colour)
+        yield mode(lab, folder, colour, window)
 
 
 def main() -> int:
@@ -56,9 +57,14 @@ def main() -> int:
             return policy.main()
         if args.mode == "kube":
             programs()
+        window = Window() if args.keep else None  # a browser is where we are now
+        if window is not None:
+            window.keep()
         become_root_of_own_namespaces()
+        if window is not None:
+            window.kept()
         began = time.monotonic()
-        with stage(MODES[args.mode], sys.stdout.isatty()) as demo:
+        with stage(MODES[args.mode], sys.stdout.isatty(), window) as demo:
             print(f"ztunnel {__version__}, {hbone.build()}, Python {platform.python_version()}")
             print(f"Setting the stage: {demo.setting}")
             try:
@@ -75,11 +81,11 @@ def main() -> int:
             )
             if args.keep:
                 demo.explain()
-                with contextlib.suppress(KeyboardInterrupt):
+                with contextlib.suppress(KeyboardInterrupt), demo.traffic():
                     while True:  # signal.pause() sleeps for ever on a signal that came just before it
                         time.sleep(_LOOK_S)
         return 1 if failures else 0
-    except (TproxyError, MissingPrograms) as error:
+    except (TproxyError, MissingPrograms, FolderTooDeep) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:

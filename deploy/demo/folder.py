@@ -25,6 +25,20 @@ MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: How long the watcher sends SIGKILL. A process that outlives it hangs in a system call.
 _END_S = 5.0
+#: The longest address of a Unix socket, see unix(7), and what the names of a demo's sockets take of it; in bytes.
+_LONGEST_ADDRESS = 107
+_LONGEST_NAME = 24
+
+
+class FolderTooDeep(Exception):
+    """Unix sockets in the folder for temporary files would have longer addresses than the kernel takes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return f"the path of {self.folder.parent} is too long for Unix sockets in it: set TMPDIR to a shorter one"
 
 
 @contextlib.contextmanager
@@ -35,6 +49,9 @@ def demo_folder(prefix: str) -> Iterator[Path]:
 
     Args:
         prefix: of the folder's name; the folders that killed demos of this prefix left are removed first.
+
+    Raises:
+        FolderTooDeep: it is no place for Unix sockets.
     """
     _remove_abandoned(prefix)
     path, lock = _locked(prefix)
@@ -73,6 +90,9 @@ def _locked(prefix: str) -> tuple[Path, int]:
     """Make a folder and take its lock, which the kernel gives back when this process ends."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
+        if len(os.fsencode(path)) + 1 + _LONGEST_NAME > _LONGEST_ADDRESS:
+            path.rmdir()
+            raise FolderTooDeep(path)
         lock = _lock(path)
         if lock is not None and path.exists():
             return path, lock

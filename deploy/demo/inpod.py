@@ -5,6 +5,7 @@ The proxies' environment is that of Istio's chart, plus the paths of this machin
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections import Counter
@@ -94,6 +95,7 @@ class InPodDemo(Demo):
             "NODE_NAME": node,
             "INSTANCE_IP": str(place.ipv4),
             "SERVICE_ACCOUNT": "ztunnel",
+            "ZTUNNEL_TAP_SOCKET": str(self.tap_socket(node)),
         }
         return self.run_proxy(node, place, [*ZTUNNEL_COMMAND, "proxy", "ztunnel"], environment)
 
@@ -186,14 +188,14 @@ class InPodDemo(Demo):
     def _act_node_local(self) -> None:
         """Pods of one node: judged as on the wire, without being there."""
         print("\nproductpage calls a pod of its own node")
-        before = self.tap.report.packets
+        before = self.wire.report.packets
         call = self.call("productpage", str(self.lab.pod("reviews-v2").ipv4))
         records = self._records(2)
         known = len(records) == 2 and all(
             line.get("src.identity") and line.get("dst.identity") for line in records
         )
         self._show("own node", call, call.answered_by == "reviews-v2" and known, records)
-        packets = self.tap.report.packets - before
+        packets = self.wire.report.packets - before
         self.check(packets == 0, f"{packets} packets crossed the wire between the nodes")
 
     def _act_outside(self) -> None:
@@ -316,18 +318,24 @@ class InPodDemo(Demo):
         inside = enter(self.lab.pod(_NEXT))
         pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)
-        print("\nStill running; ctrl-C ends it. From another terminal:")
-        print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
-        print(f"  pods           {self.folder}/pods-*.yaml   (edit them: the agents follow)")
-        print(f"  logs           {self.folder}/*.log")
-        print(f"  a pod calls    {pod} curl -s http://{VIP}:{PORT}/")
-        print(f"  its rules      {pod} nft list ruleset")
-        print(f"  why, why not   {inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}")
-        print(f"  its state      {inside} {ztunnel} status   (connections, workloads, services, ...)")
         what_if = f"{inside} {ztunnel} simulate --remove default/reviews-viewer --from-log -"
-        print(f"  what if        cat {self.folder}/proxy-*.log | {what_if}")
-        print(f"  everything     {inside} curl -s 127.0.0.1:15000/config_dump")
-        print(f"  more log       {inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'")
+        self.print_hints(
+            {
+                "mesh file": f"{self.folder / 'mesh.yaml'}   (edit it: the proxies follow)",
+                "pods": f"{self.folder}/pods-*.yaml   (edit them: the agents follow)",
+                "logs": f"{self.folder}/*.log",
+                "a pod calls": f"{pod} curl -s http://{VIP}:{PORT}/",
+                **({"its rules": f"{pod} nft list ruleset"} if shutil.which("nft") else {}),
+                "why, why not": f"{inside} {ztunnel} explain default/intruder {HOSTNAME}:{PORT}",
+                "its state": f"{inside} {ztunnel} status   (workloads, services, ...)",
+                **self.live_page(self.lab.pod(_NEXT)),
+                "connections": f"{inside} {ztunnel} connections",
+                "plain text": self.tap("worker2", "default/productpage"),
+                "what if": f"cat {self.folder}/proxy-*.log | {what_if}",
+                "everything": f"{inside} curl -s 127.0.0.1:15000/config_dump",
+                "more log": f"{inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'",
+            }
+        )
 
 
 def _deciding(inbound: dict[str, object]) -> str:

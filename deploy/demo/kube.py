@@ -5,6 +5,7 @@ and reports their addresses), and the part of istiod that reads pods' annotation
 file of the embedded control plane).
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -357,6 +358,10 @@ class KubeDemo(InPodDemo):
             return not self._call_or_fail("productpage", reviews).error and not self._records()
 
         self._wait_or_fail("new connections are plain", plain)
+
+    def traffic(self) -> "contextlib.AbstractContextManager[object]":
+        """See :class:`~deploy.demo.stage.Demo`: nothing, its pods are the API server's."""
+        return contextlib.nullcontext()
 
     def explain(self) -> None:
         """See :class:`~deploy.demo.stage.Demo`."""

@@ -51,6 +51,7 @@ class NodeDemo(Demo):
     def _start_proxy(self, node: str, epoch: int = 0) -> "subprocess.Popen[bytes]":
         command = [*ZTUNNEL_COMMAND, "proxy", "--control-plane", f"unix:{self.socket}", "--node", node]
         more = ["--log-flush", "100ms", "--shutdown", "30s", "--restart-epoch", str(epoch)]
+        more += ["--tap-socket", str(self.tap_socket(node))]
         return self.run_proxy(node, self.lab.worker(node).ztunnel, [*command, *more], generation=epoch)
 
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
@@ -182,14 +183,20 @@ class NodeDemo(Demo):
         inside = enter(self.lab.worker("worker2").ztunnel)
         pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)
-        print("\nStill running; ctrl-C ends it. From another terminal:")
-        print(f"  mesh file      {self.folder / 'mesh.yaml'}   (edit it: the proxies follow)")
-        print(f"  logs           {self.folder}/*.log")
-        print(f"  a pod calls    {pod} curl -s http://{VIP}:{PORT}/")
-        print(f"  admin          {inside} curl -s 127.0.0.1:15000/help")
-        print(f"  connections    {inside} {ztunnel} connections")
         source, there = self.lab.pod("intruder").ipv4, self.lab.pod("reviews-v2").ipv4
-        print(f"  why, why not   {inside} {ztunnel} explain {source} {there}:{PORT}")
+        intruder = "--identity spiffe://cluster.local/ns/default/sa/intruder"
+        self.print_hints(
+            {
+                "mesh file": f"{self.folder / 'mesh.yaml'}   (edit it: the proxies follow)",
+                "logs": f"{self.folder}/*.log",
+                "a pod calls": f"{pod} curl -s http://{VIP}:{PORT}/",
+                "admin": f"{inside} curl -s 127.0.0.1:15000/help",
+                **self.live_page(self.lab.worker("worker2").ztunnel),
+                "connections": f"{inside} {ztunnel} connections",
+                "plain text": self.tap("worker2", str(self.lab.pod("productpage").ipv4)),
+                "why, why not": f"{inside} {ztunnel} explain {source} {there}:{PORT} {intruder}",
+            }
+        )
 
 
 def _row(hop: dict[str, object]) -> str:

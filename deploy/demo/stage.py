@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from deploy.demo.folder import marked
+from deploy.demo.window import Window
 from deploy.demo.wire import WireReport, WireTap
 from deploy.lab import Lab, Place
 
@@ -42,6 +44,8 @@ SETTLE_S = 10.0
 #: The widest line of a table.
 COLUMNS = 120
 _INDENT = " " * 6
+#: Between two rounds of calls of a demo that stays up.
+_TRAFFIC_S = 0.5
 #: Calls before and after a proxy is gone.
 _CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
@@ -72,8 +76,9 @@ class Demo(ABC):
     lab: Lab
     folder: Path
     colour: bool
+    window: Window | None = None
     failures: int = 0
-    tap: WireTap = field(init=False)
+    wire: WireTap = field(init=False)
     proxies: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
     _logs: dict[Path, str] = field(default_factory=dict)
     _read_until: dict[Path, int] = field(default_factory=dict)
@@ -97,6 +102,38 @@ class Demo(ABC):
     @abstractmethod
     def explain(self) -> None:
         """Print commands to inspect the running demo."""
+
+    def traffic(self) -> "contextlib.AbstractContextManager[object]":
+        """Return what goes on, while entered, in a demo that stays up."""
+        return Traffic(self)
+
+    def print_hints(self, hints: Mapping[str, str]) -> None:
+        """Print commands for another terminal, by what they show."""
+        print("\nStill running; ctrl-C ends it. From another terminal:")
+        for name, command in hints.items():
+            print(f"  {name:14} {command}")
+        print(
+            "Meanwhile productpage goes on calling the service, on a connection that stays open and on new ones,"
+        )
+        print("and intruder is refused.")
+
+    def live_page(self, proxy: Place) -> dict[str, str]:
+        """Return the hint at the live page of a proxy, if there is a way for a browser."""
+        return {"live page": f"http://{self.window.towards(proxy, 15000)}/ui"} if self.window is not None else {}
+
+    def tap(self, node: str, pod: str) -> str:
+        """Return the command that captures a pod's streams, and shows them where tshark is installed.
+
+        It enters no namespace: the socket is a file.
+        """
+        command = f"{' '.join(ZTUNNEL_COMMAND)} tap {pod} --for 10s --socket {self.tap_socket(node)}"
+        if shutil.which("tshark") is None:
+            return f"{command} -w {pod.rpartition('/')[2]}.pcapng   (for Wireshark)"
+        return f"{command} -w - | tshark -l -r - -Y http -c 40"
+
+    def tap_socket(self, node: str) -> Path:
+        """Return where the proxy of a node listens for taps."""
+        return self.folder / f"{node}.tap"
 
     # The stage
 
@@ -318,11 +355,11 @@ class Demo(ABC):
         place = self.lab.worker("worker2").place
         with place.netns.entered():
             raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        self.tap = WireTap(raw, "eth0", SECRET)
+        self.wire = WireTap(raw, "eth0", SECRET)
         try:
             self.acts()
         finally:
-            report = self.tap.stop()
+            report = self.wire.stop()
         self._act_wire(report)
 
 
@@ -355,6 +392,41 @@ class _Caller:
             except OSError as error:
                 call = Call("productpage", VIP, "", type(error).__name__, 0.0)
             self.calls.append(call)
+
+
+class Traffic:
+    """Calls that go on while entered, so that the commands for a demo that stays up have something to show.
+
+    productpage calls the service on a connection that stays open and on new ones, intruder is refused.
+    """
+
+    def __init__(self, demo: Demo) -> None:
+        self._demo = demo
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        demo, connection = self._demo, None
+        while not self._stopped.wait(_TRAFFIC_S):
+            # Whoever plays with the demo may end what these calls need.
+            with contextlib.suppress(OSError):
+                if connection is None:
+                    connection = connect(demo.lab.pod("productpage"), VIP, PORT)
+                if demo.call_on(connection, "productpage", VIP).error:
+                    connection.close()
+                    connection = None
+                for pod in ("productpage", "intruder"):
+                    demo.call(pod, VIP)
+        if connection is not None:
+            connection.close()
 
 
 @dataclass(frozen=True)

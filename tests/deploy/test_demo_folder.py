@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from deploy.demo.folder import FolderTooDeep, demo_folder
 
 WAIT_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -38,8 +41,11 @@ with demo_folder("ztunnel-demo-test-") as folder:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; pytest's own leave no room for a Unix socket's name."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def started(*arguments: str) -> tuple["subprocess.Popen[str]", Path, int]:
@@ -84,8 +90,8 @@ def test_the_usual_end_leaves_neither_programs_nor_keys() -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_nobody_holds_is_removed_by_the_next_demo(tmp_path: Path) -> None:
-    abandoned, other = tmp_path / "ztunnel-demo-test-left", tmp_path / "ztunnel-policy-x"
+def test_a_folder_that_nobody_holds_is_removed_by_the_next_demo(temporary: Path) -> None:
+    abandoned, other = temporary / "ztunnel-demo-test-left", temporary / "ztunnel-policy-x"
     for folder in (abandoned, other):
         folder.mkdir()
         (folder / "ca.key").write_text("private")
@@ -98,4 +104,15 @@ def test_a_folder_that_nobody_holds_is_removed_by_the_next_demo(tmp_path: Path) 
         assert held.exists()
         first.terminate()
         first.wait(WAIT_S)
-    assert os.listdir(tmp_path) == ["ztunnel-policy-x"]
+    assert os.listdir(temporary) == ["ztunnel-policy-x"]
+
+
+def test_a_folder_too_deep_for_sockets_is_refused_and_named(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = temporary / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(FolderTooDeep, match=f"{deep} is too long"), demo_folder("ztunnel-demo-test-"):
+        pass
+    assert list(deep.iterdir()) == []
