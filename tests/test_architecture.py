@@ -72,8 +72,12 @@ PURE_APPLICATION = (
     "ztunnel/istio/route.py",
     "ztunnel/istio/explain.py",
     "ztunnel/policy/reasons.py",
+    "ztunnel/inspect/envoy_tables.py",
     "ztunnel/inspect/tables.py",
     "ztunnel/inspect/outline.py",
+    "ztunnel/inspect/parts.py",
+    "ztunnel/inspect/saved.py",
+    "ztunnel/inspect/seen.py",
     "ztunnel/istio/balance.py",
     "ztunnel/istio/inbound_target.py",
     "ztunnel/istio/failed_endpoints.py",
@@ -124,6 +128,7 @@ PURE_APPLICATION = (
     "ztunnel/istio/dns/answer.py",
     "ztunnel/istio/dns/message.py",
     "ztunnel/istio/zds/messages.py",
+    "ztunnel/agent/audit.py",
     "ztunnel/agent/cgroup.py",
     "ztunnel/agent/comparison.py",
     "ztunnel/agent/description.py",
@@ -133,12 +138,20 @@ PURE_APPLICATION = (
     "ztunnel/runtime/backoff.py",
     "ztunnel/runtime/client_hello.py",
     "ztunnel/limits/table.py",
+    "ztunnel/tap/capture.py",
+    "ztunnel/tap/pcapng.py",
+    "ztunnel/tap/request.py",
+    "ztunnel/tap/stream.py",
+    "ztunnel/ui/seen.py",
+    "ztunnel/ui/setting.py",
+    "ztunnel/ui/view.py",
     "ztunnel/istio/zds/reconcile.py",
 )
 
 #: Pure but for one import, each with its reason.
 ALLOWED = {
     "xds/proto/generate.py": {"subprocess", "os"},  # a tool of developers, no part of the library
+    "hbone/tls_identities.py": {"os"},  # memory as a file, for a call of OpenSSL that takes files only
     "tproxy/errors.py": {"os"},  # strerror: a number to its words
 }
 
@@ -210,7 +223,7 @@ TOP_LEVEL = {
 
 #: What each part of the application may import of the others. Commands stand above the front ends, these above
 #: what they share; the two front ends never meet.
-SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane"}
+SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane", "tap", "ui"}
 LAYERS = {
     "runtime": set(),
     "http": {"runtime"},
@@ -225,13 +238,15 @@ LAYERS = {
     "control_plane": {"runtime", "identity", "kube", "calico", "policysync"},
     "init": {"runtime"},
     "inject": {"runtime", "kube"},
-    "inspect": {"runtime"},
+    "inspect": {"runtime", "istio", "envoy", "tap"},
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "http", "calico", "kube"},
-    "limits": {"runtime", "http", "istio", "calico"},
+    "limits": {"runtime", "http", "istio", "calico", "policy"},
     "netpol": {"runtime", "http", "calico", "kube", "policysync"},
     "simulate": {"runtime", "istio", "policy", "inspect"},
+    "tap": {"runtime", "http"},
+    "ui": {"runtime", "http"},
     "cli": {
         "runtime",
         "istio",
