@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from hbone.enums import Key
 
-class SourceState(Enum):
+
+class SourceState(Key):
     """Whether the network of an end still sends."""
 
     OPEN = "open"
@@ -28,7 +30,7 @@ class SourceState(Enum):
     """Cut short: RST, a failed TLS session, a stream reset with an error."""
 
 
-class SinkState(Enum):
+class SinkState(Key):
     """Whether the network of an end still takes bytes, and what it has been sent last."""
 
     OPEN = "open"
@@ -42,7 +44,7 @@ class SinkState(Enum):
     """The network takes nothing more; what the peer gives is discarded."""
 
 
-class EndEvent(Enum):
+class EndEvent(Key):
     """What happens to an end."""
 
     READ_EOF = "read eof"

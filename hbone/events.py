@@ -9,7 +9,7 @@ Header: TypeAlias = tuple[bytes, bytes]
 Headers: TypeAlias = tuple[Header, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestHead:
     """A valid request header section (RFC 9113, 8.3), pseudo-header fields apart from the rest.
 

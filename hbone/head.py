@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from hbone.events import Header, Headers, RequestHead
@@ -14,6 +15,7 @@ _BAD_VALUE: Final = re.compile(rb"[\x00\r\n]|\A[ \t]|[ \t]\Z")
 _CONNECTION_SPECIFIC: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 )
+_CONNECTION_FAULT: Final = "connection-specific field"
 _REQUEST_PSEUDO: Final = frozenset((b":method", b":authority", b":path", b":scheme", b":protocol"))
 
 
@@ -95,9 +97,18 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
                 return Malformed("pseudo-header field repeated or after a regular one")
             pseudo[name] = value
             continue
-        if _NAME.match(name) is None:
-            return Malformed("forbidden bytes in a field name")
-        if name in _CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
-            return Malformed("connection-specific field")
+        fault = _fault(name)
+        if fault:
+            return Malformed(fault)
+        if name == b"te" and value != b"trailers":
+            return Malformed(_CONNECTION_FAULT)
         headers.append((name, value))
     return pseudo, tuple(headers)
+
+
+@lru_cache(maxsize=256)  # names recur, and what does not costs as if it were not remembered
+def _fault(name: bytes) -> str:
+    """Return what is wrong with the name of a regular field; empty for nothing."""
+    if _NAME.match(name) is None:
+        return "forbidden bytes in a field name"
+    return _CONNECTION_FAULT if name in _CONNECTION_SPECIFIC else ""

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
+from hbone.enums import Key
 from hbone.errors import ErrorCode
 from hbone.settings import Role
 
 
-class StreamState(Enum):
+class StreamState(Key):
     """RFC 9113, 5.1, without push."""
 
     IDLE = "idle"
@@ -34,7 +35,7 @@ class StreamState(Enum):
     """We have sent RST_STREAM; the peer may not know yet."""
 
 
-class StreamFrame(Enum):
+class StreamFrame(Key):
     """Frames that a stream can carry; those with END_STREAM apart."""
 
     HEADERS = "HEADERS"

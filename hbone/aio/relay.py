@@ -52,7 +52,7 @@ class ByteCounts:
         self._a = self._b = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RelayEnd:
     """How a relay ended.
 

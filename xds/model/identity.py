@@ -1,16 +1,18 @@
 """SPIFFE identities of workloads."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _PREFIX = "spiffe://"
 #: Upper case in trust domains, too, which SPIFFE does not allow and Istio's configuration does.
 _SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class SpiffeId:
-    """``spiffe://<trust domain>/ns/<namespace>/sa/<service account>``, as Istio shapes it."""
+class SpiffeId(NamedTuple):
+    """``spiffe://<trust domain>/ns/<namespace>/sa/<service account>``, as Istio shapes it.
+
+    A tuple, which hashes and compares without Python code: identities are keys of what each connection looks up.
+    """
 
     trust_domain: str
     namespace: str

@@ -8,8 +8,7 @@ of one endpoint costs one endpoint.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from xds.model.mesh import Changes, Endpoint, Mesh
@@ -19,6 +18,9 @@ from xds.model.workload import ServiceKey, Workload, WorkloadUid
 #: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
 Choose = Callable[[int], int]
 
+#: The balancing of a service that asks for none.
+_ANY_ENDPOINT = LoadBalancing()
+
 #: Draws before endpoints to avoid are removed one by one: one call in 256, with half of the weight to avoid.
 _DRAWS = 8
 
@@ -26,8 +28,7 @@ _DRAWS = 8
 _KEPT = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """The facts that decide which endpoints are candidates, and how they rank.
 
     Attributes:
@@ -51,7 +52,7 @@ class Question:
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
     """Return the question for an endpoint of a service that is reached by its name or by one of its addresses."""
-    balancing = service.load_balancing or LoadBalancing()
+    balancing = service.load_balancing or _ANY_ENDPOINT
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
         ranks = True  # there is no address to pass through to

@@ -28,7 +28,7 @@ class RequestRefused(Exception):
         return self.reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InboundTarget:
     """Where a request goes.
 

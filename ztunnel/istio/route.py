@@ -46,7 +46,7 @@ class Named:
 Target = SocketAddress | Named
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Direct:
     """Plain TCP: passthrough (no workload), or a workload outside the mesh."""
 
@@ -55,7 +55,7 @@ class Direct:
     service: Service | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tunnel:
     """One HBONE tunnel.
 
@@ -86,7 +86,7 @@ class Tunnel:
         return replace(self, target=SocketAddress(host, self.target.port), authority=authority)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DoubleTunnel:
     """A tunnel in a tunnel, through another network's gateway.
 
@@ -121,7 +121,7 @@ class Missing(Exception):
         self.key = key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Client:
     """The pod that dials: its workload, the address its socket has, and the proxy's own network."""
 
@@ -217,7 +217,7 @@ def _with_port(target: Target, port: int) -> Target:
     return replace(target, port=port) if isinstance(target, Named) else SocketAddress(target.host, port)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Upstream:
     """A workload to connect to.
 
@@ -274,7 +274,7 @@ def _family(host: str) -> int:
     return 6 if ":" in host else 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Search:
     """One decision's look-ups."""
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from hbone.headers import Baggage, format_baggage
+from xds.model.identity import SpiffeId
 from xds.model.workload import Workload
 from ztunnel.istio.metrics import PeerLabels
 
@@ -12,12 +13,14 @@ class WorkloadLabels(NamedTuple):
 
     Attributes:
         workload: this version of it.
+        identity: what its certificate says.
         plain: its labels on a connection that proves no identity.
         secured: its labels, the principal included, on one that does.
         baggage: the header by which its proxy describes it to the peer's.
     """
 
     workload: Workload
+    identity: SpiffeId
     plain: PeerLabels
     secured: PeerLabels
     baggage: bytes
@@ -26,11 +29,12 @@ class WorkloadLabels(NamedTuple):
 def labels_of(workload: Workload) -> WorkloadLabels:
     """Make the labels of one version of a workload."""
     plain = PeerLabels.of(workload)
-    place = workload.locality
+    identity, place = workload.identity, workload.locality
     return WorkloadLabels(
         workload,
+        identity,
         plain,
-        plain._replace(principal=str(workload.identity)),
+        plain._replace(principal=str(identity)),
         format_baggage(
             Baggage(
                 cluster_id=workload.cluster_id,
