@@ -163,17 +163,14 @@ def forwarded_host(headers: Headers) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class TraceParent:
-    """W3C trace context: 16 and 8 bytes, and the flags."""
+def format_traceparent(noise: int) -> bytes:
+    """The ``traceparent`` value of a trace that begins here: W3C trace context, version 00, not sampled.
 
-    trace_id: bytes
-    parent_id: bytes
-    flags: int = 0
-
-    def encode(self) -> bytes:
-        """The ``traceparent`` value, version 00."""
-        return f"00-{self.trace_id.hex()}-{self.parent_id.hex()}-{self.flags:02x}".encode("ascii")
+    Args:
+        noise: 192 random bits: the identifiers of trace and parent.
+    """
+    digits = f"{noise:048x}"
+    return f"00-{digits[:32]}-{digits[32:]}-00".encode("ascii")
 
 
 def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:

@@ -19,7 +19,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from hbone.aio.poller import Poller
+from hbone.aio.poller import Poller, Running
 
 T = TypeVar("T")
 
@@ -149,8 +149,9 @@ class Fiber(asyncio.Future[None]):
         if self.done():
             return  # a second wake-up: by the future it waited for, and by cancel()
         self._waiting = None
-        loop = self.poller.loop
+        poller, loop = self.poller, self.poller.loop
         _enter(loop, self)
+        poller.running = self
         try:
             if self._must_cancel and self._begun:
                 self._must_cancel = False
@@ -183,6 +184,7 @@ class Fiber(asyncio.Future[None]):
             self._wait(waits_for)
             return
         finally:
+            poller.running = None
             _leave(loop, self)
         ended, self._ended = self._ended, None
         if ended is not None:
@@ -210,3 +212,18 @@ class Fiber(asyncio.Future[None]):
 
     def _woken(self, _: asyncio.Future[Any]) -> None:
         self.step()
+
+
+def current(poller: Poller) -> Running:
+    """Return the fiber that is running, else asyncio's task; :func:`asyncio.current_task` without its look-ups.
+
+    Raises:
+        RuntimeError: neither is.
+    """
+    running = poller.running
+    if running is not None:
+        return running
+    task = asyncio.current_task(poller.loop)
+    if task is None:
+        raise RuntimeError("no fiber and no task is running")
+    return task

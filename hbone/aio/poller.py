@@ -25,7 +25,7 @@ import logging
 import select
 import time
 from collections import deque
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.spin import Spin, SpinSettings
@@ -80,6 +80,19 @@ class Steppable(Protocol):
         """Run until the next await."""
 
 
+class Running(Protocol):
+    """What runs a coroutine: a :class:`hbone.aio.fiber.Fiber`, or a task of asyncio."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """See :meth:`asyncio.Task.cancel`."""
+
+    def cancelling(self) -> int:
+        """See :meth:`asyncio.Task.cancelling`."""
+
+    def uncancel(self) -> int:
+        """See :meth:`asyncio.Task.uncancel`."""
+
+
 class Poller:
     """One per event loop; create it inside the loop, close it last."""
 
@@ -107,6 +120,8 @@ class Poller:
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
+        self.running: Running | None = None
+        """The fiber that runs now; set by its own step."""
         self.handshake_s = 0.0
         """The turn, by its time, that had a step of a handshake for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerShares()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from hbone.aio.end import CHUNK_BYTES, End
@@ -18,6 +19,8 @@ CROWD_SOCKETS: Final = 128
 CROWDED_UNSENT_BYTES: Final = 128 * 1024
 """What the kernel keeps, besides what is on its way, for an application that does not read, while so many sockets
 are open. It would be up to 4 MiB (tcp_wmem), for which our cgroup pays: 2,000 such streams took 1.3 GB."""
+LASTING_S: Final = 10.0
+"""A connection that has lived so long may need what few connections do, see :meth:`PlainSocket.when_lasting`."""
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
@@ -41,6 +44,7 @@ class PlainSocket(End):
         "_gather",
         "_gathered",
         "_hung_up",
+        "_lasting",
         "_paused",
         "_pending",
         "_pipe",
@@ -77,6 +81,19 @@ class PlainSocket(End):
         self._gather: list[memoryview] = []
         self._gathered = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._lasting: Callable[[socket.socket], None] | None = None
+
+    def when_lasting(self, action: Callable[[socket.socket], None]) -> None:
+        """Call ``action`` with the socket once, :data:`LASTING_S` from now, if it is still open."""
+        self._lasting = action
+        self.poller.interval_timer(LASTING_S).register(self, self.poller.now_s)
+
+    def on_interval(self) -> None:
+        """See :class:`hbone.aio.interval_timer.Member`."""
+        action, self._lasting = self._lasting, None
+        self.poller.interval_timer(LASTING_S).unregister(self)
+        if action is not None:
+            action(self.sock)
 
     # Before a relay
 
@@ -485,6 +502,9 @@ class PlainSocket(End):
             self.closed = True
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("socket closed during a relay"))
+            if self._lasting is not None:
+                self._lasting = None
+                self.poller.interval_timer(LASTING_S).unregister(self)
             self.poller.unregister_closing(self.sock.fileno())
             self.sock.close()
             if self._pipe is not None:

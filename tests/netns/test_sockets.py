@@ -25,6 +25,7 @@ from tproxy.aio.sockets import (
     Keepalive,
     canonical,
     connect,
+    dialled_address,
     listen,
     local_address,
     original_destination,
@@ -162,6 +163,7 @@ def test_dual_stack_listeners_show_plain_addresses(lab: Lab, address: str, versi
                         assert peer_address(accepted).ip == client.address(version)
                         assert local_address(accepted) == (server.address(version), 9004)
                         assert original_destination(accepted) == (server.address(version), 9004, False)
+                        assert dialled_address(accepted, version) == (str(server.address(version)), 9004)
 
     asyncio.run(main())
 

@@ -39,6 +39,9 @@ _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 #: (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORTS_TRIED = 8
+#: The port and the address in ``sockaddr_in`` and ``sockaddr_in6``.
+_NAME4 = struct.Struct("!2xH4s8x")
+_NAME6 = struct.Struct("!2xH4x16s4x")
 
 
 class SocketAddress(NamedTuple):
@@ -418,6 +421,23 @@ def original_destination(sock: socket.socket) -> OriginalDestination:
     return OriginalDestination(own.ip, own.port, restored=is_transparent(sock))
 
 
+def dialled_address(sock: socket.socket, version: int) -> tuple[str, int]:
+    """Return what the peer of an accepted socket addressed, as :func:`original_destination`, without asking more.
+
+    Args:
+        sock: an accepted socket.
+        version: as of :func:`conntrack_destination`; the peer's address has the same.
+
+    Raises:
+        OSError: the socket is closed.
+    """
+    found = _tracked(sock, version)
+    if found is not None:
+        return _text(found[0]), found[1]
+    own = local_address(sock)
+    return str(own.ip), own.port
+
+
 def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | None:
     """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
 
@@ -428,21 +448,29 @@ def conntrack_destination(sock: socket.socket, version: int) -> SocketAddress | 
         version: 4 or 6, of the socket's own address without IPv4 mapping. The option of IPv4 also answers for
             mapped addresses on an IPv6 socket; that of IPv6 does not.
     """
+    found = _tracked(sock, version)
+    return SocketAddress(_unpacked(found[0]), found[1]) if found is not None else None
+
+
+def _tracked(sock: socket.socket, version: int) -> tuple[bytes, int] | None:
+    """Return address, packed, and port before translation; None if the connection is not tracked."""
     try:
         if version == 4:
-            data = sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, 16)
-            port, packed = struct.unpack_from("!2xH4s", data)
+            port, packed = _NAME4.unpack(sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, _NAME4.size))
         else:
-            data = sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, 28)
-            port, packed = struct.unpack_from("!2xH4x16s", data)
+            port, packed = _NAME6.unpack(sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, _NAME6.size))
     except OSError:
         return None  # ENOENT: not tracked; ENOPROTOOPT: no conntrack in this kernel
-    return SocketAddress(_unpacked(packed), port)
+    return packed, port
+
+
+def _unpacked(packed: bytes) -> IpAddress:
+    return canonical(ip_address(packed))
 
 
 @lru_cache(maxsize=16384)  # called once per connection, for few addresses
-def _unpacked(packed: bytes) -> IpAddress:
-    return canonical(ip_address(packed))
+def _text(packed: bytes) -> str:
+    return str(_unpacked(packed))
 
 
 def is_transparent(sock: socket.socket) -> bool:

@@ -9,6 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from hbone.aio.fiber import current
+from hbone.aio.poller import Poller
+
 #: Ends a connection now, with a reason for its log line.
 Abort = Callable[[str], object]
 
@@ -47,11 +50,9 @@ class ConnectionEntry:
         self._abort = None
 
 
-def cancels_current_task() -> Abort:
-    """Return what ends a connection that does not relay yet: cancelling the task that works for it."""
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancel
+def cancels_current_task(poller: Poller) -> Abort:
+    """Return what ends a connection that does not relay yet: cancelling the fiber or task that works for it."""
+    return current(poller).cancel
 
 
 class ConnectionTable(Generic[EntryT]):

@@ -151,7 +151,7 @@ class Proxy:
 
             counts = guarded.CountedDecisions(self.stats)
             self.policies = live_policies(settings.policies, self.clock, counts, {})
-            enforcer = guarded.Enforcer(self.policies, self.decisions)
+            enforcer = guarded.Enforcer(self.poller, self.policies, self.decisions)
             inbound_dialler = guarded.InboundDialler(self.poller, enforcer)
             make_connector = partial(guarded.GuardedConnector, enforcer)
         terminator = Terminator(

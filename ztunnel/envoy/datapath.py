@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, RelayEnd, relay
@@ -202,10 +203,9 @@ class Datapath:
             await asyncio.sleep(error.delay_s)
             raise
 
-    @staticmethod
-    def _cancel_current(info: StreamInfo) -> Abort:
+    def _cancel_current(self, info: StreamInfo) -> Abort:
         """Return a function that ends a connection before its relay runs; the log line has the reason."""
-        cancel = cancels_current_task()
+        cancel = cancels_current_task(self._poller)
 
         def abort(reason: str) -> None:
             info.termination_details = reason
@@ -323,12 +323,12 @@ class Datapath:
         limit = min(idle, longest)
         if limit == math.inf:
             return await self._connector.open(hop, proxy, downstream)
-        running = asyncio.timeout(limit)
+        deadline = Deadline(self._poller, limit)
         try:
-            async with running:
+            with deadline:
                 return await self._connector.open(hop, proxy, downstream)
         except TimeoutError:
-            if not running.expired():
+            if not deadline.passed:
                 raise
         if longest <= idle:
             proxy.max_duration.value += 1

@@ -66,7 +66,8 @@ class _Live:
 class Enforcer:
     """Asks before a connection is opened, and again after each change."""
 
-    def __init__(self, policies: LivePolicies, decisions: Decisions) -> None:
+    def __init__(self, poller: Poller, policies: LivePolicies, decisions: Decisions) -> None:
+        self._poller = poller
         self._policies = policies
         self._decisions = decisions
         self._live: dict[_Live, None] = {}
@@ -96,7 +97,7 @@ class Enforcer:
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
         # Registered before it is dialled: a change meanwhile must find it.
-        live = _Live(questions, info, cancels_current_task())
+        live = _Live(questions, info, cancels_current_task(self._poller))
         self._live[live] = None
         try:
             # The first question may have been answered before a later one waited.

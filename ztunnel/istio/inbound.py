@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 #: How long policies are waited for that a workload names and that have not come; control planes send them a moment
 #: after the workload.
 _POLICY_GRACE_S: Final = 5.0
+_NO_CERTIFICATE: Final = PeerCertificate()
 
 
 def _denials_left_out(count: int) -> None:
@@ -133,14 +134,14 @@ class _Peer:
         source: its address.
         local: the address of this pod that it came to.
         connection: carries its tunnels; ``None`` when a tunnel is joined.
-        names: URI names of its certificate.
+        certificate: its names; empty without one.
         identity: the first of them that is one.
     """
 
     source: SocketAddress
     local: SocketAddress
     connection: Connection | None = None
-    names: tuple[str, ...] = ()
+    certificate: PeerCertificate = _NO_CERTIFICATE
     identity: SpiffeId | None = None
 
 
@@ -193,7 +194,7 @@ class Inbound:
             def established(connection: Connection) -> None:
                 facts = connection.facts
                 assert facts is not None
-                here.connection, here.names = connection, facts.uri_sans
+                here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
                 here.identity = _first_identity(facts.uri_sans)
                 arrival.proved()
                 connections.established(sock, connection)
@@ -252,7 +253,7 @@ class Inbound:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
         record = Record(node, Direction.INBOUND, peer.source, peer.local)
-        entry = PodConnection(record, cancels_current_task())
+        entry = PodConnection(record, cancels_current_task(node.poller))
         entry.connection = peer.connection
         failure: Failed | None = None
         try:
@@ -373,7 +374,7 @@ class Inbound:
             direct_source=peer.source,
             destination=target.address,
             transport_protocol="tls",
-            peer=PeerCertificate(uri_sans=peer.names),
+            peer=peer.certificate,
         )
         self._pod.connections.inbound.add(entry)
         record.opened()
@@ -401,11 +402,9 @@ class Inbound:
         tunnel = workload.application_tunnel
         if tunnel is not None and tunnel.protocol is AppProtocol.PROXY and self._node.config.localhost_app_tunnel:
             loopback = "::1" if ":" in address.host else "127.0.0.1"
-            sock = await sockets.connect(SocketAddress(loopback, address.port))
-        else:
-            source = sockets.application_source(HBONE_PORT, client.host, address.host)
-            sock = await sockets.connect(address, source=source)
-        return PlainSocket(sock, self._node.poller, fresh=True)
+            return await sockets.dial(SocketAddress(loopback, address.port))
+        source = sockets.application_source(HBONE_PORT, client.host, address.host)
+        return await sockets.dial(address, source=source)
 
     def _seen(
         self,
@@ -452,12 +451,12 @@ class Inbound:
         labels = self._node.labels_of(here)
         client = SocketAddress(host, request.outer.record.source.port)
         identity = own.issued.identity
-        peer = _Peer(client, request.target, None, (str(identity),), identity)
+        peer = _Peer(client, request.target, None, PeerCertificate(uri_sans=(str(identity),)), identity)
         record = Record(self._node, Direction.INBOUND, client, request.target, request.outer.record.counts)
         record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
         record.source_identity = identity
         _describe_pod(record, labels)
-        entry = PodConnection(record, cancels_current_task())
+        entry = PodConnection(record, cancels_current_task(self._node.poller))
         entry.peer = own
         try:
             application = await self._admit(entry, labels, request.tunnel, peer)
@@ -501,10 +500,10 @@ class Inbound:
         failure: Failed | None = None
         entry: PodConnection | None = None
         try:
-            destination = self._pod.sockets.original_destination(sock)
             source = _address(peer)
+            destination = self._pod.sockets.original_destination(sock, source)
             record = Record(node, Direction.INBOUND, source, destination)
-            entry = PodConnection(record, cancels_current_task())
+            entry = PodConnection(record, cancels_current_task(node.poller))
             failure = await self._carry_plain(entry, client, source, destination)
         except EarlyDeny as denial:
             assert entry is not None
@@ -544,8 +543,7 @@ class Inbound:
         await self._authorize(entry, entry.facts, labels.workload)
         shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
         try:
-            sock = await sockets.connect(destination, source=shown)
-            application = PlainSocket(sock, node.poller, fresh=True)
+            application = await sockets.dial(destination, source=shown)
         except (TproxyError, OSError) as error:
             return _unreachable(error)
         try:
@@ -620,7 +618,7 @@ def _describe_pod(record: Record, labels: WorkloadLabels) -> None:
     record.secured = True
     record.destination_workload = labels.workload
     record.destination_labels = labels.secured
-    record.destination_identity = labels.workload.identity
+    record.destination_identity = labels.identity
 
 
 def _address(name: tuple[str, int]) -> SocketAddress:

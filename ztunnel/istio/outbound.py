@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from random import Random
 from typing import NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
+from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
 from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
-from hbone.headers import TraceParent, format_forwarded, parse_baggage
+from hbone.headers import format_forwarded, format_traceparent, parse_baggage
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
@@ -136,8 +137,8 @@ class Outbound:
     async def _captured(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)
         try:
-            destination = self._pod.sockets.original_destination(sock)
-            await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
+            source = SocketAddress(canonical(peer[0]), peer[1])
+            await self.serve(client, source, self._pod.sockets.original_destination(sock, source))
         except OSError as error:
             log.debug("a client was gone before its connection was served: %s", error)
         finally:
@@ -166,7 +167,7 @@ class Outbound:
         """
         node, table = self._node, self._pod.connections.outbound
         record = Record(node, Direction.OUTBOUND, source, destination)
-        entry = PodConnection(record, cancels_current_task())
+        entry = PodConnection(record, cancels_current_task(node.poller))
         entry.original = str(destination)
         failure: Failed | None = None
         node.count_sockets("source", +1)
@@ -234,7 +235,8 @@ class Outbound:
         node, record, labels = self._node, call.entry.record, call.labels
         client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
         started_s = node.clock.monotonic()
-        attempts = Attempts[WorkloadUid](
+        # A generic class that is called with its parameter takes a microsecond longer to make its object.
+        attempts: Attempts[WorkloadUid] = Attempts(
             node.config.connect_retries, worth_another_endpoint, until_s=started_s + RETRY_WINDOW_S
         )
         tried: frozenset[SocketAddress] = frozenset()
@@ -325,8 +327,7 @@ class Outbound:
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         match route:
             case Direct():
-                sock = await self._pod.sockets.connect(target)
-                return OutboundUpstream(PlainSocket(sock, self._node.poller, fresh=True))
+                return OutboundUpstream(await self._pod.sockets.dial(target))
             case Tunnel():
                 joined = await self._join(call, route, target)
                 if joined is not None:
@@ -347,8 +348,8 @@ class Outbound:
                 kernel: a refusal leaves them for the next endpoint. Only a peer that announces it gets them.
         """
         certificate = await self._pod.certificate(call.labels.workload)
-        request = _request(route.authority, call)
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        request = _request(route.authority, call, self._node.rng)
+        with Deadline(self._node.poller, ANSWER_TIMEOUT_S):
             tunnel = await self._tunnels.open(target, route.identities, certificate, request, early_from)
         call.entry.connection = tunnel.connection
         return tunnel
@@ -380,8 +381,8 @@ class Outbound:
             owned.callback(inner.close)
             entry.inner = inner
             network = (b"x-forwarded-network", node.config.network.encode())
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                tunnel = await inner.open((*_request(route.authority, call), network))
+            with Deadline(node.poller, ANSWER_TIMEOUT_S):
+                tunnel = await inner.open((*_request(route.authority, call, node.rng), network))
             undo.pop_all()
         _learned(self._node, entry.record, inner, tunnel.headers)
 
@@ -441,10 +442,10 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
     record.secured = not isinstance(route, Direct)
     if route.workload is not None:
         # The principal is the destination's whether or not it is proven (as upstream).
-        record.destination_labels = node.labels_of(route.workload).secured
-        record.destination_identity = route.workload.identity
+        there = node.labels_of(route.workload)
+        record.destination_labels, record.destination_identity = there.secured, there.identity
     if record.secured:
-        record.source_identity = call.labels.workload.identity
+        record.source_identity = call.labels.identity
         record.source_labels = call.labels.secured
     entry.connection = entry.inner = entry.peer = None
     entry.protocol = (
@@ -462,15 +463,14 @@ def _learned(node: Node, record: Record, inner: Connection, headers: Headers) ->
     )
 
 
-def _request(authority: str, call: PodCall) -> tuple[Header, ...]:
+def _request(authority: str, call: PodCall, rng: Random) -> tuple[Header, ...]:
     """Make the CONNECT of a tunnel, fields in upstream's order."""
     record = call.entry.record
     service = record.service
-    noise = os.urandom(24)
     return (
         (b":method", b"CONNECT"),
         (b":authority", authority.encode()),
         (b"baggage", call.labels.baggage),
         (b"forwarded", format_forwarded(str(record.source), service.hostname if service is not None else None)),
-        (b"traceparent", TraceParent(noise[:16], noise[16:]).encode()),
+        (b"traceparent", format_traceparent(rng.getrandbits(192))),
     )

@@ -6,12 +6,14 @@ enter, and the one workload is the "pod".
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from hbone.aio.socket import LASTING_S, PlainSocket
 from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused, NeedCapability, TproxyError
@@ -199,14 +201,17 @@ class PodSockets:
 
     # Connections
 
-    def original_destination(self, sock: socket.socket) -> SocketAddress:
+    def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
         """Return where the peer of an accepted socket wanted to go, before the kernel redirected it.
+
+        Args:
+            sock: the socket.
+            source: the peer.
 
         Raises:
             OSError: the peer is gone.
         """
-        found = sockets.original_destination(sock)
-        return SocketAddress(str(found.ip), found.port)
+        return SocketAddress(*sockets.dialled_address(sock, 6 if ":" in source.host else 4))
 
     def application_source(self, port: int, client: str, application: str) -> str | None:
         """Return the address from which to connect to the application; ``None``: the kernel's choice.
@@ -223,12 +228,35 @@ class PodSockets:
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
-    async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:
+    async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
+        """Connect for one connection of a user, as :meth:`connect`; the caller closes the end.
+
+        Keepalive is switched on once it has lasted for a while. Most do not last until then, and its options are
+        four system calls of some twenty.
+        """
+        keepalive = self._keepalive
+        later = keepalive is not None and keepalive.idle_s > LASTING_S
+        end = PlainSocket(
+            await self.connect(address, source=source, keepalive=not later), self._node.poller, fresh=True
+        )
+        if later:
+            end.when_lasting(self._keep_alive)
+        return end
+
+    def _keep_alive(self, sock: socket.socket) -> None:
+        assert self._keepalive is not None
+        with contextlib.suppress(OSError):  # reset meanwhile
+            sockets.set_keepalive(sock, self._keepalive)
+
+    async def connect(
+        self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
+    ) -> socket.socket:
         """Connect by TCP out of the pod; the caller closes the socket.
 
         Args:
             address: where to.
             source: the address to appear as, if not the pod's.
+            keepalive: set the node's keepalive.
 
         Raises:
             TproxyError: refused, unreachable, not within the time limit.
@@ -242,6 +270,6 @@ class PodSockets:
             mark=self._mark,
             timeout_s=self._timeout_s,
             netns=self._netns,
-            keepalive=self._keepalive,
+            keepalive=self._keepalive if keepalive else None,
             socket_options=self._options,
         )

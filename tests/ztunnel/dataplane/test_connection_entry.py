@@ -2,6 +2,7 @@
 
 import asyncio
 
+from hbone.aio.poller import Poller
 from ztunnel.dataplane.connection_entry import (
     ConnectionEntry,
     ConnectionTable,
@@ -51,8 +52,10 @@ def test_an_entry_that_waits_is_ended_by_cancelling_its_task() -> None:
         entries: list[ConnectionEntry] = []
         seen: list[str] = []
 
+        poller = Poller()
+
         async def connection() -> None:
-            entries.append(ConnectionEntry(cancels_current_task()))
+            entries.append(ConnectionEntry(cancels_current_task(poller)))
             try:
                 await asyncio.get_running_loop().create_future()
             except asyncio.CancelledError as error:
@@ -64,6 +67,7 @@ def test_an_entry_that_waits_is_ended_by_cancelling_its_task() -> None:
         entries[0].end("policy")
         await asyncio.wait([task])
         assert task.cancelled()
+        poller.close()
         return seen
 
     assert asyncio.run(main()) == ["policy"]

@@ -244,10 +244,12 @@ class WiredSockets(PodSockets):
     ) -> None:
         self.accepted = dict(accepted)
 
-    async def connect(self, address: SocketAddress, *, source: str | None = None) -> socket.socket:
+    async def connect(
+        self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
+    ) -> socket.socket:
         return await self._wire.connect(address, self.host, source)
 
-    def original_destination(self, sock: socket.socket) -> SocketAddress:
+    def original_destination(self, sock: socket.socket, source: SocketAddress) -> SocketAddress:
         found = self._destinations.pop(sock, None)
         if found is None:
             raise OSError(errno.ENOTCONN, "not connected")

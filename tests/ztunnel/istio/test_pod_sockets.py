@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+from hbone.aio.socket import LASTING_S
+from tests.hbone import virtual_time
 from tests.ztunnel.istio.nodes import LOCAL, a_node
 from tproxy.aio import sockets
 from tproxy.errors import KernelRefused, NeedCapability, PortTaken, TproxyError
@@ -178,3 +180,25 @@ def test_without_a_proxy_nothing_is_bound(tmp_path: Path) -> None:
         assert bind(node, None) == []
 
     binding(tmp_path, lambda *_: None, check, ENABLE_PROXY="false", ISTIO_META_DNS_CAPTURE="true")
+
+
+@pytest.mark.parametrize(("idle", "at_once"), [("180s", False), ("5s", True)])
+def test_keepalive_begins_before_its_first_probe_is_due(tmp_path: Path, idle: str, at_once: bool) -> None:
+    """Not before, because most connections end until then."""
+
+    async def main() -> None:
+        with (
+            a_node(tmp_path, {"KEEPALIVE_TIME": idle}) as (node, _, _),
+            socket.create_server(("127.0.0.1", 0)) as server,
+        ):
+            wired = PodSockets(node, None, only_tunnels=True)
+            end = await wired.dial(SocketAddress("127.0.0.1", server.getsockname()[1]))
+            try:
+                assert end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == at_once
+                await asyncio.sleep(2 * LASTING_S)
+                assert end.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert f"{end.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)}s" == idle
+            finally:
+                end.close()
+
+    virtual_time.run(main)

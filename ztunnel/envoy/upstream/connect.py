@@ -119,7 +119,7 @@ class Connector:
         info.cluster_metadata = cluster.model.metadata
         subset = proxy.subsets.get(name, model.metadata_match)
         # As Envoy's ``max_connect_attempts``: a number and a back-off, no limit of time.
-        attempts = Attempts[Host](model.max_connect_attempts - 1, _is_repeatable)
+        attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         while True:
             host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid)
             if host is None:
