@@ -1,6 +1,7 @@
 """Packets of synthetic connections: what a receiver that follows RFC 9293 makes of them."""
 
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 import pytest
 from hypothesis import given
@@ -123,7 +124,8 @@ def test_what_was_lost_is_a_gap() -> None:
 
 def test_addresses_of_two_families_are_shown_as_one() -> None:
     found = packets(SyntheticTcp(V4[0], V6[1]).opening())
-    assert (found[0].source[0], found[0].destination[0]) == ("::ffff:a00:1", "fd00::2")
+    shown = [ip_address(host) for host in (found[0].source[0], found[0].destination[0])]
+    assert shown == [ip_address("::ffff:10.0.0.1"), ip_address("fd00::2")]  # its text depends on Python's version
 
 
 def test_equal_ports_begin_at_other_numbers() -> None:
