@@ -130,6 +130,7 @@ class Dialler:
         return await sockets.connect(
             (address.host, address.port),
             source=source or cluster.model.bind_source or None,
+            own_source=source is None,  # as in Envoy, where upstream_bind_config binds addresses of the host
             mark=options.mark or None,
             timeout_s=cluster.model.connect_timeout_s,
             keepalive=None
