@@ -5,16 +5,19 @@ Exit status: 0; 2 when there is no answer. :mod:`ztunnel.inspect.explain` has on
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from xds.errors import ConfigError
 from ztunnel.inspect import audit, explain, tap
 from ztunnel.inspect.completion import SCRIPTS
-from ztunnel.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS
+from ztunnel.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.inspect.parts import NoSuchPart, part
 from ztunnel.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
 from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
 from ztunnel.inspect.watch import watch
+from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.text_table import aligned
 
 _NOT_FOUND: Final = 404
@@ -116,12 +119,43 @@ def _rows(args: argparse.Namespace) -> Sequence[Row]:
             return _connections(args, page)
     found = read_json(args.file) if args.file is not None else ask_json(args.address, "/config_dump")
     table = ENVOY_TABLES.get(args.command)
-    if args.file is None and table is not None and is_envoy_dump(found):
+    if table is not None and is_envoy_dump(found):
         _refuse_namespace(args)
-        pages = {path: ask_json(args.address, path, PARAMETERS.get(path)) for path in table.paths}
-        pages |= {path: _page_or_none(args.address, path) for path in table.optional}
+        pages = _saved_pages(args, found) if args.file is not None else _asked_pages(args, table, found)
         return list(table.rows({"/config_dump": found, **pages}))
     return list(TABLES[args.command].rows(mesh_dump(found), args.namespace))
+
+
+def _asked_pages(args: argparse.Namespace, table: EnvoyTable, dump: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the pages of a running proxy; where an Envoy lacks one, what its dump has of it."""
+    try:
+        pages = {path: ask_json(args.address, path, PARAMETERS.get(path)) for path in table.paths}
+    except AskFailed as error:
+        if error.status != _NOT_FOUND or args.command == "connections":
+            raise
+        return _saved_pages(args, dump)
+    return pages | {path: _page_or_none(args.address, path) for path in table.optional}
+
+
+def _saved_pages(args: argparse.Namespace, dump: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a dump of Envoy's dialect has for a table, and say what it has not.
+
+    Raises:
+        AskFailed: it has nothing, or cannot be read.
+    """
+    from ztunnel.inspect.saved_pages import SAVED_PAGES  # imports Envoy's messages, which take a while
+
+    make = SAVED_PAGES.get(args.command)
+    name = args.file or args.address
+    if make is None:
+        raise AskFailed(f"{name}: a dump of Envoy's dialect has no {args.command}: ask the running proxy")
+    try:
+        pages, lacks = make(dump, SystemClock())
+    except ConfigError as error:
+        raise AskFailed(f"{name}: {error}") from None
+    for each in lacks:
+        print(f"ztunnel {args.command}: not in the dump: {each}", file=sys.stderr)
+    return pages
 
 
 def _connections(args: argparse.Namespace, page: Any) -> Sequence[Row]:
@@ -136,7 +170,9 @@ def _connections(args: argparse.Namespace, page: Any) -> Sequence[Row]:
 
 def _refuse_namespace(args: argparse.Namespace) -> None:
     if args.namespace:
-        raise AskFailed(f"{args.address}: namespaces are of an Istio mesh; this proxy has Envoy's dialect")
+        raise AskFailed(
+            f"{args.file or args.address}: namespaces are of an Istio mesh; this proxy has Envoy's dialect"
+        )
 
 
 def _page_or_none(address: str, path: str) -> Any:

@@ -31,7 +31,7 @@ def mesh_dump(value: object) -> Dump:
         raise NotAMesh("not a config_dump: not an object")
     if is_envoy_dump(value):
         raise NotAMesh(
-            "a proxy in Envoy's dialect has listeners and clusters instead: see /listeners, /clusters, /certs"
+            "a proxy in Envoy's dialect has listeners and clusters instead: ztunnel config listeners, clusters"
         )
     if "workloads" not in value or "certificates" not in value:
         raise NotAMesh("not a config_dump of an Istio mesh's proxy: it has no workloads or no certificates")

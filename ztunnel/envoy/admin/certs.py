@@ -65,10 +65,16 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
     # Of own chains the leaf only, as Envoy; of roots all, where Envoy shows the first.
-    return {"ca_cert": _details(_roots(context), now), "cert_chain": _details(_own(context), now)}
+    return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 
-def _details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:
+def details(certificates: Iterable[x509.Certificate], now: datetime) -> list[dict[str, object]]:
+    """Return what the page shows of some certificates.
+
+    Args:
+        certificates: of one chain or of one set of roots.
+        now: for the days that are left.
+    """
     return [
         {
             "path": "<inline>",

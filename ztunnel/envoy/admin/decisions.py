@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 from xds.model.policy import Verdict
 from ztunnel.envoy.admin.inspected import InspectedProxy
-from ztunnel.envoy.telemetry.decisions import ALLOWED, DENIED, ENDED
+from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.telemetry.decisions import ALLOWED, DENIED, ENDED, PolicyUse
 from ztunnel.http.page import JSON, Page, text
 
 
@@ -28,9 +30,20 @@ def denials_page(proxy: InspectedProxy) -> Page:
 
 def rbac_page(proxy: InspectedProxy) -> Page:
     """Return the policies of the RBAC filters in force, and those that have decided, by name."""
+    shown = {"policies": policies(proxy.listeners.active, proxy.decisions)}
+    return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
+
+
+def policies(listeners: Iterable[LiveListener], decisions: Iterable[PolicyUse] = ()) -> list[dict[str, Any]]:
+    """Return what :func:`rbac_page` shows.
+
+    Args:
+        listeners: in force.
+        decisions: that were made.
+    """
     found: dict[str, dict[str, Any]] = {}
     chains: set[tuple[str, int]] = set()
-    for listener in proxy.listeners.active:
+    for listener in listeners:
         for chain in listener.live_chains:
             for rbac in chain.rbac:
                 model = rbac.model
@@ -44,11 +57,10 @@ def rbac_page(proxy: InspectedProxy) -> Page:
                             chains.add((policy.name, id(chain)))
     for name, _ in chains:
         found[name]["chains"] += 1
-    for use in proxy.decisions:
+    for use in decisions:
         entry = found.setdefault(use.policy, _entry(use.policy))
         entry["decisions"] = {ALLOWED: 0, DENIED: 0, ENDED: 0} | use.counts | {"lastTime": _moment(use.last_s)}
-    shown = [found[name] for name in sorted(found)]
-    return text(json.dumps({"policies": shown}, indent=2) + "\n", content_type=JSON)
+    return [found[name] for name in sorted(found)]
 
 
 def _entry(name: str) -> dict[str, Any]:

@@ -261,6 +261,8 @@ def test_commands_that_ask_an_envoy(tmp_path: Path, capsys: pytest.CaptureFixtur
         ]
         assert main(["certificates", "--address", address]) == 0
         assert f"{IDENTITY}productpage" in capsys.readouterr().out
+        assert main(["policies", "--address", address]) == 0
+        assert "[reviews-viewer]-rule[0]" in capsys.readouterr().out
         assert main(["connections", "--address", address]) == 2
         assert "/connections: 404" in capsys.readouterr().err
     first, second = (json.loads(json.dumps(each)) for each in said)
