@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ztunnel.inspect.source import AskFailed, ask
+from ztunnel.inspect.source import AskFailed, add_source, ask, reaching
 from ztunnel.runtime.text_table import aligned
 
 ADDRESS: Final = "127.0.0.1:15014"
@@ -25,21 +25,14 @@ def add_arguments(subparsers: Any) -> None:
         help="compare each pod of the node with what it should be",
         description="Ask the node agent to compare each pod of its node now: labels, annotation, rules in its "
         "namespace, listeners, the workload as the control plane describes it, certificate.",
-        epilog="In a cluster: kubectl port-forward the agent's pod, or kubectl exec it there.",
     )
-    audit.add_argument(
-        "--address",
-        default=ADDRESS,
-        metavar="HOST:PORT",
-        help=f"of the node agent's pages, its --metrics (default {ADDRESS}); by a loopback address of its node",
-    )
+    add_source(audit, of_agent=ADDRESS)
     audit.add_argument(
         "--repair",
         action="store_true",
         help="have the agent put right what is its own: enrolment, annotation, rules, listeners",
     )
-    audit.add_argument("--json", action="store_true", help="print JSON")
-    audit.set_defaults(run=_run)
+    audit.set_defaults(run=reaching(_run, agent=True))
 
 
 def _run(args: argparse.Namespace) -> int:

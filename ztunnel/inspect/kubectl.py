@@ -1,4 +1,4 @@
-"""Reaches a proxy of a cluster through ``kubectl``: its admin server listens on loopback of its own pod only.
+"""Reaches a proxy or node agent of a cluster through ``kubectl``: its pages are for loopback of its own pod only.
 
 ``kubectl port-forward`` opens a port of this machine that leads there, for as long as the command runs. It needs
 no shell and no curl in the pod, which images without them would not have. Which cluster, and with what
@@ -15,13 +15,33 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
-#: What ztunnels' DaemonSets are labelled with, Istio's own and ours.
-SELECTOR: Final = "app=ztunnel"
+
+class Daemon(NamedTuple):
+    """What each node runs one of.
+
+    Attributes:
+        name: in errors.
+        label: the label ``app`` of its DaemonSet's pods.
+        port: of its pages.
+    """
+
+    name: str
+    label: str
+    port: int
+
+    @property
+    def selector(self) -> str:
+        """Of its pods."""
+        return f"app={self.label}"
+
+
+#: The proxy: Istio's own DaemonSet and ours have this label.
+PROXY: Final = Daemon("ztunnel", "ztunnel", 15000)
+AGENT: Final = Daemon("node agent", "ztunnel-agent", 15014)
 #: The container of a proxy beside its application, of Istio's injector and ours.
 _SIDECAR: Final = "istio-proxy"
-_ADMIN_PORT: Final = 15000
 #: For a question to the API server, and for the port to be open; a guess for clusters far away.
 _ANSWER_S: Final = 20.0
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
@@ -66,11 +86,12 @@ class Kubectl:
             about = item.get("metadata") or {}
             yield f"{about['namespace']}/{about['name']}" if about.get("namespace") else str(about.get("name"))
 
-    def proxy_of_pod(self, pod: str) -> tuple[str, str]:
-        """Return namespace and name of the pod whose proxy a pod has: its own, or its node's ztunnel.
+    def of_pod(self, pod: str, daemon: Daemon) -> tuple[str, str]:
+        """Return namespace and name of the daemon of a pod's node; of a pod with a proxy of its own, that pod.
 
         Args:
             pod: ``NAME.NAMESPACE`` as istioctl has it, ``NAMESPACE/NAME``, or a name in namespace default.
+            daemon: which.
 
         Raises:
             Unreachable: there is none.
@@ -82,39 +103,41 @@ class Kubectl:
         found = self._get("pod", name, "--namespace", namespace)
         spec = found.get("spec") or {}
         containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
-        is_ztunnel = _label(found) == SELECTOR.partition("=")[2]
-        if is_ztunnel or any(each.get("name") == _SIDECAR for each in containers):
+        is_one = _label(found) == daemon.label
+        if is_one or (daemon is PROXY and any(each.get("name") == _SIDECAR for each in containers)):
             return namespace, name
         node = spec.get("nodeName")
         if not node:
             raise Unreachable(f"pod {namespace}/{name} is on no node yet")
-        return self.proxy_of_node(node)
+        return self.of_node(node, daemon)
 
-    def proxy_of_node(self, node: str) -> tuple[str, str]:
-        """Return namespace and name of the ztunnel that runs on a node; of two generations, the newer one.
+    def of_node(self, node: str, daemon: Daemon) -> tuple[str, str]:
+        """Return namespace and name of the daemon that runs on a node; of two generations, the newer one.
 
         Raises:
             Unreachable: there is none.
         """
-        words = ("--all-namespaces", "--selector", SELECTOR, "--field-selector", f"spec.nodeName={node}")
+        words = ("--all-namespaces", "--selector", daemon.selector, "--field-selector", f"spec.nodeName={node}")
         running = [
             item
             for item in _items(self._get("pods", *words))
             if (item.get("status") or {}).get("phase") == "Running"
         ]
         if not running:
-            raise Unreachable(f"no ztunnel runs on node {node!r}: no pod there has the label {SELECTOR}")
+            raise Unreachable(
+                f"no {daemon.name} runs on node {node!r}: no pod there has the label {daemon.selector}"
+            )
         newest = max(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
 
     @contextmanager
-    def forwarded(self, namespace: str, name: str) -> Iterator[str]:
-        """Open a port of this machine to the admin server of a pod; yields its ``HOST:PORT``.
+    def forwarded(self, namespace: str, name: str, port: int) -> Iterator[str]:
+        """Open a port of this machine to a port of a pod's loopback; yields its ``HOST:PORT``.
 
         Raises:
             Unreachable: the port was not opened.
         """
-        target = ["--namespace", namespace, f"pod/{name}", f":{_ADMIN_PORT}", "--address", "127.0.0.1"]
+        target = ["--namespace", namespace, f"pod/{name}", f":{port}", "--address", "127.0.0.1"]
         with tempfile.TemporaryFile() as errors:
             try:
                 running = subprocess.Popen(
@@ -170,7 +193,7 @@ def _items(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _label(pod: Mapping[str, Any]) -> str:
     labels = (pod.get("metadata") or {}).get("labels") or {}
-    return str(labels.get(SELECTOR.partition("=")[0], ""))
+    return str(labels.get("app", ""))
 
 
 def _first_line(text: str) -> str:

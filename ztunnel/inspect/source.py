@@ -27,39 +27,47 @@ class AskFailed(Exception):
         self.status = status
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every command that asks a proxy; :func:`reaching` obeys them."""
-    where = parser.add_argument_group("the proxy that is asked").add_mutually_exclusive_group()
-    where.add_argument(
-        "--address",
-        default=ADDRESS,
-        metavar="HOST:PORT",
-        help=f"of its admin server (default {ADDRESS})",
-    )
-    where.add_argument(
-        "--pod",
-        metavar="NAME.NAMESPACE",
-        help="by kubectl: that of a pod, on its node or beside it; also NAMESPACE/NAME",
-    )
-    where.add_argument("--node", metavar="NAME", help="by kubectl: the ztunnel of a node")
+def add_source(parser: argparse.ArgumentParser, *, of_agent: str = "") -> None:
+    """Add the flags of every command that asks a proxy; :func:`reaching` obeys them.
+
+    Args:
+        parser: of the command.
+        of_agent: the command asks the node agent instead, by default at this address.
+    """
+    title = "the agent that is asked" if of_agent else "the proxy that is asked"
+    where = parser.add_argument_group(title).add_mutually_exclusive_group()
+    default = of_agent or ADDRESS
+    what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
+    where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"of {what} (default {default})")
+    beside = "of a pod's node" if of_agent else "that of a pod, on its node or beside it"
+    where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
+    daemon = "agent" if of_agent else "ztunnel"
+    where.add_argument("--node", metavar="NAME", help=f"by kubectl: the {daemon} of a node")
     parser.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def reaching(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that runs with ``args.address`` of the proxy that ``--pod`` or ``--node`` means."""
+def reaching(
+    run: Callable[[argparse.Namespace], int], *, agent: bool = False
+) -> Callable[[argparse.Namespace], int]:
+    """Return a command that runs with ``args.address`` of what ``--pod`` or ``--node`` means.
+
+    Args:
+        run: the command.
+        agent: it asks the node agent, not the proxy.
+    """
 
     def reached(args: argparse.Namespace) -> int:
         if args.pod is None and args.node is None:
             return run(args)
         if getattr(args, "file", None) is not None:
             return failed(args, "--file is a dump that was saved: not with --pod or --node")
-        from ztunnel.inspect.kubectl import Kubectl, Unreachable
+        from ztunnel.inspect.kubectl import AGENT, PROXY, Kubectl, Unreachable
 
-        kubectl = Kubectl(args.context)
+        kubectl, daemon = Kubectl(args.context), AGENT if agent else PROXY
         try:
-            pod = kubectl.proxy_of_pod(args.pod) if args.pod is not None else kubectl.proxy_of_node(args.node)
-            with kubectl.forwarded(*pod) as args.address:
+            pod = kubectl.of_pod(args.pod, daemon) if args.pod is not None else kubectl.of_node(args.node, daemon)
+            with kubectl.forwarded(*pod, daemon.port) as args.address:
                 return run(args)
         except Unreachable as error:
             return failed(args, str(error))

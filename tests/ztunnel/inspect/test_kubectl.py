@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.ztunnel.agent.test_audit import audited
 from tests.ztunnel.inspect.test_commands import RUST, pages
+from ztunnel.agent.audit import page
 from ztunnel.cli import main
-from ztunnel.inspect.kubectl import Kubectl, Unreachable
+from ztunnel.inspect.kubectl import PROXY, Kubectl, Unreachable
 
 Said = pytest.CaptureFixture[str]
 
@@ -58,9 +60,9 @@ class Cluster:
         text = answer if isinstance(answer, str) else json.dumps(answer)
         (self.folder / f"{words} -o json".replace(" ", "_").replace("/", "_")).write_text(text)
 
-    def pods_of_node(self, node: str, *pods: Mapping[str, Any]) -> None:
+    def pods_of_node(self, node: str, *pods: Mapping[str, Any], app: str = "ztunnel") -> None:
         self.put(
-            f"get pods --all-namespaces --selector app=ztunnel --field-selector spec.nodeName={node}", items(*pods)
+            f"get pods --all-namespaces --selector app={app} --field-selector spec.nodeName={node}", items(*pods)
         )
 
     @property
@@ -82,7 +84,8 @@ def items(*pods: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    with pages({"/config_dump": json.dumps(RUST).encode()}) as address:
+    audit = page("n1", 1, [audited()])
+    with pages({"/config_dump": json.dumps(RUST).encode(), "/audit": json.dumps(audit).encode()}) as address:
         script = tmp_path / "bin" / "kubectl"
         script.parent.mkdir()
         script.write_text(SCRIPT.format(folder=tmp_path, port=address.rpartition(":")[2]))
@@ -91,6 +94,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         cluster = Cluster(tmp_path)
         ztunnel = pod("ztunnel-1", "istio-system", labels={"app": "ztunnel"})
         cluster.pods_of_node("n1", ztunnel)
+        cluster.pods_of_node("n1", pod("agent-1", "istio-system"), app="ztunnel-agent")
         cluster.put("get pod web --namespace shop", pod("web", "shop"))
         cluster.put("get pod ztunnel-1 --namespace istio-system", ztunnel)
         yield cluster
@@ -115,6 +119,29 @@ def test_a_proxy_is_reached(words: list[str], forwarded: tuple[str, str], made: 
     assert made.forwarder_is_gone()
 
 
+@pytest.mark.parametrize(
+    "words", [["--node", "n1"], ["--pod", "web.shop"], ["--pod", "side.shop"], ["--pod", "istio-system/agent-1"]]
+)
+def test_an_audit_asks_the_agent_of_the_node(words: list[str], made: Cluster, capsys: Said) -> None:
+    """Also for a pod with a proxy of its own, and for the agent itself."""
+    made.put("get pod side --namespace shop", pod("side", "shop", containers=["app", "istio-proxy"]))
+    made.put(
+        "get pod agent-1 --namespace istio-system", pod("agent-1", "istio-system", labels={"app": "ztunnel-agent"})
+    )
+    assert main(["audit", *words]) == 0
+    assert "1 pods of node n1, no differences" in capsys.readouterr().out
+    forward = FORWARD.format("istio-system", "agent-1").replace(":15000", ":15014")
+    assert made.calls[-1] == forward
+    assert made.forwarder_is_gone()
+    assert main(["audit", "--node", "n9"]) == 2
+    made.pods_of_node("n9", app="ztunnel-agent")
+    capsys.readouterr()
+    assert main(["audit", "--node", "n9"]) == 2
+    assert (
+        "no node agent runs on node 'n9': no pod there has the label app=ztunnel-agent" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("more", [{"containers": ["app", "istio-proxy"]}, {"init": [{"name": "istio-proxy"}]}])
 def test_a_sidecar_answers_for_its_pod(more: dict[str, Any], made: Cluster, capsys: Said) -> None:
     made.put("get pod side.car --namespace default", pod("side.car", "default", **more))
@@ -128,7 +155,7 @@ def test_of_two_generations_the_newer_is_asked(made: Cluster) -> None:
     new = pod("new", "istio-system", created="2026-11-23T00:00:00Z")
     late = pod("late", "istio-system", created="2026-11-24T00:00:00Z", phase="Pending")
     made.pods_of_node("n2", old, new, late)
-    assert Kubectl().proxy_of_node("n2") == ("istio-system", "new")
+    assert Kubectl().of_node("n2", PROXY) == ("istio-system", "new")
 
 
 def test_the_context_is_handed_on(made: Cluster, capsys: Said) -> None:
@@ -168,7 +195,7 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert "need kubectl, which is not on the PATH; --address asks a proxy directly" in capsys.readouterr().err
     assert main(["completion", "--words", "status", "--node", ""]) == 0
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(Unreachable, match="need kubectl"), Kubectl().forwarded("a", "b"):
+    with pytest.raises(Unreachable, match="need kubectl"), Kubectl().forwarded("a", "b", 1):
         pass
 
 
@@ -189,7 +216,7 @@ def test_what_kubectl_says_of_each_connection_does_not_stop_it(
         "#!/bin/sh\necho 'Forwarding from 127.0.0.1:9 -> 15000'\n"
         f"yes 'Handling connection for 9' | head -c 300000\ntouch {made.folder}/through\nexec sleep 600\n"
     )
-    with Kubectl().forwarded("a", "b") as address:
+    with Kubectl().forwarded("a", "b", 1) as address:
         assert address == "127.0.0.1:9"
         until_s = time.monotonic() + 30
         while not (made.folder / "through").exists():
