@@ -16,6 +16,7 @@ import re
 import socket
 import ssl
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import h2.connection
@@ -188,7 +189,8 @@ def _credentials() -> tuple[str, dict[str, tuple[str, str]]]:
     return pem(root), {name: (pem(leaf), key(private)) for name, (leaf, private) in leaves.items()}
 
 
-def _socket(kind: str, name: str, **more: Any) -> Json:
+def tls_socket(kind: str, name: str, **more: Any) -> Json:
+    """Return a transport socket with the certificate of server, client or application."""
     root, leaves = _credentials()
     chain, key = leaves[name]
     common = {
@@ -200,6 +202,19 @@ def _socket(kind: str, name: str, **more: Any) -> Json:
     }
     kind = f"{T}envoy.extensions.transport_sockets.tls.v3.{kind}"
     return {"name": "tls", "typed_config": {"@type": kind, "common_tls_context": common, **more}}
+
+
+def context(folder: Path, name: str, role: int) -> ssl.SSLContext:
+    """Return a context of the interpreter's library, which loads keys from files only."""
+    root, leaves = _credentials()
+    path = folder / name
+    path.write_text("".join(leaves[name]))
+    made = ssl.SSLContext(role)
+    made.check_hostname = False
+    made.load_cert_chain(path)
+    made.load_verify_locations(cadata=root)
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
 
 
 class Operators(Running):
@@ -226,12 +241,12 @@ class Pair(Running):
         over_tls = {
             "name": "one",
             "filters": [tcp("tls", access_log=self._logger("tls"))],
-            "transport_socket": _socket("DownstreamTlsContext", "server", require_client_certificate=True),
+            "transport_socket": tls_socket("DownstreamTlsContext", "server", require_client_certificate=True),
         }
         manager = connection_manager({"route_config": connect_route("plain")})
         manager["typed_config"]["access_log"] = self._logger("tunnel")
         tls_cluster = self._cluster("tls", _over_tls(self))
-        tls_cluster["transport_socket"] = _socket("UpstreamTlsContext", "client", sni="application.example")
+        tls_cluster["transport_socket"] = tls_socket("UpstreamTlsContext", "client", sni="application.example")
         first = self._listener("first", self._tls, over_tls)
         first["listener_filters"] = [{"name": "envoy.filters.listener.tls_inspector", "typed_config": inspector}]
         second = self._listener("second", self._tunnel, {"name": "one", "filters": [manager]})
@@ -273,12 +288,12 @@ class Pair(Running):
         raw = {"@type": T + "envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer"}
         passes = {"@type": T + passing, "transport_socket": {"name": "raw", "typed_config": raw}}
         hosts = [
-            {"hostname": "dead.example", "address": _loopback(dead)},
-            {"hostname": "alive.example:80", "address": _loopback(alive)},
+            {"hostname": "dead.example", "address": on_loopback(dead)},
+            {"hostname": "alive.example:80", "address": on_loopback(alive)},
         ]
         return listeners, [
             _cluster("retried", *hosts),
-            _cluster("dead", {"address": _loopback(dead)}),
+            _cluster("dead", {"address": on_loopback(dead)}),
             {**_cluster("inside", {"address": inside}), "transport_socket": {"name": "i", "typed_config": passes}},
         ]
 
@@ -290,26 +305,14 @@ class Pair(Running):
 
     @staticmethod
     def _listener(name: str, port: int, chain: Json) -> Json:
-        return {"name": name, "address": _loopback(port), "filter_chains": [chain]}
+        return {"name": name, "address": on_loopback(port), "filter_chains": [chain]}
 
     def _cluster(self, name: str, serve: Serve) -> Json:
-        return _cluster(name, {"address": _loopback(application(serve, self._stack))})
-
-    def context(self, name: str, role: int) -> ssl.SSLContext:
-        """A context of the interpreter's library, which loads keys from files only."""
-        root, leaves = _credentials()
-        path = self.folder / name
-        path.write_text("".join(leaves[name]))
-        context = ssl.SSLContext(role)
-        context.check_hostname = False
-        context.load_cert_chain(path)
-        context.load_verify_locations(cadata=root)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        return _cluster(name, {"address": on_loopback(application(serve, self._stack))})
 
     def values(self) -> dict[str, Json]:
         """Make the connections, one after the other; what was logged of each."""
-        client = self.context("client", ssl.PROTOCOL_TLS_CLIENT)
+        client = context(self.folder, "client", ssl.PROTOCOL_TLS_CLIENT)
         with (
             socket.create_connection(("127.0.0.1", self._tls), WAIT_S) as plain,
             client.wrap_socket(plain, server_hostname="server.example") as secured,
@@ -351,7 +354,8 @@ class Pair(Running):
                 pass
 
 
-def _loopback(port: int) -> Json:
+def on_loopback(port: int) -> Json:
+    """Return an address in Envoy's configuration."""
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
@@ -383,8 +387,8 @@ def _get(sock: socket.socket, path: str) -> None:
 
 def _over_tls(pair: Pair) -> Serve:
     def serve(sock: socket.socket) -> None:
-        context = pair.context("application", ssl.PROTOCOL_TLS_SERVER)
-        with contextlib.suppress(OSError), context.wrap_socket(sock, server_side=True) as secured:
+        secure = context(pair.folder, "application", ssl.PROTOCOL_TLS_SERVER)
+        with contextlib.suppress(OSError), secure.wrap_socket(sock, server_side=True) as secured:
             secured.sendall(secured.recv(10))
             secured.unwrap()
 

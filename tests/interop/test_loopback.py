@@ -54,6 +54,7 @@ def test_a_refused_operator_is_named(operator: str) -> None:
 
 
 def test_a_difference_has_a_reason() -> None:
+    from tests.interop import conditions
     from tests.interop.loopback import BEHAVIOURS
     from tests.interop.refusals import ROWS
 
@@ -61,3 +62,5 @@ def test_a_difference_has_a_reason() -> None:
         assert bool(row.why) == (row.envoy is not row.ours), name
     for name, behaviour in BEHAVIOURS.items():
         assert bool(behaviour.why) == bool(behaviour.ours and behaviour.ours != behaviour.envoy), name
+    for condition in conditions.ROWS:
+        assert bool(condition.why) == bool(condition.ours and condition.ours != condition.envoy), condition.text

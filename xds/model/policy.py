@@ -7,6 +7,7 @@ A policy that holds something no reader understands never gets here: its dialect
 resource must live on, replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -120,6 +121,25 @@ class DynamicMetadata:
     match: StringMatch
 
 
+#: Attributes of a connection as CEL expressions read them, by root: ``{"source": {"port": 4711, ...}, ...}``.
+Attributes = Mapping[str, Mapping[str, str | int | bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A CEL expression is true of the connection; an error, as of an attribute that is not there, is no match.
+
+    Attributes:
+        text: in CEL's syntax, each operator in parentheses; equal texts are equal conditions.
+        read: the attributes that it reads, ``connection.mtls``.
+        evaluate: whether it is true of a connection's attributes.
+    """
+
+    text: str
+    read: tuple[str, ...]
+    evaluate: Callable[[Attributes], bool] = field(compare=False, repr=False)
+
+
 Condition = (
     Always
     | Never
@@ -135,6 +155,7 @@ Condition = (
     | DestinationPort
     | ServerName
     | DynamicMetadata
+    | Expression
 )
 
 

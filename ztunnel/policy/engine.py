@@ -224,6 +224,8 @@ def _reads_port(condition: p.Condition) -> bool:
             return any(_reads_port(inner) for inner in conditions)
         case p.Not(inner):
             return _reads_port(inner)
+        case p.Expression():
+            return not {"destination.port", "destination.address"}.isdisjoint(condition.read)
         case _:
             return isinstance(condition, p.DestinationPort)
 
@@ -274,8 +276,30 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
             for step in path:
                 value = value.get(step) if isinstance(value, Mapping) else None
             return isinstance(value, str) and match.matches(value)
+        case p.Expression(evaluate=evaluate):
+            return evaluate(attributes(facts))
         case _:
             assert_never(condition)
+
+
+def attributes(facts: ConnectionFacts) -> p.Attributes:
+    """Return what CEL expressions may read of a connection; what it does not have is not there, as in Envoy."""
+    connection: dict[str, str | int | bool] = {
+        "mtls": facts.peer is not None,
+        "requested_server_name": facts.server_name,
+    }
+    if facts.peer is not None:
+        if facts.peer.uri_sans:
+            connection["uri_san_peer_certificate"] = facts.peer.uri_sans[0]
+        if facts.peer.dns_sans:
+            connection["dns_san_peer_certificate"] = facts.peer.dns_sans[0]
+        if facts.peer.subject:
+            connection["subject_peer_certificate"] = facts.peer.subject
+    return {
+        "source": {"address": str(facts.source), "port": facts.source.port},
+        "destination": {"address": str(facts.destination), "port": facts.destination.port},
+        "connection": connection,
+    }
 
 
 def compiled(condition: p.Condition) -> _Test:

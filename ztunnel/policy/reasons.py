@@ -8,7 +8,7 @@ from typing import Final, assert_never
 from xds.model import policy as p
 from xds.model.facts import ConnectionFacts
 from xds.model.strings import StringMatch
-from ztunnel.policy.engine import holds
+from ztunnel.policy.engine import attributes, holds
 
 #: Alternatives that are each named where none holds; with more, their number says enough.
 _MOST_NAMED: Final = 3
@@ -77,6 +77,8 @@ def describe(condition: p.Condition) -> str:
             return f"the server name {_matches(match)}"
         case p.DynamicMetadata(namespace, path, match):
             return f"metadata {'.'.join((namespace, *path))} {_matches(match)}"
+        case p.Expression():
+            return f"the expression {condition.text} is true"
         case _:
             assert_never(condition)
 
@@ -114,5 +116,9 @@ def _value(condition: p.Condition, facts: ConnectionFacts) -> str:
             return str(facts.destination.port)
         case p.ServerName():
             return facts.server_name or "empty"
+        case p.Expression():
+            known = attributes(facts)
+            roots = (name.partition(".") for name in condition.read)
+            return ", ".join(f"{root}.{name} {known[root].get(name, 'missing')}" for root, _, name in roots)
         case _:
             return ""

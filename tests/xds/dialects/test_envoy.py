@@ -328,7 +328,7 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
     (listener_document(rbac([{}]), tcp()), "rules.policies['p'].permissions[0].rule: Proto constraint"),
     (
         listener_document(rbac([{"any": True}], condition={}), tcp()),
-        "policies['p'].condition: CEL conditions are not supported",
+        "policies['p'].condition.expr_kind: an expression is missing",
     ),
     (
         listener_document(rbac([{"any": True}], [{"filter_state": {"key": "x"}}]), tcp()),

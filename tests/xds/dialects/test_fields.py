@@ -78,6 +78,7 @@ IGNORED = {
     "envoy.config.route.v3.RouteAction.retry_policy": "a CONNECT is not tried again once its answer is out",
     "envoy.config.route.v3.RouteMatch.case_sensitive": "of other kinds of matches than a regular expression",
     "envoy.config.route.v3.VirtualHost.include_request_attempt_count": _NO_NEXT_PROXY,
+    "google.api.expr.v1alpha1.Expr.id": "numbers the nodes of a tree for a compiler's positions",
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.format": "of the admin log, which is only /dev/null",
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.json_format": "likewise",
     "envoy.extensions.access_loggers.file.v3.FileAccessLog.log_format": "likewise",

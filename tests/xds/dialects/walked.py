@@ -107,6 +107,13 @@ BOTH_METADATA = {
     "path": [{"key": "k"}],
     "value": {"string_match": {"exact": "v"}},
 }
+PORT = {"select_expr": {"operand": {"ident_expr": {"name": "source"}}, "field": "port"}}
+CONDITION = {
+    "call_expr": {
+        "function": "@in",
+        "args": [PORT, {"list_expr": {"elements": [{"const_expr": {"int64_value": 1}}]}}],
+    }
+}
 RBAC = typed(
     "envoy.extensions.filters.network.rbac.v3.RBAC",
     stat_prefix="r",
@@ -137,6 +144,7 @@ RBAC = typed(
                         }
                     }
                 ],
+                "condition": CONDITION,
             }
         }
     },

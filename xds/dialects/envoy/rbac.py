@@ -1,11 +1,12 @@
 """``envoy.config.rbac.v3.RBAC`` to policy lists.
 
-A permission or principal that says nothing known, a CEL condition or any field we cannot name is refused: a
-policy obeyed in part would let somebody in, or lock somebody out, whom its author did not mean.
+A permission or principal that says nothing known, or any field we cannot name is refused: a policy obeyed
+in part would let somebody in, or lock somebody out, whom its author did not mean.
 """
 
 from collections.abc import Iterable
 
+from xds.dialects.envoy.cel import compile_expression
 from xds.dialects.envoy.reading import (
     at,
     constraint,
@@ -75,8 +76,8 @@ def compile_rules(message: config.RBAC) -> p.PolicyList:
 
 
 def _policy(message: config.Policy) -> p.Condition:
-    if message.HasField("condition") or message.HasField("checked_condition"):
-        raise Unsupported("CEL conditions are not supported", "condition")
+    if message.HasField("checked_condition"):
+        raise Unsupported("this is not evaluated, nor by Envoy; set condition", "checked_condition")
     if not message.permissions:
         raise constraint(message, "permissions", "value must contain at least 1 item(s)")
     if not message.principals:
@@ -85,7 +86,10 @@ def _policy(message: config.Policy) -> p.Condition:
         permissions = p.AnyOf(tuple(_permissions(message.permissions)))
     with at("principals"):
         principals = p.AnyOf(tuple(_principals(message.principals)))
-    return p.AllOf((permissions, principals))
+    if not message.HasField("condition"):
+        return p.AllOf((permissions, principals))
+    with at("condition"):
+        return p.AllOf((permissions, principals, compile_expression(message.condition)))
 
 
 def _permissions(messages: Iterable[config.Permission]) -> Iterable[p.Condition]:

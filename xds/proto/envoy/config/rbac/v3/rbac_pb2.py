@@ -26,9 +26,10 @@ from xds.proto.envoy.config.core.v3 import core_pb2 as xds_dot_proto_dot_envoy_d
 from xds.proto.envoy.config.route.v3 import route_pb2 as xds_dot_proto_dot_envoy_dot_config_dot_route_dot_v3_dot_route__pb2
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as xds_dot_proto_dot_envoy_dot_type_dot_matcher_dot_v3_dot_matcher__pb2
 from xds.proto.envoy.type.v3 import type_pb2 as xds_dot_proto_dot_envoy_dot_type_dot_v3_dot_type__pb2
+from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as xds_dot_proto_dot_google_dot_api_dot_expr_dot_v1alpha1_dot_syntax__pb2
 
 
-DESCRIPTOR = _POOL.AddSerializedFile(b'\n)xds/proto/envoy/config/rbac/v3/rbac.proto\x12\x14\x65nvoy.config.rbac.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\x1a+xds/proto/envoy/config/route/v3/route.proto\x1a-xds/proto/envoy/type/matcher/v3/matcher.proto\x1a\"xds/proto/envoy/type/v3/type.proto\"\x90\x06\n\nPermission\x12\x39\n\tand_rules\x18\x01 \x01(\x0b\x32$.envoy.config.rbac.v3.Permission.SetH\x00\x12\x38\n\x08or_rules\x18\x02 \x01(\x0b\x32$.envoy.config.rbac.v3.Permission.SetH\x00\x12\r\n\x03\x61ny\x18\x03 \x01(\x08H\x00\x12\x36\n\x06header\x18\x04 \x01(\x0b\x32$.envoy.config.route.v3.HeaderMatcherH\x00\x12\x39\n\x0e\x64\x65stination_ip\x18\x05 \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x1a\n\x10\x64\x65stination_port\x18\x06 \x01(\rH\x00\x12:\n\x08metadata\x18\x07 \x01(\x0b\x32&.envoy.type.matcher.v3.MetadataMatcherH\x00\x12\x34\n\x08not_rule\x18\x08 \x01(\x0b\x32 .envoy.config.rbac.v3.PermissionH\x00\x12\x45\n\x15requested_server_name\x18\t \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcherH\x00\x12\x36\n\x08url_path\x18\n \x01(\x0b\x32\".envoy.type.matcher.v3.PathMatcherH\x00\x12;\n\x16\x64\x65stination_port_range\x18\x0b \x01(\x0b\x32\x19.envoy.type.v3.Int32RangeH\x00\x12=\n\x07matcher\x18\x0c \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfigH\x00\x12\x42\n\x0curi_template\x18\r \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfigH\x00\x1a\x36\n\x03Set\x12/\n\x05rules\x18\x01 \x03(\x0b\x32 .envoy.config.rbac.v3.PermissionB\x06\n\x04rule\"\xae\x06\n\tPrincipal\x12\x36\n\x07\x61nd_ids\x18\x01 \x01(\x0b\x32#.envoy.config.rbac.v3.Principal.SetH\x00\x12\x35\n\x06or_ids\x18\x02 \x01(\x0b\x32#.envoy.config.rbac.v3.Principal.SetH\x00\x12\r\n\x03\x61ny\x18\x03 \x01(\x08H\x00\x12\x46\n\rauthenticated\x18\x04 \x01(\x0b\x32-.envoy.config.rbac.v3.Principal.AuthenticatedH\x00\x12\x34\n\tsource_ip\x18\x05 \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x36\n\x06header\x18\x06 \x01(\x0b\x32$.envoy.config.route.v3.HeaderMatcherH\x00\x12:\n\x08metadata\x18\x07 \x01(\x0b\x32&.envoy.type.matcher.v3.MetadataMatcherH\x00\x12\x31\n\x06not_id\x18\x08 \x01(\x0b\x32\x1f.envoy.config.rbac.v3.PrincipalH\x00\x12\x36\n\x08url_path\x18\t \x01(\x0b\x32\".envoy.type.matcher.v3.PathMatcherH\x00\x12;\n\x10\x64irect_remote_ip\x18\n \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x34\n\tremote_ip\x18\x0b \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x41\n\x0c\x66ilter_state\x18\x0c \x01(\x0b\x32).envoy.type.matcher.v3.FilterStateMatcherH\x00\x1a\x33\n\x03Set\x12,\n\x03ids\x18\x01 \x03(\x0b\x32\x1f.envoy.config.rbac.v3.Principal\x1aM\n\rAuthenticated\x12<\n\x0eprincipal_name\x18\x02 \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcherB\x0c\n\nidentifier\"\xec\x01\n\x06Policy\x12\x35\n\x0bpermissions\x18\x01 \x03(\x0b\x32 .envoy.config.rbac.v3.Permission\x12\x33\n\nprincipals\x18\x02 \x03(\x0b\x32\x1f.envoy.config.rbac.v3.Principal\x12\x36\n\tcondition\x18\x03 \x01(\x0b\x32#.envoy.config.rbac.v3.CelExpression\x12>\n\x11\x63hecked_condition\x18\x04 \x01(\x0b\x32#.envoy.config.rbac.v3.CelExpression\"\x0f\n\rCelExpression\"\xbf\x05\n\x04RBAC\x12\x31\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32!.envoy.config.rbac.v3.RBAC.Action\x12:\n\x08policies\x18\x02 \x03(\x0b\x32(.envoy.config.rbac.v3.RBAC.PoliciesEntry\x12M\n\x15\x61udit_logging_options\x18\x03 \x01(\x0b\x32..envoy.config.rbac.v3.RBAC.AuditLoggingOptions\x1a\x81\x03\n\x13\x41uditLoggingOptions\x12V\n\x0f\x61udit_condition\x18\x01 \x01(\x0e\x32=.envoy.config.rbac.v3.RBAC.AuditLoggingOptions.AuditCondition\x12X\n\x0elogger_configs\x18\x02 \x03(\x0b\x32@.envoy.config.rbac.v3.RBAC.AuditLoggingOptions.AuditLoggerConfig\x1aj\n\x11\x41uditLoggerConfig\x12@\n\x0c\x61udit_logger\x18\x01 \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfig\x12\x13\n\x0bis_optional\x18\x02 \x01(\x08\"L\n\x0e\x41uditCondition\x12\x08\n\x04NONE\x10\x00\x12\x0b\n\x07ON_DENY\x10\x01\x12\x0c\n\x08ON_ALLOW\x10\x02\x12\x15\n\x11ON_DENY_AND_ALLOW\x10\x03\x1aM\n\rPoliciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.envoy.config.rbac.v3.Policy:\x02\x38\x01\"&\n\x06\x41\x63tion\x12\t\n\x05\x41LLOW\x10\x00\x12\x08\n\x04\x44\x45NY\x10\x01\x12\x07\n\x03LOG\x10\x02\x62\x06proto3')
+DESCRIPTOR = _POOL.AddSerializedFile(b'\n)xds/proto/envoy/config/rbac/v3/rbac.proto\x12\x14\x65nvoy.config.rbac.v3\x1a)xds/proto/envoy/config/core/v3/core.proto\x1a+xds/proto/envoy/config/route/v3/route.proto\x1a-xds/proto/envoy/type/matcher/v3/matcher.proto\x1a\"xds/proto/envoy/type/v3/type.proto\x1a/xds/proto/google/api/expr/v1alpha1/syntax.proto\"\x90\x06\n\nPermission\x12\x39\n\tand_rules\x18\x01 \x01(\x0b\x32$.envoy.config.rbac.v3.Permission.SetH\x00\x12\x38\n\x08or_rules\x18\x02 \x01(\x0b\x32$.envoy.config.rbac.v3.Permission.SetH\x00\x12\r\n\x03\x61ny\x18\x03 \x01(\x08H\x00\x12\x36\n\x06header\x18\x04 \x01(\x0b\x32$.envoy.config.route.v3.HeaderMatcherH\x00\x12\x39\n\x0e\x64\x65stination_ip\x18\x05 \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x1a\n\x10\x64\x65stination_port\x18\x06 \x01(\rH\x00\x12:\n\x08metadata\x18\x07 \x01(\x0b\x32&.envoy.type.matcher.v3.MetadataMatcherH\x00\x12\x34\n\x08not_rule\x18\x08 \x01(\x0b\x32 .envoy.config.rbac.v3.PermissionH\x00\x12\x45\n\x15requested_server_name\x18\t \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcherH\x00\x12\x36\n\x08url_path\x18\n \x01(\x0b\x32\".envoy.type.matcher.v3.PathMatcherH\x00\x12;\n\x16\x64\x65stination_port_range\x18\x0b \x01(\x0b\x32\x19.envoy.type.v3.Int32RangeH\x00\x12=\n\x07matcher\x18\x0c \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfigH\x00\x12\x42\n\x0curi_template\x18\r \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfigH\x00\x1a\x36\n\x03Set\x12/\n\x05rules\x18\x01 \x03(\x0b\x32 .envoy.config.rbac.v3.PermissionB\x06\n\x04rule\"\xae\x06\n\tPrincipal\x12\x36\n\x07\x61nd_ids\x18\x01 \x01(\x0b\x32#.envoy.config.rbac.v3.Principal.SetH\x00\x12\x35\n\x06or_ids\x18\x02 \x01(\x0b\x32#.envoy.config.rbac.v3.Principal.SetH\x00\x12\r\n\x03\x61ny\x18\x03 \x01(\x08H\x00\x12\x46\n\rauthenticated\x18\x04 \x01(\x0b\x32-.envoy.config.rbac.v3.Principal.AuthenticatedH\x00\x12\x34\n\tsource_ip\x18\x05 \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x36\n\x06header\x18\x06 \x01(\x0b\x32$.envoy.config.route.v3.HeaderMatcherH\x00\x12:\n\x08metadata\x18\x07 \x01(\x0b\x32&.envoy.type.matcher.v3.MetadataMatcherH\x00\x12\x31\n\x06not_id\x18\x08 \x01(\x0b\x32\x1f.envoy.config.rbac.v3.PrincipalH\x00\x12\x36\n\x08url_path\x18\t \x01(\x0b\x32\".envoy.type.matcher.v3.PathMatcherH\x00\x12;\n\x10\x64irect_remote_ip\x18\n \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x34\n\tremote_ip\x18\x0b \x01(\x0b\x32\x1f.envoy.config.core.v3.CidrRangeH\x00\x12\x41\n\x0c\x66ilter_state\x18\x0c \x01(\x0b\x32).envoy.type.matcher.v3.FilterStateMatcherH\x00\x1a\x33\n\x03Set\x12,\n\x03ids\x18\x01 \x03(\x0b\x32\x1f.envoy.config.rbac.v3.Principal\x1aM\n\rAuthenticated\x12<\n\x0eprincipal_name\x18\x02 \x01(\x0b\x32$.envoy.type.matcher.v3.StringMatcherB\x0c\n\nidentifier\"\xee\x01\n\x06Policy\x12\x35\n\x0bpermissions\x18\x01 \x03(\x0b\x32 .envoy.config.rbac.v3.Permission\x12\x33\n\nprincipals\x18\x02 \x03(\x0b\x32\x1f.envoy.config.rbac.v3.Principal\x12\x31\n\tcondition\x18\x03 \x01(\x0b\x32\x1e.google.api.expr.v1alpha1.Expr\x12\x45\n\x11\x63hecked_condition\x18\x04 \x01(\x0b\x32*.envoy.config.rbac.v3.CheckedCelExpression\"\x16\n\x14\x43heckedCelExpression\"\xbf\x05\n\x04RBAC\x12\x31\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32!.envoy.config.rbac.v3.RBAC.Action\x12:\n\x08policies\x18\x02 \x03(\x0b\x32(.envoy.config.rbac.v3.RBAC.PoliciesEntry\x12M\n\x15\x61udit_logging_options\x18\x03 \x01(\x0b\x32..envoy.config.rbac.v3.RBAC.AuditLoggingOptions\x1a\x81\x03\n\x13\x41uditLoggingOptions\x12V\n\x0f\x61udit_condition\x18\x01 \x01(\x0e\x32=.envoy.config.rbac.v3.RBAC.AuditLoggingOptions.AuditCondition\x12X\n\x0elogger_configs\x18\x02 \x03(\x0b\x32@.envoy.config.rbac.v3.RBAC.AuditLoggingOptions.AuditLoggerConfig\x1aj\n\x11\x41uditLoggerConfig\x12@\n\x0c\x61udit_logger\x18\x01 \x01(\x0b\x32*.envoy.config.core.v3.TypedExtensionConfig\x12\x13\n\x0bis_optional\x18\x02 \x01(\x08\"L\n\x0e\x41uditCondition\x12\x08\n\x04NONE\x10\x00\x12\x0b\n\x07ON_DENY\x10\x01\x12\x0c\n\x08ON_ALLOW\x10\x02\x12\x15\n\x11ON_DENY_AND_ALLOW\x10\x03\x1aM\n\rPoliciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.envoy.config.rbac.v3.Policy:\x02\x38\x01\"&\n\x06\x41\x63tion\x12\t\n\x05\x41LLOW\x10\x00\x12\x08\n\x04\x44\x45NY\x10\x01\x12\x07\n\x03LOG\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,30 +38,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RBAC_POLICIESENTRY']._loaded_options = None
   _globals['_RBAC_POLICIESENTRY']._serialized_options = b'8\001'
-  _globals['_PERMISSION']._serialized_start=239
-  _globals['_PERMISSION']._serialized_end=1023
-  _globals['_PERMISSION_SET']._serialized_start=961
-  _globals['_PERMISSION_SET']._serialized_end=1015
-  _globals['_PRINCIPAL']._serialized_start=1026
-  _globals['_PRINCIPAL']._serialized_end=1840
-  _globals['_PRINCIPAL_SET']._serialized_start=1696
-  _globals['_PRINCIPAL_SET']._serialized_end=1747
-  _globals['_PRINCIPAL_AUTHENTICATED']._serialized_start=1749
-  _globals['_PRINCIPAL_AUTHENTICATED']._serialized_end=1826
-  _globals['_POLICY']._serialized_start=1843
-  _globals['_POLICY']._serialized_end=2079
-  _globals['_CELEXPRESSION']._serialized_start=2081
-  _globals['_CELEXPRESSION']._serialized_end=2096
-  _globals['_RBAC']._serialized_start=2099
-  _globals['_RBAC']._serialized_end=2802
-  _globals['_RBAC_AUDITLOGGINGOPTIONS']._serialized_start=2298
-  _globals['_RBAC_AUDITLOGGINGOPTIONS']._serialized_end=2683
-  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITLOGGERCONFIG']._serialized_start=2499
-  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITLOGGERCONFIG']._serialized_end=2605
-  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITCONDITION']._serialized_start=2607
-  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITCONDITION']._serialized_end=2683
-  _globals['_RBAC_POLICIESENTRY']._serialized_start=2685
-  _globals['_RBAC_POLICIESENTRY']._serialized_end=2762
-  _globals['_RBAC_ACTION']._serialized_start=2764
-  _globals['_RBAC_ACTION']._serialized_end=2802
+  _globals['_PERMISSION']._serialized_start=288
+  _globals['_PERMISSION']._serialized_end=1072
+  _globals['_PERMISSION_SET']._serialized_start=1010
+  _globals['_PERMISSION_SET']._serialized_end=1064
+  _globals['_PRINCIPAL']._serialized_start=1075
+  _globals['_PRINCIPAL']._serialized_end=1889
+  _globals['_PRINCIPAL_SET']._serialized_start=1745
+  _globals['_PRINCIPAL_SET']._serialized_end=1796
+  _globals['_PRINCIPAL_AUTHENTICATED']._serialized_start=1798
+  _globals['_PRINCIPAL_AUTHENTICATED']._serialized_end=1875
+  _globals['_POLICY']._serialized_start=1892
+  _globals['_POLICY']._serialized_end=2130
+  _globals['_CHECKEDCELEXPRESSION']._serialized_start=2132
+  _globals['_CHECKEDCELEXPRESSION']._serialized_end=2154
+  _globals['_RBAC']._serialized_start=2157
+  _globals['_RBAC']._serialized_end=2860
+  _globals['_RBAC_AUDITLOGGINGOPTIONS']._serialized_start=2356
+  _globals['_RBAC_AUDITLOGGINGOPTIONS']._serialized_end=2741
+  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITLOGGERCONFIG']._serialized_start=2557
+  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITLOGGERCONFIG']._serialized_end=2663
+  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITCONDITION']._serialized_start=2665
+  _globals['_RBAC_AUDITLOGGINGOPTIONS_AUDITCONDITION']._serialized_end=2741
+  _globals['_RBAC_POLICIESENTRY']._serialized_start=2743
+  _globals['_RBAC_POLICIESENTRY']._serialized_end=2820
+  _globals['_RBAC_ACTION']._serialized_start=2822
+  _globals['_RBAC_ACTION']._serialized_end=2860
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from xds.proto.envoy.config.core.v3 import core_pb2 as _core_pb2
 from xds.proto.envoy.config.route.v3 import route_pb2 as _route_pb2
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2 as _matcher_pb2
 from xds.proto.envoy.type.v3 import type_pb2 as _type_pb2
+from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as _syntax_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -223,18 +224,18 @@ class Policy(_message.Message):
     @_builtins.property
     def principals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Principal]: ...
     @_builtins.property
-    def condition(self) -> Global___CelExpression:
-        """Present means "a CEL expression restricts this policy"; its fields stay unknown fields."""
-
+    def condition(self) -> _syntax_pb2.Expr: ...
     @_builtins.property
-    def checked_condition(self) -> Global___CelExpression: ...
+    def checked_condition(self) -> Global___CheckedCelExpression:
+        """Present means "a CEL expression restricts this policy", which Envoy does not evaluate; its fields stay unknown."""
+
     def __init__(
         self,
         *,
         permissions: _abc.Iterable[Global___Permission] | None = ...,
         principals: _abc.Iterable[Global___Principal] | None = ...,
-        condition: Global___CelExpression | None = ...,
-        checked_condition: Global___CelExpression | None = ...,
+        condition: _syntax_pb2.Expr | None = ...,
+        checked_condition: Global___CheckedCelExpression | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checked_condition", b"checked_condition", "condition", b"condition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -245,7 +246,7 @@ class Policy(_message.Message):
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
 
 @_typing.final
-class CelExpression(_message.Message):
+class CheckedCelExpression(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -257,7 +258,7 @@ class CelExpression(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CelExpression: _TypeAlias = CelExpression  # noqa: Y015
+Global___CheckedCelExpression: _TypeAlias = CheckedCelExpression  # noqa: Y015
 
 @_typing.final
 class RBAC(_message.Message):
