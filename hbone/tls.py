@@ -98,7 +98,7 @@ class TlsSession:
         self._context = context
         self._half_rtt_data = half_rtt_data
         self._connection = connection = SSL.Connection(context.raw)
-        self._verification = Verification()
+        self._verification = Verification(context.settings.verify)
         connection.set_app_data(self._verification)
         if context.role is Role.SERVER:
             connection.set_accept_state()

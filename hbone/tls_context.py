@@ -8,7 +8,7 @@ refused peer gets an alert instead of a silent close. Resumption is off: every c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -112,11 +112,12 @@ class NoCommonProtocol(Exception):
 
 
 class Verification:
-    """What the callbacks of one handshake saw."""
+    """How one handshake judges the peer, and what its callbacks saw."""
 
-    __slots__ = ("bug", "chain", "detail", "reason")
+    __slots__ = ("bug", "chain", "detail", "reason", "verify")
 
-    def __init__(self) -> None:
+    def __init__(self, verify: Verify | None) -> None:
+        self.verify = verify
         self.chain: dict[int, x509.Certificate] = {}
         self.reason: TlsReason | None = None
         self.detail = ""
@@ -126,16 +127,25 @@ class Verification:
 class TlsContext:
     """An OpenSSL context for one role; cheap to share between connections, built anew on rotation.
 
+    Args:
+        role: of our end.
+        settings: what to build it from.
+        shared: a context whose settings differ in ``verify`` only; see :meth:`expecting`.
+
     Raises:
         ValueError: a PEM, key, suite or group that cannot be used, or a key of another certificate.
     """
 
     __slots__ = ("_kept", "_settings", "raw", "role")
 
-    def __init__(self, role: Role, settings: TlsSettings) -> None:
+    def __init__(self, role: Role, settings: TlsSettings, *, shared: TlsContext | None = None) -> None:
         self.role = role
         self._settings = settings
-        self._kept: list[Any] = []  # what OpenSSL points to
+        self.raw: SSL.Context
+        self._kept: list[Any] = [] if shared is None else shared._kept  # what OpenSSL points to
+        if shared is not None:
+            self.raw = shared.raw
+            return
         try:
             self.raw = self._build()
         except SSL.Error as error:
@@ -147,6 +157,19 @@ class TlsContext:
     def settings(self) -> TlsSettings:
         """What this was built from."""
         return self._settings
+
+    def expecting(self, verify: Verify) -> TlsContext:
+        """Return a context that judges peers by ``verify`` instead.
+
+        The rest is shared: a client needs one for each identity that it dials, and building each would take a
+        quarter of a millisecond and 20 KiB.
+
+        Raises:
+            ValueError: this one judges nobody, so that the shared part asks for no judgement.
+        """
+        if self._settings.verify is None:
+            raise ValueError("a context without verify cannot be shared")
+        return TlsContext(self.role, replace(self._settings, verify=verify), shared=self)
 
     def _build(self) -> SSL.Context:
         """Return what handshakes begin with."""
@@ -193,7 +216,7 @@ class TlsContext:
         mode = settings.client_certificate.value if server else SSL.VERIFY_PEER
         if settings.trusted_ca_pem is None:
             if settings.any_chain and settings.verify is not None:
-                self._kept.append(_set_verify(raw, mode, settings.verify, any_chain=True))
+                self._kept.append(_set_verify(raw, mode, any_chain=True))
             else:
                 raw.set_verify(SSL.VERIFY_NONE)
             return
@@ -213,7 +236,7 @@ class TlsContext:
                 store.add_crl(x509.load_pem_x509_crl(block))
             flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
         store.set_flags(flags)
-        self._kept.append(_set_verify(raw, mode, settings.verify, allow_expired=settings.allow_expired))
+        self._kept.append(_set_verify(raw, mode, allow_expired=settings.allow_expired))
 
     def _set_alpn(self, raw: SSL.Context) -> None:
         settings = self._settings
@@ -234,10 +257,8 @@ class TlsContext:
         raw.set_alpn_select_callback(select)
 
 
-def _set_verify(
-    raw: SSL.Context, mode: int, verify: Verify | None, *, allow_expired: bool = False, any_chain: bool = False
-) -> Any:
-    """Install our callback; returns what must outlive ``raw``.
+def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any_chain: bool = False) -> Any:
+    """Install our callback, which asks the handshake's ``verify``; returns what must outlive ``raw``.
 
     OpenSSL calls it per certificate: errors first, then from the root down to the leaf. Not pyOpenSSL's
     wrapper, because that gives no way to choose the error, and the error chooses the alert the peer sees.
@@ -257,8 +278,8 @@ def _set_verify(
                 return 1  # what an unverified issuer says about the leaf is no fact about the peer
             seen.chain[depth] = _current_certificate(store)
             refusal: str | Refusal | None = None
-            if depth == 0 and verify is not None:
-                refusal = verify([seen.chain[key] for key in sorted(seen.chain)])
+            if depth == 0 and seen.verify is not None:
+                refusal = seen.verify([seen.chain[key] for key in sorted(seen.chain)])
         except Exception as error:  # noqa: BLE001  must not unwind through C; handshake() raises it
             seen.bug = error
             refusal = "verification failed"

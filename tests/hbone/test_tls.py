@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -269,6 +269,28 @@ def test_the_verify_hook_refuses_inside_the_handshake(side: str) -> None:
     assert peer.by_peer
     assert "bad certificate" in peer.detail
     assert [list(chain) for chain in seen] == [[LEAF.certificate, ROOT.certificate]]
+
+
+def test_contexts_that_share_all_but_whom_they_expect() -> None:
+    """Their handshakes run at the same time, and each asks its own."""
+
+    def expecting(name: str) -> Callable[[Sequence[x509.Certificate]], str | None]:
+        return lambda chain: None if name == "the leaf" else f"not {name}"
+
+    base = TlsContext(Role.CLIENT, replace(settings(), verify=expecting("nobody")))
+    names = ("the leaf", "another", "the leaf", "a third")
+    pairs = [
+        (TlsSession(base.expecting(expecting(name))), TlsSession(TlsContext(Role.SERVER, settings())))
+        for name in names
+    ]
+    assert {pair[0]._context.raw for pair in pairs} == {base.raw}
+    for client, _ in pairs:
+        client.handshake()  # each has begun before the first goes on
+    outcomes = [Outcome(client, server) for client, server in pairs]
+    assert [each.client and each.client.detail for each in outcomes] == [None, "not another", None, "not a third"]
+    assert Outcome(*sessions(replace(settings(), verify=expecting("nobody")), settings())).client is not None
+    with pytest.raises(ValueError, match="without verify"):
+        TlsContext(Role.CLIENT, settings()).expecting(expecting("the leaf"))
 
 
 def test_the_verify_hook_may_say_that_the_peer_is_revoked() -> None:

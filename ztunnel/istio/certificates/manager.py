@@ -127,7 +127,7 @@ class TlsPolicy:
 
 
 class WorkloadCertificate:
-    """A certificate in use, with the TLS contexts made from it, each on first use.
+    """A certificate in use, with the TLS contexts made from it, on first use or by :meth:`prepare`.
 
     Attributes:
         issued: the certificate, its key and its roots.
@@ -135,7 +135,16 @@ class WorkloadCertificate:
             so that new tunnels use connections with the current certificate and lists.
     """
 
-    __slots__ = ("_clients", "_credentials", "_policy", "_revoked", "_server", "generation", "issued")
+    __slots__ = (
+        "_clients",
+        "_credentials",
+        "_first_client",
+        "_policy",
+        "_revoked",
+        "_server",
+        "generation",
+        "issued",
+    )
 
     def __init__(
         self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
@@ -145,6 +154,7 @@ class WorkloadCertificate:
         self._policy = policy
         self._revoked = revoked
         self._server: TlsContext | None = None
+        self._first_client: TlsContext | None = None
         self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
         self._credentials: Credentials | None = None
 
@@ -183,12 +193,27 @@ class WorkloadCertificate:
         if context is not None:
             self._clients.move_to_end(identities)
             return context
-        context = self._clients[identities] = TlsContext(
-            Role.CLIENT, self._settings(one_of(identities), alpn_required=False)
-        )
+        context = self._clients[identities] = self._client().expecting(self._unless_revoked(one_of(identities)))
         if len(self._clients) > _CLIENT_CONTEXTS:
             self._clients.popitem(last=False)
         return context
+
+    def prepare(self) -> None:
+        """Build the contexts, so that the first connection in either direction does not wait for them.
+
+        Raises:
+            ValueError: chain, key or roots cannot be used.
+        """
+        self.server_context()
+        self._client()
+
+    def _client(self) -> TlsContext:
+        if self._first_client is None:
+            self._first_client = TlsContext(Role.CLIENT, self._settings(one_of(()), alpn_required=False))
+        return self._first_client
+
+    def _unless_revoked(self, verify: Verify) -> Verify:
+        return verify if self._revoked is None else unless_revoked(self._revoked, verify)
 
     def _settings(self, verify: Verify, *, alpn_required: bool) -> TlsSettings:
         return TlsSettings(
@@ -199,7 +224,7 @@ class WorkloadCertificate:
             min_version=TlsVersion.TLS_1_2 if self._policy.tls_1_2 else TlsVersion.TLS_1_3,
             groups=self._policy.groups,
             alpn_required=alpn_required,
-            verify=verify if self._revoked is None else unless_revoked(self._revoked, verify),
+            verify=self._unless_revoked(verify),
         )
 
 
@@ -374,12 +399,18 @@ class CertificateManager:
         if current is not None and current.issued.identity != issued.identity:
             self._failed(fetch, f"the certificate from CA is of {issued.identity}, not {current.issued.identity}")
             return
+        certificate = self._made(issued)
+        try:
+            certificate.prepare()
+        except ValueError as error:
+            self._failed(fetch, f"the certificate from CA cannot be used: {error}")
+            return
         span = issued.not_before.timestamp(), issued.not_after.timestamp()
         if not self._schedule.succeeded(fetch, *span, now.timestamp(), self._jitter()):
             return
         self._fetching.pop(fetch.identity, None)
         log.debug("certificate fetched identity=%s expires=%s", fetch.identity, issued.not_after)
-        self._put(fetch.identity, issued)
+        self._put(fetch.identity, certificate)
         self._wake(fetch.identity)
 
     def _failed(self, fetch: Fetch, error: str) -> None:
@@ -400,10 +431,12 @@ class CertificateManager:
         if waiting is not None:
             waiting.set()
 
-    def _put(self, identity: SpiffeId, issued: IssuedCertificate) -> None:
+    def _made(self, issued: IssuedCertificate) -> WorkloadCertificate:
         self._generation += 1
         revoked = self._revocations.current if self._revocations is not None else None
-        certificate = WorkloadCertificate(issued, self._generation, self._policy, revoked)
+        return WorkloadCertificate(issued, self._generation, self._policy, revoked)
+
+    def _put(self, identity: SpiffeId, certificate: WorkloadCertificate) -> None:
         self._certificates[identity] = certificate
         for changed in list(self._watchers):
             try:
@@ -416,4 +449,4 @@ class CertificateManager:
         for identity, certificate in list(self._certificates.items()):
             if certificate.is_revoked_by(self._revocations.current):
                 log.error("our own certificate is revoked; peers will refuse it identity=%s", identity)
-            self._put(identity, certificate.issued)
+            self._put(identity, self._made(certificate.issued))

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from cryptography import x509
@@ -215,8 +216,12 @@ def test_renewal_at_half_life_changes_the_generation_and_a_failed_one_changes_no
     [
         (lambda: certificate(ROOT, from_day=1, to_day=3), "is valid from"),
         (lambda: certificate(ROOT, CART, to_day=3), "is of spiffe://cluster.local/ns/shop/sa/cart"),
+        (
+            lambda: replace(certificate(ROOT, to_day=3), key_pem=certificate(ROOT).key_pem),
+            "cannot be used: OpenSSL refused",
+        ),
     ],
-    ids=["not yet valid", "another identity"],
+    ids=["not yet valid", "another identity", "another key"],
 )
 def test_a_bad_renewal_does_not_replace_a_good_certificate(
     renewed: Callable[[], IssuedCertificate], words: str, caplog: pytest.LogCaptureFixture
