@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -20,6 +21,8 @@ class Machine:
         self.poll_s = 1e-6
         self.events: list[list[tuple[int, int]]] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+        # Beside busy processes a real one lasts milliseconds, and here are a million.
+        monkeypatch.setattr(os, "sched_yield", lambda: None)
         self.spin = Spin(SpinSettings(limit_s=LIMIT_S))
 
     def poll(self, timeout: float, maxevents: int) -> list[tuple[int, int]]:
