@@ -3,7 +3,7 @@
 With several, OpenSSL chooses by what the client can verify, among the first certificate of each key type, and
 prefers the shorter one of an elliptic key. The names of the certificates narrow that choice first, as in Envoy:
 those whose subject alternative names have the client's server name (RFC 6066, 3), then those whose wildcard
-matches it, then all.
+matches it, then the first. A client that names no server chooses from all.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def by_server_name(
             f"the certificates of one context have {len(named)} DNS names; {_MAX_NAMES} are supported"
         )
     contexts = {name: context_of(those) for name, those in named.items()}
+    first = context_of(identities[:1])
 
     def choose(connection: SSL.Connection) -> None:
         asked = (connection.get_servername() or b"").decode("ascii", "replace").lower()
-        context = contexts.get(asked) or contexts.get(f"*.{asked.partition('.')[2]}")
-        if context is not None:
-            connection.set_context(context)
+        if asked:
+            connection.set_context(contexts.get(asked) or contexts.get(f"*.{asked.partition('.')[2]}") or first)
 
     return choose
 
