@@ -196,8 +196,7 @@ class Feed:
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
-        finally:
-            subscription.initial_fetch.over()
+        subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
         stats.update_success += 1
         stats.version_text = update.version
         if self._keeps_bodies:

@@ -164,8 +164,7 @@ class _File:
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
-        finally:
-            subscription.initial_fetch.over()
+        subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
         stats.update_success += 1
         stats.version_text = update.version
 

@@ -7,7 +7,7 @@ from xds.protocol.resource import SubscriptionStats
 
 
 class InitialFetch:
-    """Runs from subscribing to the first update; tells at most once that there will be none to wait for."""
+    """Runs from subscribing to the first accepted update; tells at most once that there is none to wait for."""
 
     __slots__ = ("_on_timeout", "_stats", "_timer")
 

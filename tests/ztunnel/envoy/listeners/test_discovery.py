@@ -212,3 +212,23 @@ def test_a_limit_counts_on_through_an_update_of_the_listener(tmp_path: Path) -> 
             await connection.close()
 
     run(tmp_path, body)
+
+
+def test_a_refused_first_version_keeps_a_listener_no_longer_than_a_missing_one(tmp_path: Path) -> None:
+    """What is wrong with one filter or route table must not keep the proxy from its start for ever."""
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            source = {**ADS, "initial_fetch_timeout": "0.2s"}
+            filtered = listener(chain(awaited(config_source=source), tcp()))
+            routed_by = {"rds": {"route_config_name": "routes", "config_source": source}}
+            routed = listener(chain(connection_manager(routed_by)), name="r")
+            bad_routes = ("route", {"name": "routes", "virtual_hosts": [{"name": "v"}]})
+            rig.publish(filtered, routed, cluster(port), bad_routes, extension({**NOBODY, "delay_deny": "1s"}))
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            assert await ask(rig.port("l")) == b""
+            rig.publish(filtered, routed, cluster(port), extension(ALL))
+            await rig.until(lambda: rig.proxy.listeners.active[0].live_chains[0].rbac)
+            assert await ask(rig.port("l")) == b"ping"
+
+    run(tmp_path, body)
