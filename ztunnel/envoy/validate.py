@@ -13,6 +13,7 @@ from hbone.settings import Role
 from xds.dialects.envoy import (
     Surroundings,
     compile_assignment,
+    compile_chain_filter,
     compile_cluster,
     compile_listener,
     compile_listener_filter,
@@ -22,6 +23,7 @@ from xds.dialects.envoy import (
 from xds.dialects.envoy.reading import at, every_fault, unpack
 from xds.errors import ConfigError
 from xds.model.cluster import Discovery
+from xds.model.listener import Discovered, DiscoveredFilter
 from xds.model.secret import Secret
 from xds.model.tls import ConfigSource, FileSource, SecretRef
 from xds.model.tls import TlsContext as ContextModel
@@ -129,6 +131,8 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
+        #: By file and name: who waits for a filter, and how it is read there.
+        self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
         """Return what was found so far."""
@@ -215,7 +219,7 @@ class _Check:
                 self._compiled(lambda: compile_route_table(message, self._surroundings), place)
             case core_pb2.TypedExtensionConfig():
                 with at("typed_config"):
-                    compile_listener_filter(unpack(message.typed_config, message.name), self._surroundings)
+                    self._extension(message, file)
             case tls_pb2.Secret():
                 secret = compile_secret(message, self._surroundings)
                 with at(str(message.WhichOneof("type"))):
@@ -226,6 +230,15 @@ class _Check:
                     self._static[message.name] = secret
             case _:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
+
+    def _extension(self, message: core_pb2.TypedExtensionConfig, file: str) -> None:
+        """Check a discovered filter as each place that waits for it reads it."""
+        body = unpack(message.typed_config, message.name)
+        kind = body.DESCRIPTOR.full_name
+        for wanted, read in self._extensions.get((file, message.name), ()):
+            if wanted.type_urls and kind not in wanted.type_urls:
+                raise ConfigError(f"type {kind} is not among the listener's type_urls")
+            read(body, self._surroundings)
 
     def _compiled(self, compiles: Callable[[], Model], place: str) -> Model | None:
         """Return the result, or None with every fault recorded."""
@@ -239,11 +252,21 @@ class _Check:
             return
         for source in wanted_sources(model):
             self._source(source)
+        for entry in model.listener_filters:
+            if isinstance(entry.filter, DiscoveredFilter):
+                self._awaited(entry.filter, compile_listener_filter)
+        for _, chain in chain_places(model):
+            for wanted in chain.discovered:
+                self._awaited(wanted, compile_chain_filter)
         for inner, chain in chain_places(model):
             self._secrets(chain.secret_refs)
             if chain.tls is not None:
                 context = f"{place}: {inner}.transport_socket.typed_config"
                 self._contexts.append((context, Role.SERVER, chain.tls))
+
+    def _awaited(self, wanted: Discovered, read: Callable[[Message, Surroundings], object]) -> None:
+        if isinstance(wanted.source, FileSource):
+            self._extensions.setdefault((wanted.source.path, wanted.name), []).append((wanted, read))
 
     def _cluster(self, message: cluster_pb2.Cluster, place: str) -> None:
         model = self._compiled(lambda: compile_cluster(message, self._surroundings), place)

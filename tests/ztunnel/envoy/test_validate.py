@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ztunnel.envoy.validate import findings_of_file
 
 PROXY = '"@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy'
@@ -50,3 +52,41 @@ def test_every_fault_is_listed_with_its_path(tmp_path: Path) -> None:
         ["listeners[0] (in)", "filter_chains[3].filters[0].typed_config.cluster_specifier"],
         ["listeners[0] (in)", "listener_filters[0].typed_config"],
     ]
+
+
+T = "type.googleapis.com/envoy.extensions.filters"
+RBAC = f'"@type": {T}.network.rbac.v3.RBAC'
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (f"{{{RBAC}, stat_prefix: r}}", ""),
+        (f"{{{RBAC}}}", "stat_prefix: Proto constraint"),
+        (
+            f"{{{PROXY}, stat_prefix: a, cluster: c}}",
+            "tcp_proxy.v3.TcpProxy is not among the listener's type_urls",
+        ),
+    ],
+)
+def test_a_discovered_filter_is_read_as_where_it_is_awaited(tmp_path: Path, config: str, fault: str) -> None:
+    found, file = tmp_path / "ecds.yaml", tmp_path / "bootstrap.yaml"
+    kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
+    found.write_text(f'resources: [{{"@type": {kind}, name: guard, typed_config: {config}}}]')
+    discovery = f"config_source: {{path_config_source: {{path: {found}}}}}, type_urls: [{T}.network.rbac.v3.RBAC]"
+    file.write_text(f"""
+static_resources:
+  listeners:
+  - name: in
+    address: {{socket_address: {{address: 127.0.0.1, port_value: 15001}}}}
+    filter_chains:
+    - filters:
+      - {{name: guard, config_discovery: {{{discovery}}}}}
+      - {{name: a, typed_config: {{{PROXY}, stat_prefix: a, cluster: c}}}}
+  clusters: [{{name: c}}]
+""")
+    faults = findings_of_file(str(file)).faults
+    assert [each.startswith(f"{found}: resources[0] (guard): typed_config") for each in faults] == [True] * bool(
+        fault
+    )
+    assert fault in "".join(faults)
