@@ -158,7 +158,7 @@ class Conditions(Running):
 
     def _open(self) -> None:
         super()._open()
-        port = application(_answers, self._stack)
+        port = application(answers, self._stack)
         self._ports: dict[Row, tuple[int, int]] = {}
         listeners = []
         for number, row in enumerate(ROWS):
@@ -208,7 +208,8 @@ class Conditions(Running):
         return False
 
 
-def _answers(sock: socket.socket) -> None:
+def answers(sock: socket.socket) -> None:
+    """Answer a byte with another one."""
     if sock.recv(1):
         sock.sendall(b"!")
 
