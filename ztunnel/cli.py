@@ -210,6 +210,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
+    from xds.errors import ConfigError
     from ztunnel.istio.command import check, described, run
 
     try:
@@ -222,7 +223,11 @@ def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         return run(config)
     for warning in config.warnings:
         print(f"Warning: {warning}", file=sys.stderr)
-    print(f"configuration is valid: {described(config)}", file=sys.stderr)
+    try:
+        print(f"configuration is valid: {described(config)}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

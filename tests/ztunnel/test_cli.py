@@ -141,6 +141,21 @@ def test_a_valid_environment_says_what_was_read(monkeypatch: pytest.MonkeyPatch)
     assert "configuration is valid: control plane https://istiod:15012" in done.stderr
 
 
+def test_a_local_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    monkeypatch.setenv("LOCAL_XDS_PATH", str(path))
+    done = ztunnel("proxy", "--validate")
+    assert (done.returncode, done.stderr) == (1, f"Error: {path}: cannot be read: No such file or directory\n")
+    path.write_text("workloads: [{colour: red}]\n")
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Error: {path}: workloads[0]")
+    path.write_text((Path(__file__).parents[2] / "examples/local.yaml").read_text())
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 0
+    assert f"local file {path} (workloads 2, services 1, policies 1)" in done.stderr
+
+
 def test_a_valid_bootstrap_says_what_was_checked(tmp_path: Path) -> None:
     path = tmp_path / "bootstrap.yaml"
     path.write_text("static_resources: {clusters: [{name: a}, {name: b}]}\n")

@@ -21,15 +21,36 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
 
 
 def described(config: IstioConfig) -> str:
-    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed."""
+    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed.
+
+    Raises:
+        ConfigError: the local file cannot be used.
+    """
     parts = {
         "control plane": config.xds_address,
         "certificates from": config.ca_address,
-        "local file": config.local_xds_path,
+        "local file": _local_file(config),
         "Calico's policies from": (config.policies.directory or config.policies.sync) if config.policies else "",
         "warnings": str(len(config.warnings)) if config.warnings else "",
     }
     return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+
+
+def _local_file(config: IstioConfig) -> str:
+    path = config.local_xds_path
+    if not path and not config.local_xds:
+        return ""
+    from xds.dialects.istio.local_file import parse_local_file
+    from xds.errors import ConfigError
+    from ztunnel.istio.xds.mesh_feed import read_local_file
+
+    name = path or "LOCAL_XDS"
+    try:
+        local = read_local_file(path) if path else parse_local_file(config.local_xds)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    counts = {"workloads": local.workloads, "services": local.services, "policies": local.policies}
+    return f"{name} ({', '.join(f'{kind} {len(found)}' for kind, found in counts.items())})"
 
 
 def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -179,7 +179,11 @@ class LocalFile:
         Raises:
             ConfigError: it cannot be read; at the start no earlier content can stay current.
         """
-        self._feed.apply_local(self._read())
+        try:
+            local = read_local_file(self._path)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from None
+        self._feed.apply_local(local)
         await self._watcher.__aenter__()
         try:
             self._watcher.watch(os.path.dirname(self._path) or ".", self._moved)
@@ -194,7 +198,7 @@ class LocalFile:
     def _moved(self, name: str | None) -> None:
         # The name is not compared: the file may be a link through the renamed one, as in a mounted volume.
         try:
-            local = self._read()
+            local = read_local_file(self._path)
         except ConfigError as error:
             log.warning("local file refused, the last good one stays in force path=%s error=%s", self._path, error)
             return
@@ -208,9 +212,17 @@ class LocalFile:
                 len(local.policies),
             )
 
-    def _read(self) -> LocalMesh:
-        try:
-            with open(self._path, encoding="utf-8") as file:
-                return parse_local_file(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}") from None
+
+def read_local_file(path: str) -> LocalMesh:
+    """Read a local file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mesh; without the path.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_local_file(file)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot be read: {error}") from None
