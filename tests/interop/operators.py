@@ -117,10 +117,9 @@ REFUSED: dict[str, str] = {
             "DOWNSTREAM_HANDSHAKE_DURATION",
             "REQUEST_DURATION",
             "REQUEST_TX_DURATION",
-            "RESPONSE_DURATION",
             "RESPONSE_TX_DURATION",
         ),
-        "a tunnel has no phases of a request; DURATION is measured",
+        "a tunnel has no phases of a request; DURATION and RESPONSE_DURATION are measured",
     ),
     **dict.fromkeys(
         (

@@ -122,6 +122,7 @@ COMMANDS: Mapping[str, bool | None] = {
     "RESPONSE_TRAILERS_BYTES": False,
     "ROUNDTRIP_DURATION": False,
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": False,
+    "RESPONSE_DURATION": False,
     "CUSTOM_FLAGS": False,
     "LOCAL_REPLY_BODY": False,
     "QUERY_PARAMS": None,

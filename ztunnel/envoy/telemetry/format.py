@@ -167,6 +167,7 @@ _NUMERIC = frozenset(
         "UPSTREAM_REMOTE_PORT",
         "DOWNSTREAM_DIRECT_LOCAL_PORT",
         "UPSTREAM_CONNECTION_POOL_READY_DURATION",
+        "RESPONSE_DURATION",
         "BYTES_RETRANSMITTED",
         "PACKETS_RETRANSMITTED",
         "RESPONSE_TRAILERS_BYTES",
@@ -433,6 +434,10 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(_ALWAYS_ZERO, lambda info: "0"),
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
+    ),
+    # Of requests, as in Envoy: the first that comes from a tunnel's upstream is that it is connected.
+    "RESPONSE_DURATION": lambda info: (
+        str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None
     ),
     "DOWNSTREAM_DIRECT_LOCAL_ADDRESS": lambda info: str(info.direct_local) if info.direct_local else None,
     "DOWNSTREAM_DIRECT_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host(info.direct_local),
