@@ -20,7 +20,7 @@ pytestmark = pytest.mark.interop
 
 #: What is not here is of HTTP/1.1, of requests to the admin server, of zones, subsets, retried requests, and much
 #: else that only an L7 proxy has.
-_LEAST_NAMES = 124
+_LEAST_NAMES = 125
 #: Counters of what both did, by listener, cluster and prefix; the number of connections is the client's.
 _EQUAL = """
     cluster.dead.upstream_cx_connect_fail cluster.plain.upstream_cx_total cluster.plain.upstream_cx_active
@@ -42,6 +42,7 @@ _EQUAL = """
     tls_inspector.tls_found tls_inspector.tls_not_found tls_inspector.sni_found tls_inspector.sni_not_found
     tls_inspector.alpn_found tls_inspector.alpn_not_found
     listener_manager.total_listeners_active cluster_manager.active_clusters
+    cluster.plain.membership_change cluster.retried.membership_change cluster.inside.membership_change
 """
 _HISTOGRAMS = (
     "listener.tls.downstream_cx_length_ms",

@@ -443,9 +443,11 @@ class LiveCluster:
         while True:
             await asyncio.sleep(interval)
             now = self._surround.clock.monotonic()
+            before = len(self._original)
             for key, (host, used) in list(self._original.items()):
                 if now - used >= interval and not host.active:
                     del self._original[key]
+            self.hosts.changes += len(self._original) < before
 
     @property
     def healthy_count(self) -> int:
@@ -530,6 +532,7 @@ class LiveCluster:
         if found is None:
             endpoint = Endpoint(address=address, hostname=f"{self.model.name}{key}")
             found = (Host(endpoint, added_at=now), now)
+            self.hosts.changes += 1
         self._original[key] = (found[0], now)
         return found[0]
 
@@ -570,6 +573,7 @@ class LiveCluster:
 
 _STATE = (
     Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
+    Declared("membership_change", Counter, lambda cluster: cluster.hosts.changes),
     Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
     Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),

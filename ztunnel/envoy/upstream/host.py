@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from xds.model.address import EndpointAddress
 from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
@@ -95,14 +96,19 @@ class PriorityLevel:
 
 
 class HostSet:
-    """The hosts of a cluster by priority."""
+    """The hosts of a cluster by priority.
 
-    __slots__ = ("_by_address", "levels", "overprovisioning", "weighted_health")
+    Attributes:
+        changes: how often hosts joined or left a priority, ``membership_change``; ORIGINAL_DST counts here, too.
+    """
+
+    __slots__ = ("_by_address", "changes", "levels", "overprovisioning", "weighted_health")
 
     def __init__(self) -> None:
         self.levels: list[PriorityLevel] = []
         self.overprovisioning = 1.4
         self.weighted_health = False
+        self.changes = 0
         self._by_address: dict[EndpointAddress, Host] = {}
 
     def __len__(self) -> int:
@@ -139,6 +145,8 @@ class HostSet:
                 self._by_address[endpoint.address] = host
                 hosts.append(host)
             levels[group.priority].groups.append(HostGroup(group.locality, group.weight, hosts))
+        for before, after in zip_longest(self.levels, levels):
+            self.changes += _members(before) != _members(after)
         self.levels = levels
         self.overprovisioning = assignment.overprovisioning_factor / 100
         self.weighted_health = assignment.weighted_priority_health
@@ -177,3 +185,7 @@ class HostSet:
     def degraded_count(self) -> int:
         """The number of degraded hosts, ``membership_degraded``."""
         return sum(len(level.degraded) for level in self.levels)
+
+
+def _members(level: PriorityLevel | None) -> set[Host]:
+    return set() if level is None else {host for group in level.groups for host in group.hosts}

@@ -142,6 +142,21 @@ def test_a_new_host_starts_slowly() -> None:
     assert 180 < late["10.0.0.2:80"] < 220
 
 
+def test_a_change_of_members_counts_once_for_each_priority() -> None:
+    hosts = HostSet()
+    first, second = group(endpoint(1), endpoint(2)), group(endpoint(3), priority=1)
+    for groups, changes in (
+        ((first,), 1),
+        ((first,), 1),
+        ((group(endpoint(2, weight=5), endpoint(1)),), 1),  # the same, in another order
+        ((first, second), 2),
+        ((group(endpoint(1)), group(endpoint(2), endpoint(3), priority=1)), 4),
+        ((), 6),
+    ):
+        hosts.assign(LoadAssignment(cluster_name="c", groups=groups), 0.0)
+        assert hosts.changes == changes
+
+
 def test_hosts_survive_updates_that_leave_their_address() -> None:
     hosts = hosts_of(group(endpoint(1), endpoint(2)))
     kept = hosts.get(SocketAddress("10.0.0.1", 80))
