@@ -190,8 +190,9 @@ async def _result(status: Awaitable[int]) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from ztunnel.runtime import heap
+    from ztunnel.runtime import descriptors, heap
 
+    descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]

@@ -45,7 +45,7 @@ from ztunnel.istio.xds.mesh_feed import MeshFeed
 from ztunnel.runtime import heap
 from ztunnel.runtime.accepting import ListeningSocket
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.descriptors import Descriptors, limit_of_process
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process, raise_limit
 from ztunnel.runtime.half_open import Arrival, HalfOpen, HalfOpenLimits
 from ztunnel.runtime.tasks import Tasks
 
@@ -103,6 +103,7 @@ class Pod:
 
 async def serve(folder: Path, ports: dict[str, int], limits: Limits) -> None:
     """Serve until standard input ends."""
+    raise_limit()
     loop = asyncio.get_running_loop()
     poller = Poller()
     context = TlsContext(

@@ -53,7 +53,7 @@ from ztunnel.envoy.upstream.manager import ClusterManager
 from ztunnel.envoy.upstream.probe import Prober
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
-from ztunnel.runtime.descriptors import Descriptors, limit_of_process, raise_limit
+from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 from ztunnel.runtime.tasks import Tasks
@@ -287,7 +287,6 @@ class Proxy:
             Exception: a bug of ours in the start.
         """
         heap.expect_growth()
-        raise_limit()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)

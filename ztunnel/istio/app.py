@@ -45,7 +45,7 @@ from ztunnel.istio.zds.manager import PodManager, check_privileges
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap, tasks
 from ztunnel.runtime.clock import Clock, SystemClock
-from ztunnel.runtime.descriptors import raise_limit
+from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import Watchdog
@@ -401,10 +401,9 @@ class IstioProxy:
         return TapServer(Path(self.config.tap_socket), TappedPods(self), self.clock)
 
     def _log_start(self) -> None:
-        files = raise_limit()
         log.info("version: %s", build_info(self.config.version_tag))
         mode = self.config.proxy_mode.value.lower()
-        log.info("starting mode=%s node=%s files=%d", mode, self.config.node, files)
+        log.info("starting mode=%s node=%s files=%d", mode, self.config.node, limit_of_process())
         # One line of JSON, which is YAML too.
         log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
         for warning in self.config.warnings:

@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 
 from ztunnel.runtime.descriptors import Descriptors, lowest_free
 
@@ -77,6 +79,20 @@ def test_the_lowest_free_descriptor_tells_how_many_are_in_use() -> None:
         for each in opened:
             os.close(each)
     assert lowest_free() == first
+
+
+def test_no_descriptor_makes_the_kernels_table_grow_under_running_threads() -> None:
+    """In a process with threads, each growth would hold up the event loop for 5 to 15 ms."""
+    print_size = (
+        "import re, resource; from pathlib import Path; from ztunnel.runtime.descriptors import raise_limit;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, {limit})); raise_limit();"
+        "print(re.search('FDSize:\\t(\\\\d+)', Path('/proc/self/status').read_text())[1],"
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(list(Path('/proc/self/fd').iterdir())))"
+    )
+    for limit, size in ((600, 1024), (20_000, 16_384)):
+        command = [sys.executable, "-c", print_size.format(limit=limit)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert printed.split() == [str(size), str(limit), "4"]
 
 
 def test_without_any_the_limit_is_in_use() -> None:

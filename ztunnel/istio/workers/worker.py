@@ -58,7 +58,7 @@ from ztunnel.istio.workers.messages import (
     Turn,
     Value,
 )
-from ztunnel.runtime import heap
+from ztunnel.runtime import descriptors, heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.tasks import Tasks
@@ -340,6 +340,7 @@ def run(descriptor: int) -> int:
     # Both signals reach every process of a foreground group; the main process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    descriptors.raise_limit()
     heap.expect_growth()
 
     async def serve() -> None:
