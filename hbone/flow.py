@@ -12,6 +12,8 @@ from hbone.limits import Limits
 
 _WINDOW_BYTES: Final = 256 * 1024 * 1024  # of a process whose owner knows no better
 _MOST_PEERS: Final = 4096  # with an open connection or remembered: a guess, at some 300 bytes each
+PEER_BULK_BYTES: Final = 64 * 1024
+"""What the connections of one peer read in a turn of the poller, before its others wait in line."""
 
 
 class Budget:
@@ -85,7 +87,16 @@ class PeerShare:
         windows: of the process, which the peer's come out of.
     """
 
-    __slots__ = ("_most_window_bytes", "_windows", "connections", "window_bytes", "work")
+    __slots__ = (
+        "_most_window_bytes",
+        "_turn_bytes",
+        "_turn_s",
+        "_windows",
+        "connections",
+        "greedy_s",
+        "window_bytes",
+        "work",
+    )
 
     def __init__(self, limits: Limits, windows: WindowPool | None = None) -> None:
         self._most_window_bytes = limits.peer_window_bytes
@@ -94,6 +105,18 @@ class PeerShare:
         """Receive windows of the connections beyond their first ones."""
         self.work = Budget(burst=limits.peer_work_burst, rate=limits.peer_work_rate)
         self.connections = 0
+        self.greedy_s = -1.0
+        """The turn of the poller, by its time, in which the connections have read :data:`PEER_BULK_BYTES`."""
+        self._turn_s = -1.0
+        self._turn_bytes = 0
+
+    def note_read(self, turn_s: float, size: int) -> None:
+        """Take note that one of the connections has read ``size`` bytes in the turn that began at ``turn_s``."""
+        if self._turn_s != turn_s:
+            self._turn_s, self._turn_bytes = turn_s, 0
+        self._turn_bytes += size
+        if self._turn_bytes >= PEER_BULK_BYTES:
+            self.greedy_s = turn_s
 
     def take_window(self, size: int) -> bool:
         """Let a connection's receive window grow by ``size``; False: all of the peer's, or all of the process's,

@@ -22,7 +22,7 @@ from hbone.aio.answers import PendingAnswers
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.keepalive import Keepalive
 from hbone.aio.link import Link, LinkClosed
-from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
 from hbone.errors import (
@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _IN_HANDSHAKE: Final = "during the TLS handshake"
 _NOTHING: Final = memoryview(b"")
+_SMALL_BYTES: Final = 4096  # what a read of less costs is not in its bytes
 _LONGEST_PAUSE_S: Final = 0.05
 """Of one pause, then it is reckoned anew: an answer of 200 pays back what its request has cost."""
 
@@ -116,6 +117,7 @@ class Connection(TunnelCarrier):
         "_on_change",
         "_on_established",
         "_pause",
+        "_recent_bytes",
         "_requests",
         "_room",
         "_share",
@@ -162,6 +164,7 @@ class Connection(TunnelCarrier):
         self._to_flush: list[Tunnel] = []
         self._room = False
         self._greedy = role is Role.SERVER  # until the end of the handshake
+        self._recent_bytes = 0
         self._flushing = False
         self._closing = False
         self._established: OneShotFuture[None] = OneShotFuture(poller)
@@ -252,11 +255,13 @@ class Connection(TunnelCarrier):
             self.link.hang_up_seen()
         if mask & READABLE or not mask:
             self.link.readable = True
-            # A connection that used up its last slice has no claim to an event of its own beside others like it:
-            # new bytes come for it all the time. In line they have a share of each turn together, and small flows,
-            # of which every event is served at once, do not wait for all of them.
-            # A client in its handshake counts as such a one.
-            if mask and self._greedy and self._joins_line():
+            # A connection that had much to read has no claim to an event of its own beside others like it: new
+            # bytes come for it all the time. In line they have a share of each turn together, and small flows, of
+            # which every event is served at once, do not wait for all of them.
+            # A client in its handshake counts as such a one, and so does a peer with many connections.
+            share = self._share
+            greedy = self._greedy or (share is not None and share.greedy_s == self.poller.now_s)
+            if mask and greedy and self._joins_line():
                 self.poller.requeue(self)
             else:
                 self._take_turn()
@@ -268,7 +273,7 @@ class Connection(TunnelCarrier):
         """
         poller = self.poller
         if self._established.done():
-            return poller.crowded
+            return poller.defers_bulk()
         if poller.handshake_s == poller.now_s:
             return True
         poller.handshake_s = poller.now_s
@@ -278,11 +283,14 @@ class Connection(TunnelCarrier):
         """Read and act for one slice; what is left then waits in line behind the other connections.
 
         A slice ends by the work that the frames cause, which the engine counts, or by the clock, which is read
-        between reads only. Whoever has less to read than a slice never asks for it.
+        between reads only; for a connection that had much to read, reads are made to fit. Whoever has less to read
+        than a slice never asks for it.
         """
         link, engine = self.link, self.engine
         limits = self.settings.http2.limits
-        until_s = 0.0
+        read_before = link.read_bytes
+        begun_s = time.monotonic() if self._greedy else 0.0
+        until_s = begun_s and begun_s + limits.slice_s
         for _ in range(READS_PER_TURN):
             if self._pause is not None:
                 return  # _resume takes the next turn
@@ -293,20 +301,35 @@ class Connection(TunnelCarrier):
             elif engine.unparsed:
                 self._process(_NOTHING)
             else:
+                before = link.read_bytes
                 self._receive(link.receive)
+                if begun_s:
+                    now_s = time.monotonic()
+                    link.fit(link.read_bytes - before, now_s - begun_s, limits.slice_s)
+                    begun_s = now_s
             if self._has_ended() or not (link.readable or engine.unparsed):
-                self._greedy = False
+                size = link.read_bytes - read_before
+                if self._greedy or size >= _SMALL_BYTES:
+                    self._note_read(size)
                 return
             if engine.unparsed:
                 break
             now_s = time.monotonic()
             if not until_s:
-                until_s = now_s + limits.slice_s
+                begun_s, until_s = now_s, now_s + limits.slice_s
             elif now_s >= until_s:
                 break
+        self._note_read(link.read_bytes - read_before)
         self._greedy = True
         if self._pause is None:
             self.poller.requeue(self)
+
+    def _note_read(self, size: int) -> None:
+        # One small read, such as an answer to a PING, does not make a bulk flow a small one.
+        self._recent_bytes = (self._recent_bytes >> 1) + size
+        self._greedy = self._recent_bytes >= BULK_BYTES
+        if self._share is not None:
+            self._share.note_read(self.poller.now_s, size)
 
     def _rest(self, pause_s: float) -> None:
         """Read nothing for ``pause_s``: the peer waits for its budget, and TCP makes it stop sending."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hbone.aio.end import CHUNK_BYTES, End
-from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.splice import SPLICE_AFTER_BYTES, SplicePipe
 from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import TunnelClosed, bare
@@ -43,6 +43,7 @@ class PlainSocket(End):
     __slots__ = (
         "_gather",
         "_gathered",
+        "_greedy",
         "_hung_up",
         "_lasting",
         "_paused",
@@ -73,6 +74,7 @@ class PlainSocket(End):
         self._watched = False
         self._hung_up = False
         self._paused = False
+        self._greedy = False  # read much at once; see Poller.defers_bulk
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
@@ -193,7 +195,10 @@ class PlainSocket(End):
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             if not self._paused:
-                self._pump()
+                if mask and self._greedy and self.poller.defers_bulk():
+                    self.poller.requeue(self)
+                else:
+                    self._pump()
         if mask & WRITABLE and not self.closed:
             if self._pending:
                 self._drain()
@@ -237,8 +242,10 @@ class PlainSocket(End):
         if self.source is not SOURCE_OPEN or self.closed:
             return
         if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
+            self._greedy = True
             self._splice()
             return
+        before, self._greedy = self.read_bytes, True
         for _ in range(READS_PER_TURN):
             peer = self.peer
             if peer is None:
@@ -258,6 +265,7 @@ class PlainSocket(End):
                     size, most = self.sock.recv_into(room), len(room)
             except BlockingIOError:
                 self._readable = False
+                self._greedy = self.read_bytes - before >= BULK_BYTES
                 return
             except OSError as error:
                 self._end(bare(error))
@@ -271,6 +279,7 @@ class PlainSocket(End):
             if size < most and not self._hung_up:
                 # A short read of a stream emptied it; an EOF since then is a new edge (epoll(7)).
                 self._readable = False
+                self._greedy = self.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
 

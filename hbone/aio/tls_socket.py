@@ -8,7 +8,7 @@ from hbone.aio import waits
 from hbone.aio.end import CHUNK_BYTES, End
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.link import Link, LinkClosed
-from hbone.aio.poller import HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.socket import abort_on_close
 from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import ConnectionBroken, TlsError, TunnelClosed, bare
@@ -30,6 +30,7 @@ class TlsSocket(End):
         "_early",
         "_established",
         "_filled",
+        "_greedy",
         "_in_flight",
         "_output",
         "_owed",
@@ -57,6 +58,7 @@ class TlsSocket(End):
         self._established: OneShotFuture[None] = OneShotFuture(poller)
         self._early = b""
         self._paused = False
+        self._greedy = False  # read much at once; see Poller.defers_bulk
         self._waiting = False
         self._output: memoryview | None = None
         self._filled = 0
@@ -118,7 +120,10 @@ class TlsSocket(End):
             if not self._established.done():
                 self._receive_handshake()
             elif not self._paused:
-                self._pump()
+                if mask and self._greedy and self.poller.defers_bulk():
+                    self.poller.requeue(self)
+                else:
+                    self._pump()
 
     def on_bug(self, error: Exception) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
@@ -164,6 +169,7 @@ class TlsSocket(End):
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
             return
+        before, self._greedy = self.link.read_bytes, True
         for _ in range(READS_PER_TURN):
             peer = self.peer
             if peer is None:
@@ -184,6 +190,7 @@ class TlsSocket(End):
                 return
             if not self.link.readable:
                 self._send_tls()  # a key update asks for an answer
+                self._greedy = self.link.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
 

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from hbone import frames
-from hbone.aio.connection import ConnectionSettings
+from hbone.aio.connection import Connection, ConnectionSettings
+from hbone.aio.end import End
+from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.server import Request
 from hbone.aio.socket import PlainSocket
+from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import ErrorCode
 from hbone.limits import Limits
-from hbone.settings import Http2Settings
-from tests.hbone.aio.harness import LOOPS, App, polling, raw_client, request_frame, run, tcp_pair
+from hbone.settings import Http2Settings, Role
+from tests.hbone.aio.harness import (
+    LOOPS,
+    App,
+    connected,
+    ends,
+    polling,
+    raw_client,
+    request_frame,
+    run,
+    tcp_pair,
+    until,
+)
 
 SMALL = frames.frame(frames.DATA, 0, 1, b"x")
 
@@ -92,3 +109,126 @@ def test_a_peer_that_goes_on_gets_goaway(loop: str) -> None:
                 over.set()
 
     run(main, loop)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bulk_connections_share_a_turn_whose_events_come_together(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has an event in every turn, and a slice of a millisecond for it would add up to what others wait."""
+    monkeypatch.setattr("hbone.aio.poller.REQUEUED_S", 0.0)
+    served = turns_of(monkeypatch, Connection, "_take_turn")
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def hold(request: Request) -> None:
+            with request.accept():
+                await over.wait()
+
+        with polling() as poller:
+            async with contextlib.AsyncExitStack() as stack:
+                peers = [await stack.enter_async_context(raw_client(poller, hold)) for _ in range(8)]
+                stream_ids = range(1, 21, 2)
+                for peer in peers:
+                    await peer.settle(b"".join(map(request_frame, stream_ids)))
+                for some in (stream_ids[:5], stream_ids[5:]):  # the first time shows who has much to read
+                    served.clear()
+                    data = b"".join(frames.frame(frames.DATA, 0, each, bytes(16_000)) for each in some)
+                    for peer in peers:
+                        peer.sock.send(data)
+                    for peer in peers:
+                        await peer.barrier()
+                assert max(served.values()) <= 2
+                over.set()
+
+    run(main, loop)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_peer_gets_no_larger_share_of_a_turn_by_more_connections(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hbone.aio.poller.REQUEUED_S", 0.0)
+    served = turns_of(monkeypatch, Connection, "_take_turn")
+
+    async def main() -> None:
+        with polling() as poller:
+            async with contextlib.AsyncExitStack() as stack:
+                pairs = [await stack.enter_async_context(connected(poller)) for _ in range(12)]
+                tunnels = [await pair.tunnel() for pair in pairs]
+                served.clear()
+                for near, _ in tunnels:
+                    near.write([memoryview(bytes(16_000))], 16_000)  # below what makes a connection a bulk one
+                    near.flush()
+                await until(lambda: sum(served.values()) >= 12)
+                assert max(served.values()) <= 6
+                for near, far in tunnels:
+                    near.close()
+                    far.close()
+
+    run(main, loop)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("kind", [PlainSocket, TlsSocket])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bulk_sockets_share_a_turn_whose_events_come_together(
+    loop: str, kind: type[PlainSocket | TlsSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hbone.aio.poller.REQUEUED_S", 0.0)
+    served = turns_of(monkeypatch, kind, "_pump")
+
+    async def main() -> None:
+        with polling() as poller:
+            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as relays:
+                sources, sinks = [], []
+                for _ in range(6):
+                    name = "plain" if kind is PlainSocket else "tls"
+                    source, into = await stack.enter_async_context(ends(name, poller))
+                    near, far = tcp_pair()
+                    target = stack.enter_context(PlainSocket(near, poller))
+                    sinks.append(App(stack.enter_context(far)))
+                    sources.append(source)
+                    relays.create_task(carry(into, target))
+                for _ in range(2):  # the first time shows who has much to read
+                    served.clear()
+                    for source in sources:
+                        source.write([memoryview(bytes(50_000))], 50_000)
+                        source.flush()
+                    for sink in sinks:
+                        assert len(await sink.read(50_000)) == 50_000
+                assert sum(served.values()) >= 6
+                assert max(served.values()) <= 2
+                for source, sink in zip(sources, sinks, strict=True):
+                    source.close()
+                    sink.close()
+
+    async def carry(into: End, target: PlainSocket) -> None:
+        await relay(into, target, ByteCounts())
+
+    run(main, loop)
+
+
+def turns_of(monkeypatch: pytest.MonkeyPatch, kind: type[Any], method: str) -> Counter[int]:
+    """Return how many sockets of a kind have read much, by turns."""
+    served: Counter[int] = Counter()
+    turn = 0
+    act, serve = getattr(kind, method), Poller._serve
+
+    def counted(self: Any) -> None:
+        before = self.poller.read_bytes
+        act(self)
+        if getattr(self, "role", Role.SERVER) is Role.SERVER and self.poller.read_bytes - before >= 10_000:
+            served[turn] += 1
+
+    def serve_next(self: Poller) -> bool:
+        nonlocal turn
+        turn += 1
+        return serve(self)
+
+    monkeypatch.setattr(kind, method, counted)
+    monkeypatch.setattr(Poller, "_serve", serve_next)
+    return served
