@@ -376,21 +376,25 @@ class Connection(TunnelCarrier):
 
     def _process(self, data: memoryview) -> None:
         """Act on plaintext, and on what the last slice has left; at most one slice."""
-        engine = self.engine
-        for event in engine.receive_data(data, self.poller.now_s, self.settings.http2.limits.slice_units):
-            if type(event) is DataReceived:
-                tunnel = self._tunnels.get(event.stream_id)
-                if tunnel is not None:
-                    tunnel.on_data(event.chunks, event.size)
+        engine, poller = self.engine, self.poller
+        poller.lent = True
+        try:
+            for event in engine.receive_data(data, poller.now_s, self.settings.http2.limits.slice_units):
+                if type(event) is DataReceived:
+                    tunnel = self._tunnels.get(event.stream_id)
+                    if tunnel is not None:
+                        tunnel.on_data(event.chunks, event.size)
+                    else:
+                        self.engine.acknowledge(event.stream_id, event.size)
                 else:
-                    self.engine.acknowledge(event.stream_id, event.size)
-            else:
-                self._dispatch(event)
-        if self._to_flush:
-            to_flush, self._to_flush = self._to_flush, []
-            for tunnel in to_flush:
-                if tunnel.peer is not None:
-                    tunnel.peer.flush()
+                    self._dispatch(event)
+            if self._to_flush:
+                to_flush, self._to_flush = self._to_flush, []
+                for tunnel in to_flush:
+                    if tunnel.peer is not None:
+                        tunnel.peer.flush()
+        finally:
+            poller.lent = False
         if engine.output and not self.dirty:
             self.poller.schedule_flush(self)
         if engine.pause_s:
@@ -417,8 +421,7 @@ class Connection(TunnelCarrier):
                 self._stream_gone(event.stream_id, error)
             case WindowOpened():
                 if event.stream_id == 0 or event.stream_id in self._waiting:
-                    # Tunnels resume in flush(), not here: their peers would read into the scratch buffers, which
-                    # still hold the rest of this read.
+                    # Tunnels resume in flush(), not here: the scratch buffers still hold the rest of this read.
                     self._room = True
                     self.poller.schedule_flush(self)
             case PingAcknowledged():

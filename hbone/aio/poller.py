@@ -121,6 +121,8 @@ class Poller:
         # One record may have been left from the read before.
         self.plaintext = memoryview(bytearray(BUFFER_BYTES + 32 * 1024))
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
+        self.lent = False
+        """A connection acts on a read, of which frames still lie in the scratch buffers: nobody else may read."""
         self.now_s = self._loop.time()
         """Monotonic time of the current turn."""
         self.running: Running | None = None

@@ -241,6 +241,9 @@ class PlainSocket(End):
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
             return
+        if self.poller.lent:  # a stream's end came with other frames, and what is left of its source is discarded
+            self.poller.requeue(self)
+            return
         if self._pipe is not None or (self.read_bytes > SPLICE_AFTER_BYTES and self._begin_splicing()):
             self._greedy = True
             self._splice()
