@@ -144,6 +144,7 @@ lock: ## resolve requirements/*.lock anew
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/runtime.lock pyproject.toml
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/dev.lock pyproject.toml requirements/dev.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links -o requirements/cel.lock requirements/cel.in
+	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links -o requirements/otlp.lock requirements/otlp.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --allow-unsafe --no-emit-find-links -o requirements/compile.lock requirements/compile.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links -o requirements/fuzz.lock requirements/fuzz.in
 	$(PY) -m piptools compile -q --generate-hashes --strip-extras --no-emit-find-links $(foreach name,grpcio protobuf typing-extensions,--unsafe-package $(name)) -o requirements/rivals.lock requirements/rivals.in

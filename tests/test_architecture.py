@@ -223,7 +223,7 @@ TOP_LEVEL = {
 
 #: What each part of the application may import of the others. Commands stand above the front ends, these above
 #: what they share; the two front ends never meet.
-SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane", "tap", "ui"}
+SHARED = {"runtime", "http", "identity", "policy", "calico", "dataplane", "otlp", "tap", "ui"}
 LAYERS = {
     "runtime": set(),
     "http": {"runtime"},
@@ -242,8 +242,9 @@ LAYERS = {
     "intercept": {"runtime"},
     "authz": {"runtime", "http", "calico"},
     "policysync": {"runtime", "http", "calico", "kube"},
-    "limits": {"runtime", "http", "istio", "calico", "policy"},
+    "limits": {"runtime", "http", "istio", "calico", "otlp", "policy"},
     "netpol": {"runtime", "http", "calico", "kube", "policysync"},
+    "otlp": {"runtime", "http"},
     "simulate": {"runtime", "istio", "policy", "inspect"},
     "tap": {"runtime", "http"},
     "ui": {"runtime", "http"},

@@ -515,6 +515,7 @@ def test_the_image_installs_what_is_locked_and_runs_as_the_chart_expects() -> No
     assert [re.findall(r"-r /src/([\w./]+)", line) for line in installs] == [
         ["requirements/runtime.lock"],
         ["requirements/cel.lock"],
+        ["requirements/otlp.lock"],
         ["requirements/runtime.lock", "requirements/compile.lock"],
     ]
     assert all("--require-hashes --only-binary :all:" in " ".join(line.split()) for line in installs)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
+    from ztunnel.otlp.settings import OtlpSettings
     from ztunnel.tap.taps import Taps
 
 log = logging.getLogger(__name__)
@@ -297,6 +298,8 @@ class Proxy:
                 misses=server.counter("watchdog_miss"), stalls=server.counter("watchdog_mega_miss")
             )
             stack.enter_context(Watchdog(delays))
+            if self.settings.otlp is not None:
+                await stack.enter_async_context(self._exported(self.settings.otlp))
             stack.callback(self.poller.close)
             stack.callback(self.half_open.close)
             stack.callback(self._memory_trimmer.close)
@@ -333,6 +336,11 @@ class Proxy:
             await self._drain()
             if start.done() and not start.cancelled():
                 start.result()
+
+    def _exported(self, settings: "OtlpSettings") -> AbstractAsyncContextManager[None]:
+        from ztunnel.envoy.telemetry.export import exported  # most proxies have no collector
+
+        return exported(settings, self.bootstrap.message.node, self.stats, self.clock)
 
     def _add_static(self) -> None:
         static = self.bootstrap.message.static_resources

@@ -16,6 +16,7 @@ from ztunnel.calico.settings import (
     sync_target,
     unknown_pods,
 )
+from ztunnel.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s, socket_path
 from ztunnel.ui.setting import VARIABLE as UI
 from ztunnel.ui.setting import page_setting
@@ -70,6 +71,7 @@ class Settings:
         restart_epoch: the number of earlier generations; if not 0, start beside the running one.
         policies: where Calico's policies come from; ``None``: there are none.
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
+        otlp: where metrics are sent; ``None``: nowhere.
         ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
     """
 
@@ -88,6 +90,7 @@ class Settings:
     restart_epoch: int = 0
     tap_socket: str = ""
     policies: PolicySettings | None = None
+    otlp: OtlpSettings | None = None
     ui: bool | None = None
     switches: Switches = Switches()
 
@@ -196,6 +199,10 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         faults.append(str(error))
     else:
         values["policies"] = policies
+    try:
+        values["otlp"] = otlp_settings(env, logs=False)
+    except SettingsError as error:
+        faults += error.faults
     switches: dict[str, Any] = {}
     compat = flags.get("envoy_compat") or env.get(COMPAT_VARIABLE, "false")
     if compat not in ("true", "false"):

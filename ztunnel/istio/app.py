@@ -52,7 +52,9 @@ from ztunnel.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ztunnel.calico.live import LivePolicies
+    from ztunnel.istio.exports import Exports
     from ztunnel.istio.workers.main import WorkerPod, Workers
+    from ztunnel.otlp.settings import OtlpSettings
     from ztunnel.tap.server import TapServer
 
 log = logging.getLogger(__name__)
@@ -356,6 +358,7 @@ class IstioProxy:
             TproxyError: a port of the process is taken, or a capability is missing.
             ConfigError: the local file cannot be used.
         """
+        config = self.config
         heap.expect_growth()
         self.logs.install()
         self._log_start()
@@ -365,6 +368,8 @@ class IstioProxy:
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
             stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+            if config.otlp is not None:
+                stack.push_async_callback(self._exports(config.otlp).close)
             stack.callback(self.poller.close)
             stack.callback(self._memory_trimmer.close)
             if isinstance(self.authority, IstioCertificateAuthority):
@@ -393,6 +398,14 @@ class IstioProxy:
             await self._drain(servers)
             if start.done() and not start.cancelled():
                 start.result()
+
+    def _exports(self, settings: OtlpSettings) -> Exports:
+        from ztunnel.istio.exports import Exports  # most proxies have no collector
+
+        async def page() -> Metrics:
+            return await self.workers.metrics() if self.workers is not None else self.metrics
+
+        return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
 
     def _taps(self) -> TapServer:
         from ztunnel.istio.admin.tapped_pods import TappedPods  # most proxies permit none, and save the memory

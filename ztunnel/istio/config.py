@@ -8,6 +8,7 @@ from typing import Any
 from ztunnel.calico.settings import PolicySettings
 from ztunnel.istio.app_probes import AppProbe
 from ztunnel.istio.certificates.manager import TlsPolicy
+from ztunnel.otlp.settings import OtlpSettings
 from ztunnel.runtime.settings import SPIN_US
 
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
@@ -70,6 +71,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
+        otlp: where metrics and access logs are sent; ``None``: nowhere.
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
@@ -145,6 +147,7 @@ class IstioConfig:
     spin_us: int = SPIN_US
     metric_series: int = 20_000
     tap_socket: str = ""
+    otlp: OtlpSettings | None = None
     ui: bool | None = None
     arguments: str = ""
     warnings: tuple[str, ...] = ()

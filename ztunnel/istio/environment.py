@@ -3,7 +3,7 @@
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
 ``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, and
-those of :mod:`ztunnel.calico.settings`.
+those of :mod:`ztunnel.calico.settings`; those of :mod:`ztunnel.otlp.settings` are OpenTelemetry's.
 """
 
 import ipaddress
@@ -38,6 +38,9 @@ from ztunnel.istio.config import (
     SocketConfig,
 )
 from ztunnel.istio.logs import InvalidLevel, LogFilter
+from ztunnel.otlp.settings import OTHERS as OTHERS_OF_OTLP
+from ztunnel.otlp.settings import VARIABLES as OTLP
+from ztunnel.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s, socket_path
 from ztunnel.ui.setting import VARIABLE as UI
 from ztunnel.ui.setting import page_setting
@@ -87,14 +90,14 @@ class _Environment:
     """Reads variables, and collects their names, faults and warnings."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
+        self.environment = env
         self.faults: list[str] = []
         self.warnings: list[str] = []
         self.names: set[str] = set()
 
     def get(self, name: str, read: Callable[[str], ValueT], default: ValueT) -> ValueT:
         self.names.add(name)
-        text = self._env.get(name)
+        text = self.environment.get(name)
         if text is None:
             return default
         try:
@@ -109,7 +112,9 @@ class _Environment:
     def prefixed(self, prefix: str) -> list[tuple[str, str]]:
         """Return every variable whose name begins with ``prefix``, as (rest of the name, value)."""
         return [
-            (name[len(prefix) :], value) for name, value in sorted(self._env.items()) if name.startswith(prefix)
+            (name[len(prefix) :], value)
+            for name, value in sorted(self.environment.items())
+            if name.startswith(prefix)
         ]
 
 
@@ -121,6 +126,7 @@ _OTHER_VARIABLES = frozenset(
         "KUBERNETES_SERVICE_HOST",
         "KUBERNETES_SERVICE_PORT",
         "ISTIO_META_CLUSTER_ID",
+        *OTHERS_OF_OTLP,
     )
 )
 _PREFIXES = ("XDS_HEADER_", "CA_HEADER_", "ISTIO_META_", "ISTIO_METAJSON_", "KUBERNETES_")
@@ -420,6 +426,16 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
     values["ui"] = seen.get(UI, page_setting, None)
+    values["otlp"] = _otlp(seen)
+
+
+def _otlp(seen: _Environment) -> OtlpSettings | None:
+    seen.names |= OTLP
+    try:
+        return otlp_settings(seen.environment)
+    except SettingsError as error:
+        seen.faults += error.faults
+        return None
 
 
 def _policies(seen: _Environment) -> PolicySettings | None:

@@ -256,6 +256,8 @@ class Inbound:
         entry = PodConnection(record, cancels_current_task(node.poller))
         entry.connection = peer.connection
         failure: Failed | None = None
+        if node.logs.export is not None:
+            record.trace = dict(head.headers).get(b"traceparent", b"")
         try:
             if head.method != b"CONNECT" or head.protocol is not None:
                 raise _Refusal(400, early=f"expected method CONNECT, got {head.method.decode('latin-1')}")

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from ztunnel.runtime.clock import utc
@@ -219,6 +219,9 @@ class LogStream(logging.Handler):
         file: one of the writer's files.
         filter_text: the filter to start with, see :class:`LogFilter`.
         json_lines: JSON instead of plain lines.
+
+    Attributes:
+        export: called with every access line (wall clock, level, message, fields, ``traceparent``), if not None.
     """
 
     def __init__(self, writer: LogWriter, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
@@ -228,6 +231,7 @@ class LogStream(logging.Handler):
         self._start_filter = filter_text
         self._line = json_line if json_lines else plain_line
         self._timer: asyncio.TimerHandle | None = None
+        self.export: Callable[[float, str, str, Fields, bytes], None] | None = None
         self.levels = LogFilter(filter_text)
         self._targets: dict[str, tuple[str, int]] = {}
         self.access_level = self.levels.level("access")
@@ -285,6 +289,12 @@ class LogStream(logging.Handler):
         self.pass_on(
             self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
         )
+
+    def write_access(self, time_s: float, level: str, message: str, fields: Fields, trace: bytes) -> None:
+        """As :meth:`write` for a line about a connection, whose tunnel had ``trace`` as its ``traceparent``."""
+        self.write(time_s, level, "access", message, fields)
+        if self.export is not None:
+            self.export(time_s, level, message, fields, trace)
 
     def pass_on(self, lines: bytes) -> None:
         """Queue complete lines for the writer; safe in every thread."""

@@ -209,6 +209,7 @@ class Counts:
     connect_retries: int = 0
     calmed: int = 0
     over_budget: int = 0
+    exports_dropped: Mapping[str, int] = field(default_factory=dict)
     loop_stalls: int = 0
     loop_late_s: float = 0.0
 
@@ -269,6 +270,9 @@ class Metrics:
         self.loop = LoopDelays()
         #: Tunnel connections that a limit of the protocol has ended.
         self.calmed = 0
+        #: Returns what an export of this process has dropped, by signal.
+        self.dropped_here: Callable[[], Mapping[str, int]] = dict
+        self._dropped_elsewhere: dict[str, int] = {}
         self.gauges: dict[str, Gauge] = {}
         #: Returns the ids of further processes that ``process_*`` covers.
         self.processes: Callable[[], Sequence[int]] = tuple
@@ -357,6 +361,13 @@ class Metrics:
         """Every traffic series."""
         return self._traffic.values()
 
+    @property
+    def exports_dropped(self) -> dict[str, int]:
+        """What no collector got, by signal: ``logs`` (lines) and ``metrics`` (requests)."""
+        found = dict(self.dropped_here())
+        _add(found, self._dropped_elsewhere)
+        return found
+
     # Several processes
 
     def counts(self) -> Iterator[Counts]:
@@ -374,6 +385,7 @@ class Metrics:
             connect_retries=self.connect_retries,
             calmed=self.calmed,
             over_budget=self.over_budget,
+            exports_dropped=self.exports_dropped,
             loop_stalls=self.loop.stalls.value,
             loop_late_s=self.loop.late_s,
         )
@@ -434,6 +446,7 @@ class Metrics:
         self.connect_retries += part.connect_retries
         self.calmed += part.calmed
         self.over_budget += part.over_budget
+        _add(self._dropped_elsewhere, part.exports_dropped)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
 

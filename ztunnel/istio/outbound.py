@@ -467,10 +467,11 @@ def _request(authority: str, call: PodCall, rng: Random) -> tuple[Header, ...]:
     """Make the CONNECT of a tunnel, fields in upstream's order."""
     record = call.entry.record
     service = record.service
+    record.trace = format_traceparent(rng.getrandbits(192))
     return (
         (b":method", b"CONNECT"),
         (b":authority", authority.encode()),
         (b"baggage", call.labels.baggage),
         (b"forwarded", format_forwarded(str(record.source), service.hostname if service is not None else None)),
-        (b"traceparent", format_traceparent(rng.getrandbits(192))),
+        (b"traceparent", record.trace),
     )

@@ -64,6 +64,7 @@ class Record:
         source_identity, destination_identity: proven by the peer or, on our side, our own.
         dry_run: what dry-run policies would have decided, if not as the others.
         http_left: the rule of a policy that is about requests, and the waypoint to which these were left.
+        trace: the ``traceparent`` of the tunnel's request, ours or the peer's; empty: there is none.
         counts: bytes moved, from the side that asked to the one that answers and back.
     """
 
@@ -87,6 +88,7 @@ class Record:
         "source_labels",
         "source_workload",
         "started_s",
+        "trace",
     )
 
     def __init__(
@@ -113,6 +115,7 @@ class Record:
         self.service: Service | None = None
         self.secured = False
         self.dry_run = ""
+        self.trace = b""
         self.http_left = ""
         self.counts = counts if counts is not None else ByteCounts()
         self.started_s = node.clock.monotonic()
@@ -131,7 +134,7 @@ class Record:
         if settled:
             self.settled()
         if node.logs.access_level <= _DEBUG:
-            node.logs.write(node.clock.wall(), "debug", "access", "connection opened", self._fields())
+            node.logs.write_access(node.clock.wall(), "debug", "connection opened", self._fields(), self.trace)
 
     def _labels(self) -> tuple[str, ...]:
         return traffic_labels(
@@ -191,7 +194,7 @@ class Record:
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
         level = "info" if failure is None else "error"
-        node.logs.write(node.clock.wall(), level, "access", "connection complete", fields)
+        node.logs.write_access(node.clock.wall(), level, "connection complete", fields, self.trace)
 
     def denied_early(self, reason: str) -> None:
         """Write the line of a connection that ends before it opened; nothing is counted."""
@@ -203,7 +206,7 @@ class Record:
                 ("direction", str(self.direction)),
                 ("error", reason),
             ]
-            node.logs.write(node.clock.wall(), "warn", "access", "connection failed", fields)
+            node.logs.write_access(node.clock.wall(), "warn", "connection failed", fields, self.trace)
 
     def _pair(self, reason: str) -> Pair:
         """Return what this connection is counted under when policy denies it."""

@@ -20,6 +20,8 @@ from ztunnel.istio import baggage_labels, policy_uses, socks5
 from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.dns import forwarder, server
 from ztunnel.istio.node import DNS_QUERIES
+from ztunnel.otlp import exporter
+from ztunnel.otlp.settings import OtlpSettings
 from ztunnel.policy import denials
 from ztunnel.runtime import line_limit, log_writer
 from ztunnel.runtime.descriptors import reserve_of
@@ -257,6 +259,12 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
     yield Limit(
         name="log lines that cannot be written", value=(log_writer.MAX_PENDING,), unit="bytes",
         metric="ztunnel_log_lines_dropped", beyond="dropped and counted",
+    )  # fmt: skip
+    yield Limit(
+        name="access lines that an OpenTelemetry collector has not taken; its requests of metrics",
+        value=((config.otlp or OtlpSettings()).queue, exporter.REQUESTS), unit="lines; requests",
+        variable="OTEL_BLRP_MAX_QUEUE_SIZE", metric="ztunnel_otlp_dropped",
+        beyond="the oldest are dropped and counted",
     )  # fmt: skip
     yield from _policies()
 

@@ -184,6 +184,13 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
         (),
     )
     yield family(
+        "ztunnel_otlp_dropped",
+        "counter",
+        "What no OpenTelemetry collector got: access lines, and requests of metrics (unstable)",
+        [((signal,), count) for signal, count in metrics.exports_dropped.items()],
+        ("signal",),
+    )
+    yield family(
         "ztunnel_loop_stalls",
         "counter",
         "Times that an event loop stood still for more than a second (unstable)",

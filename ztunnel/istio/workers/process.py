@@ -16,6 +16,7 @@ from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Counts
 from ztunnel.istio.workers.channel import ChannelClosed, IpcChannel, RequestBody
 from ztunnel.istio.workers.messages import Turn
+from ztunnel.otlp.settings import SECRETS as OTLP_SECRETS
 
 log = logging.getLogger(__name__)
 
@@ -174,5 +175,5 @@ def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name != "AUTH_TOKEN" and not name.startswith(("XDS_HEADER_", "CA_HEADER_"))
+        if name != "AUTH_TOKEN" and not name.startswith(("XDS_HEADER_", "CA_HEADER_")) and name not in OTLP_SECRETS
     }

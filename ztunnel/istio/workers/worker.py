@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
@@ -65,6 +65,10 @@ from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog
 from ztunnel.tap.request import TapRequest, Totals
+
+if TYPE_CHECKING:
+    from ztunnel.istio.exports import Exports
+    from ztunnel.otlp.settings import OtlpSettings
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +143,7 @@ class _Carrier:
         self.replica = MeshReplica(self.mesh)
         self._stack = ExitStack()
         self._stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))
+        self._exports = self._exported(config.otlp) if config.otlp is not None else None
         self._tasks = Tasks("worker")
         self._tasks.keep(self._sweep, "metrics sweep")
         if self.node.policies is not None:
@@ -153,6 +158,14 @@ class _Carrier:
             raise TimeoutError from error
         if not in_time:
             raise TimeoutError
+
+    def _exported(self, settings: OtlpSettings) -> Exports:
+        from ztunnel.istio.exports import Exports  # most proxies have no collector
+
+        async def page() -> Metrics:
+            return self.metrics  # not asked for: the main process exports the metrics of all
+
+        return Exports(settings, self.config, self.logs, self.metrics, page, self.clock)
 
     async def _sweep(self) -> None:
         while True:
@@ -243,6 +256,8 @@ class _Carrier:
         for number in list(self.pods):
             await self.stop_pod(number)
         await self._tasks.close()
+        if self._exports is not None:
+            await self._exports.close()
         self._memory_trimmer.close()
         self.poller.close()
         self._connection_counts.close()

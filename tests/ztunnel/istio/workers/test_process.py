@@ -50,6 +50,7 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
 
 def test_workers_are_not_handed_credentials() -> None:
     env = {"PATH": "/bin", "AUTH_TOKEN": "t", "XDS_HEADER_X": "h", "CA_HEADER_Y": "h", "NODE_NAME": "n"}
+    env |= {"OTEL_EXPORTER_OTLP_HEADERS": "key=h", "OTEL_EXPORTER_OTLP_LOGS_HEADERS": "key=h"}
     assert without_credentials(env) == {"PATH": "/bin", "NODE_NAME": "n"}
 
 

@@ -1,0 +1,226 @@
+"""Sends with OpenTelemetry's library, which this module alone imports. Its functions block: for other threads.
+
+The library takes 9 MiB and 0.1 s to import, so the thread that sends first does that.
+"""
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk._logs.export import LogRecordExportResult
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from prometheus_client.samples import Sample
+
+from ztunnel import __version__
+from ztunnel.otlp.line import Line
+from ztunnel.otlp.outbox import ExportFailed
+from ztunnel.otlp.samples import Slice
+from ztunnel.otlp.settings import Destination
+
+_SCOPE: Final = InstrumentationScope("ztunnel", __version__)
+_CUMULATIVE: Final = AggregationTemporality.CUMULATIVE
+#: Units of OpenMetrics and of UCUM, which OpenTelemetry uses.
+_UNITS: Final = {"seconds": "s", "bytes": "By"}
+_SEVERITIES: Final = {
+    "trace": SeverityNumber.TRACE,
+    "debug": SeverityNumber.DEBUG,
+    "info": SeverityNumber.INFO,
+    "warn": SeverityNumber.WARN,
+    "error": SeverityNumber.ERROR,
+}
+#: W3C trace context, 3.2; later versions may add fields at the end.
+_TRACEPARENT: Final = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+
+
+class _Reasons(logging.Handler):
+    """Keeps the library's last words in each thread: it tells the reason of a failure to its log only, and none
+    twice in a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._of_thread = threading.local()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.Handler`."""
+        words = record.getMessage()
+        known: list[str] = getattr(self._of_thread, "words", [])
+        self._of_thread.words = [*(each for each in known if each != words), words][-2:]
+
+    def last(self) -> str:
+        """Return this thread's."""
+        return "; ".join(getattr(self._of_thread, "words", [])) or "no reason given"
+
+
+_REASONS: Final = _Reasons()
+_LIBRARY: Final = logging.getLogger("opentelemetry")
+_LIBRARY.propagate = False
+_LIBRARY.handlers = [_REASONS]
+
+
+def _arguments(destination: Destination) -> dict[str, Any]:
+    return {
+        "endpoint": destination.url,
+        "headers": dict(destination.headers),
+        "timeout": destination.timeout_s,
+        "certificate_file": destination.certificate or None,
+        "client_certificate_file": destination.client_certificate or None,
+        "client_key_file": destination.client_key or None,
+        "compression": Compression(destination.compression),
+    }
+
+
+class LogClient:
+    """Sends access lines.
+
+    Args:
+        destination: the collector.
+        attributes: of the resource.
+    """
+
+    def __init__(self, destination: Destination, attributes: Mapping[str, str]) -> None:
+        self._exporter = OTLPLogExporter(**_arguments(destination))
+        self._resource = Resource(attributes)
+
+    def send(self, lines: Sequence[Line]) -> None:
+        """Send one batch, again and again within the destination's timeout.
+
+        Raises:
+            ExportFailed: the collector did not take it.
+        """
+        records = [_record(line, self._resource) for line in lines]
+        if self._exporter.export(records) is not LogRecordExportResult.SUCCESS:
+            raise ExportFailed(_REASONS.last())
+
+    def close(self) -> None:
+        """End, also an attempt that runs."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+class MetricClient:
+    """Sends metrics; see :class:`LogClient`.
+
+    Args:
+        start_ns: when counters were 0, in nanoseconds since the epoch.
+    """
+
+    def __init__(self, destination: Destination, attributes: Mapping[str, str], start_ns: int) -> None:
+        self._exporter = OTLPMetricExporter(**_arguments(destination))
+        self._resource = Resource(attributes)
+        self._start_ns = start_ns
+
+    def send(self, now_ns: int, slices: Iterable[Slice]) -> None:
+        """Send the values of ``now_ns`` in one request; see :meth:`LogClient.send`."""
+        found = [
+            _metric(list(group), self._start_ns, now_ns) for _, group in groupby(slices, key=lambda each: each[:4])
+        ]
+        data = MetricsData([ResourceMetrics(self._resource, [ScopeMetrics(_SCOPE, found, "")], "")])
+        if self._exporter.export(data) is not MetricExportResult.SUCCESS:
+            raise ExportFailed(_REASONS.last())
+
+    def close(self) -> None:
+        """End, also an attempt that runs."""
+        self._exporter.shutdown()
+
+
+def _record(line: Line, resource: Resource) -> ReadableLogRecord:
+    nanoseconds = round(line.time_s * 1e9)
+    fields = {name: str(value) if isinstance(value, str) else value for name, value in line.fields().items()}
+    return ReadableLogRecord(
+        LogRecord(
+            timestamp=nanoseconds,
+            observed_timestamp=nanoseconds,
+            context=trace_of(line.trace),
+            severity_text=line.level,
+            severity_number=_SEVERITIES[line.level],
+            body=line.message,
+            attributes=fields,
+            event_name="access",
+        ),
+        resource,
+        _SCOPE,
+    )
+
+
+def trace_of(traceparent: bytes) -> Context:
+    """Return the trace that a ``traceparent`` names; an empty one if it names none."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is None:
+        return Context()
+    trace_id, span_id, flags = (int(each, 16) for each in found.groups())
+    span = NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags)))
+    return set_span_in_context(span, Context())
+
+
+def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
+    """Return neighbouring slices of one family as one metric: same name, same labels, same values."""
+    first = slices[0]
+    samples = [sample for each in slices for sample in each.samples]
+    data: Gauge | Sum | Histogram
+    if first.kind == "histogram":
+        data = Histogram(list(_histograms(samples, start_ns, now_ns)), _CUMULATIVE)
+    elif first.kind == "counter":
+        points = [NumberDataPoint(each.labels, start_ns, now_ns, each.value) for each in samples]
+        data = Sum(points, _CUMULATIVE, is_monotonic=True)
+    else:
+        data = Gauge([NumberDataPoint(each.labels, 0, now_ns, each.value) for each in samples])
+    return Metric(first.name, first.text, _UNITS.get(first.unit, first.unit), data)
+
+
+def _histograms(samples: Iterable[Sample], start_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
+    """Make a point of each run of samples: buckets in ascending order, the last one +Inf, the sum, the count.
+
+    A bucket of the page has the number of all values up to its bound, one of OpenTelemetry only its own.
+    """
+    bounds: list[float] = []
+    counts: list[int] = []
+    labels: dict[str, str] = {}
+    seen, total = 0, 0.0
+    for sample in samples:
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            if math.isfinite(bound):
+                bounds.append(bound)
+            counts.append(int(sample.value) - seen)
+            seen = int(sample.value)
+        elif sample.name.endswith("_sum"):
+            total = sample.value
+        else:
+            labels = dict(sample.labels)
+            none: Any = None  # least and largest value: optional in OTLP, and the page has neither
+            yield HistogramDataPoint(
+                attributes=labels,
+                start_time_unix_nano=start_ns,
+                time_unix_nano=now_ns,
+                count=int(sample.value),
+                sum=total,
+                bucket_counts=counts,
+                explicit_bounds=bounds,
+                min=none,
+                max=none,
+            )
+            bounds, counts, seen, total = [], [], 0, 0.0

@@ -1,0 +1,121 @@
+"""Holds what waits for a collector, within a bound, and has a thread of its own send it.
+
+OpenTelemetry's exporters block: they try again for as long as their timeout allows. So nobody but this thread
+waits for a collector that is slow or away. Whoever queues never waits; if the queue is full the oldest goes.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
+
+
+class ExportFailed(Exception):
+    """A collector did not take a batch, in the time that there was."""
+
+
+class Outbox(Generic[ItemT]):
+    """Collects items into batches and sends them in order, until :meth:`close`.
+
+    Args:
+        name: what is sent, for logs and for the name of the thread.
+        send: sends one batch in the thread; raises :class:`ExportFailed`. Any other error is a bug of ours: it is
+            logged, and the batch counts as dropped, too.
+        most: items that wait; of more, the oldest are dropped.
+        batch: items of one batch at most.
+        delay_s: how long the first item of a batch waits for others.
+
+    Attributes:
+        sent, dropped: numbers of items, ever.
+    """
+
+    def __init__(
+        self, name: str, send: Callable[[Sequence[ItemT]], None], *, most: int, batch: int, delay_s: float
+    ) -> None:
+        self._name = name
+        self._send = send
+        self._most = most
+        self._batch = batch
+        self._delay_s = delay_s
+        self._items: deque[ItemT] = deque()
+        self._some = threading.Event()
+        self._enough = threading.Event()
+        self._closing = False
+        self._failing = False
+        self._overflowed = 0  # counted by who queues
+        self._failed = 0  # counted by the thread
+        self.sent = 0
+        self._thread = threading.Thread(target=self._run, name=f"otlp {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """See the class."""
+        return self._overflowed + self._failed
+
+    def put(self, item: ItemT) -> None:
+        """Queue an item; called by one thread only, which never waits."""
+        items = self._items
+        if len(items) >= self._most:
+            try:
+                items.popleft()
+            except IndexError:
+                pass  # the thread took it a moment ago
+            else:
+                self._overflowed += 1
+        items.append(item)
+        count = len(items)
+        if count <= 1:
+            self._some.set()
+        elif count == self._batch:
+            self._enough.set()
+
+    def close(self, within_s: float) -> None:
+        """Send what waits, for ``within_s`` at most, and give up the rest; blocks. Idempotent."""
+        self._closing = True
+        self._enough.set()
+        self._some.set()
+        if self._thread.is_alive():
+            self._thread.join(within_s)
+        left = len(self._items)
+        if left:
+            log.warning("otlp: %d %s were not sent before the end", left, self._name)
+
+    def _run(self) -> None:
+        while not (self._closing and not self._items):
+            self._some.wait()
+            self._enough.wait(self._delay_s)
+            self._some.clear()
+            self._enough.clear()
+            while batch := self._next():
+                self._try(batch)
+
+    def _next(self) -> list[ItemT]:
+        taken: list[ItemT] = []
+        while len(taken) < self._batch:
+            try:
+                taken.append(self._items.popleft())
+            except IndexError:
+                break
+        return taken
+
+    def _try(self, batch: list[ItemT]) -> None:
+        try:
+            self._send(batch)
+        except Exception as error:
+            self._failed += len(batch)
+            if not isinstance(error, ExportFailed):
+                log.exception("otlp: a bug in sending %s", self._name)
+            elif not self._failing:
+                log.warning("otlp: %s are not taken, and dropped until they are: %s", self._name, error)
+            self._failing = True
+        else:
+            self.sent += len(batch)
+            if self._failing:
+                log.info("otlp: %s are taken again dropped=%d", self._name, self.dropped)
+            self._failing = False

@@ -1,0 +1,280 @@
+"""Reads OpenTelemetry's variables: where metrics and access logs go, how often, and what they say of this proxy.
+
+Names and meanings are those of OpenTelemetry's specification (SDK environment variables; OTLP exporter). Of the
+protocols there is ``http/protobuf`` only. Nothing is sent unless an endpoint is named, although the specification
+has a default: a node proxy that connects to whatever listens on port 4318 of the node would be a surprise.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ztunnel.runtime.settings import SettingsError, boolean
+
+LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
+#: The specification has 2,048 lines, which a node with 3,000 connections a second fills within the delay of one.
+_QUEUE: Final = 8192
+_BATCH: Final = 512
+_EXPORTER: Final = "OTEL_EXPORTER_OTLP_"
+_PATHS: Final = {"metrics": "v1/metrics", "logs": "v1/logs"}
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+_OF_EXPORTER: Final = (
+    "ENDPOINT",
+    "PROTOCOL",
+    "HEADERS",
+    "TIMEOUT",
+    "CERTIFICATE",
+    "CLIENT_CERTIFICATE",
+    "CLIENT_KEY",
+    "COMPRESSION",
+)
+#: Every variable that is read.
+VARIABLES: Final = frozenset(
+    {
+        "OTEL_SDK_DISABLED",
+        "OTEL_METRICS_EXPORTER",
+        "OTEL_LOGS_EXPORTER",
+        "OTEL_METRIC_EXPORT_INTERVAL",
+        "OTEL_BLRP_MAX_QUEUE_SIZE",
+        "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE",
+        "OTEL_BLRP_SCHEDULE_DELAY",
+        "OTEL_RESOURCE_ATTRIBUTES",
+        "OTEL_SERVICE_NAME",
+        *(f"{_EXPORTER}{signal}{name}" for signal in ("", "METRICS_", "LOGS_") for name in _OF_EXPORTER),
+    }
+)
+
+#: Of OpenTelemetry as well, for what is not here (traces) or is decided here: no misspelt ones of the above.
+OTHERS: Final = frozenset(
+    {
+        "OTEL_TRACES_EXPORTER",
+        "OTEL_METRIC_EXPORT_TIMEOUT",
+        "OTEL_BLRP_EXPORT_TIMEOUT",
+        *(f"{_EXPORTER}TRACES_{name}" for name in _OF_EXPORTER),
+    }
+)
+#: Those whose values may be credentials.
+SECRETS: Final = frozenset(name for name in VARIABLES if name.endswith("_HEADERS"))
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where one kind of telemetry goes, and how.
+
+    Attributes:
+        url: with the path of the signal.
+        headers: of each request; values may be credentials.
+        timeout_s: for one export with its retries.
+        certificate: path of the trusted roots; empty: the system's.
+        client_certificate, client_key: paths of what the proxy shows; empty: nothing.
+        compression: ``none``, ``gzip`` or ``deflate``.
+    """
+
+    url: str
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    timeout_s: float = 10.0
+    certificate: str = ""
+    client_certificate: str = ""
+    client_key: str = ""
+    compression: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtlpSettings:
+    """Attributes:
+    metrics, logs: where they go; None: nowhere.
+    interval_s: time between two exports of all metrics.
+    queue: access lines that wait for the collector at most; of more, the oldest are dropped.
+    batch: access lines of one request at most.
+    delay_s: how long the first line of a batch waits for others.
+    attributes: of the resource, as the operator names them: they replace the proxy's own.
+    """
+
+    metrics: Destination | None = None
+    logs: Destination | None = None
+    interval_s: float = 60.0
+    queue: int = _QUEUE
+    batch: int = _BATCH
+    delay_s: float = 1.0
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+def otlp_settings(env: Mapping[str, str], *, logs: bool = True) -> OtlpSettings | None:
+    """Return what the variables describe; None: nothing is to be sent.
+
+    Args:
+        env: the environment of the process.
+        logs: access lines can be sent. If not, the endpoint for all telemetry is that of metrics only, and one for
+            logs is refused.
+
+    Raises:
+        SettingsError: all unusable values together. Values that may be credentials are not in it.
+    """
+    seen = _Variables(env)
+    metrics = _destination(seen, "metrics")
+    lines = _destination(seen, "logs") if logs else None
+    if not logs and env.get(f"{_EXPORTER}LOGS_ENDPOINT", "").strip():
+        seen.refuse(f"{_EXPORTER}LOGS_ENDPOINT: here the listeners' access loggers say where their logs go")
+    settings = OtlpSettings(
+        metrics=metrics,
+        logs=lines,
+        interval_s=seen.read("OTEL_METRIC_EXPORT_INTERVAL", _milliseconds, 60.0),
+        queue=seen.read("OTEL_BLRP_MAX_QUEUE_SIZE", _count, _QUEUE),
+        batch=seen.read("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", _count, _BATCH),
+        delay_s=seen.read("OTEL_BLRP_SCHEDULE_DELAY", _milliseconds, 1.0),
+        attributes=_attributes(seen),
+    )
+    if settings.batch > settings.queue:
+        seen.refuse(
+            f"OTEL_BLRP_MAX_EXPORT_BATCH_SIZE={settings.batch}: more than the queue holds, {settings.queue}"
+        )
+    if seen.read("OTEL_SDK_DISABLED", boolean, False):
+        metrics = lines = None
+    elif (metrics or lines) and not _installed():
+        seen.refuse(f"{seen.endpoint}: OpenTelemetry's exporter is not installed: pip install 'ztunnel-py[otlp]'")
+    if seen.faults:
+        raise SettingsError(seen.faults)
+    return settings if metrics or lines else None
+
+
+class _Variables:
+    """Reads variables and collects faults; one that is empty is not set, as the specification says.
+
+    Attributes:
+        endpoint: the first variable that named one.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self.faults: list[str] = []
+        self.endpoint = ""
+
+    def read(self, name: str, parse: Callable[[str], ValueT], default: ValueT, *, secret: bool = False) -> ValueT:
+        text = self._env.get(name, "").strip()
+        if not text:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            self.refuse(f"{name}: {error}" if secret else f"{name}={text}: {error}")
+            return default
+
+    def refuse(self, fault: str) -> None:
+        """Note a fault, once: a variable may be read for both signals."""
+        if fault not in self.faults:
+            self.faults.append(fault)
+
+    def of(self, signal: str, name: str) -> str:
+        """Return the name of the signal's own variable if it is set, else of the one for both."""
+        own = f"{_EXPORTER}{signal.upper()}_{name}"
+        return own if self._env.get(own, "").strip() else _EXPORTER + name
+
+
+def _destination(seen: _Variables, signal: str) -> Destination | None:
+    exporter = seen.read(f"OTEL_{signal.upper()}_EXPORTER", _one_of("otlp", "none"), "otlp")
+    variable = seen.of(signal, "ENDPOINT")
+    url = seen.read(variable, _url, "")
+    seen.read(seen.of(signal, "PROTOCOL"), _one_of("http/protobuf"), "")
+    certificate = seen.read(seen.of(signal, "CERTIFICATE"), _file, "")
+    shown = seen.read(seen.of(signal, "CLIENT_CERTIFICATE"), _file, "")
+    key = seen.read(seen.of(signal, "CLIENT_KEY"), _file, "")
+    if bool(shown) != bool(key):
+        seen.refuse(f"{seen.of(signal, 'CLIENT_CERTIFICATE')} and its key, _CLIENT_KEY, need each other")
+    nothing: tuple[tuple[str, str], ...] = ()
+    headers = seen.read(seen.of(signal, "HEADERS"), _headers, nothing, secret=True)
+    timeout_s = seen.read(seen.of(signal, "TIMEOUT"), _milliseconds, 10.0)
+    compression = seen.read(seen.of(signal, "COMPRESSION"), _one_of("none", "gzip", "deflate"), "none")
+    if not url or exporter == "none":
+        return None
+    seen.endpoint = seen.endpoint or variable
+    if variable == f"{_EXPORTER}ENDPOINT":
+        url = f"{url.rstrip('/')}/{_PATHS[signal]}"
+    return Destination(
+        url=url,
+        headers=headers,
+        timeout_s=timeout_s,
+        certificate=certificate,
+        client_certificate=shown,
+        client_key=key,
+        compression=compression,
+    )
+
+
+def _attributes(seen: _Variables) -> tuple[tuple[str, str], ...]:
+    nothing: tuple[tuple[str, str], ...] = ()
+    found = dict(seen.read("OTEL_RESOURCE_ATTRIBUTES", _pairs, nothing))
+    name = seen.read("OTEL_SERVICE_NAME", str, "")
+    return tuple((found | {"service.name": name} if name else found).items())
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec(LIBRARY) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        usable = False
+    if not usable:
+        raise ValueError("must be a URL such as http://collector:4318")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError("must be a URL without user, query and fragment")
+    return text
+
+
+def _milliseconds(text: str) -> float:
+    return _count(text) / 1000
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
+        raise ValueError("must be a whole number above 0")
+    return int(text)
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError("must be " + " or ".join(allowed))
+        return text
+
+    return parse
+
+
+def _file(text: str) -> str:
+    if not os.access(text, os.R_OK) or not os.path.isfile(text):
+        raise ValueError("no such file, or it cannot be read")
+    return text
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """Parse ``name=value,name=value``, values with percent encoding (W3C Baggage, without properties)."""
+    found = []
+    for number, item in enumerate(filter(str.strip, text.split(",")), start=1):
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip():
+            raise ValueError(f"item {number} is not name=value")
+        found.append((name.strip(), unquote(value.strip())))
+    return tuple(found)
+
+
+def _headers(text: str) -> tuple[tuple[str, str], ...]:
+    found = _pairs(text)
+    for number, (name, value) in enumerate(found, start=1):
+        if not _TOKEN.fullmatch(name):
+            raise ValueError(f"item {number} has no name of a header")
+        if not re.fullmatch(r"[\x20-\x7e]*", value):
+            raise ValueError(f"item {number} has a value that is not printable ASCII")
+    return found
