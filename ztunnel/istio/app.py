@@ -120,7 +120,12 @@ class IstioProxy:
         self.logs = LogStream(
             self.writer, self.writer.file("/dev/stdout"), config.log_filter, json_lines=config.log_json
         )
-        self.metrics = Metrics(config.version_tag, config.metric_series)
+        self.metrics = Metrics(
+            config.version_tag,
+            config.metric_series,
+            expiry_s=config.metric_expiry_s,
+            removed=config.metric_labels_removed,
+        )
         self.mesh = Mesh(node=config.node)
         self.poller = Poller(SpinSettings(limit_s=config.spin_us / 1e6))
         self._memory_trimmer = heap.MemoryTrimmer(self.poller)

@@ -72,6 +72,7 @@ class IstioConfig:
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
         otlp: where metrics and access logs are sent; ``None``: nowhere.
+        metric_expiry_s, metric_labels_removed: see :class:`ztunnel.istio.metrics.Metrics`.
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
         worker_threads: processes that carry connections; with one, this process does and starts no other.
         warnings: messages for the log, which opens later.
@@ -146,6 +147,8 @@ class IstioConfig:
     early_data: bool = True
     spin_us: int = SPIN_US
     metric_series: int = 20_000
+    metric_expiry_s: float = 900.0
+    metric_labels_removed: frozenset[str] = frozenset()
     tap_socket: str = ""
     otlp: OtlpSettings | None = None
     ui: bool | None = None

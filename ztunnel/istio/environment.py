@@ -1,9 +1,10 @@
 """Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
 
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
-``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``,
-``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, and
-those of :mod:`ztunnel.calico.settings`; those of :mod:`ztunnel.otlp.settings` are OpenTelemetry's.
+``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
+``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
+``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, and those of :mod:`ztunnel.calico.settings`;
+those of :mod:`ztunnel.otlp.settings` are OpenTelemetry's.
 """
 
 import ipaddress
@@ -38,6 +39,7 @@ from ztunnel.istio.config import (
     SocketConfig,
 )
 from ztunnel.istio.logs import InvalidLevel, LogFilter
+from ztunnel.istio.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.otlp.settings import OTHERS as OTHERS_OF_OTLP
 from ztunnel.otlp.settings import VARIABLES as OTLP
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
@@ -169,6 +171,13 @@ def config_from(
     if seen.faults:
         raise SettingsError(seen.faults)
     return IstioConfig(**values, warnings=(*seen.warnings, *_unknown(env, seen.names)))
+
+
+def _labels(text: str) -> frozenset[str]:
+    found = frozenset(filter(None, (part.strip() for part in text.split(","))))
+    for name in sorted(found - REMOVABLE_LABELS):
+        raise ValueError(f"{name} is no label of traffic that can be left out")
+    return found
 
 
 def _log_filter(text: str) -> str:
@@ -425,6 +434,9 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
     values["policies"] = _policies(seen)
     values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
+    values["metric_expiry_s"] = seen.get("ZTUNNEL_METRIC_EXPIRY", duration_s, EXPIRY_S)
+    no_labels: frozenset[str] = frozenset()
+    values["metric_labels_removed"] = seen.get("ZTUNNEL_METRIC_LABELS_REMOVED", _labels, no_labels)
     values["ui"] = seen.get(UI, page_setting, None)
     values["otlp"] = _otlp(seen)
 

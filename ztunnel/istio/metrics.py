@@ -4,8 +4,8 @@ A connection looks up its :class:`TrafficSeries` once, when it opens. From then 
 Bytes of open connections are not counted until a page is requested: it adds up the byte counts of running relays.
 
 Two things are bounded, unlike in Rust ztunnel. Series of workloads that no longer exist expire once unused for
-:data:`EXPIRY_S`. And beyond a budget of series, further connections are counted with unknown workloads, so that a
-scan of the mesh cannot use up the node's memory.
+:data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). And beyond a budget of series, further connections are counted with
+unknown workloads, so that a scan of the mesh cannot use up the node's memory.
 """
 
 import logging
@@ -57,6 +57,8 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
+#: Labels that operators may do without. Who reports stays, how a connection ended, and whether it was encrypted.
+REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "connection_security_policy"}
 
 
 class PeerLabels(NamedTuple):
@@ -136,6 +138,14 @@ def _labels(
     return (
         *labels,
         *(value or UNKNOWN for value in (source.region, source.zone, destination.region, destination.zone)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]:
+    """Return the values of :data:`TRAFFIC_LABELS` with unknown ones where a label is removed."""
+    return tuple(
+        UNKNOWN if name in removed else value for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
     )
 
 
@@ -237,11 +247,23 @@ class Metrics:
     Args:
         version: Istio's version, for ``istio_build``.
         series_budget: the largest number of traffic series.
+        expiry_s: how long a series of workloads that are gone is kept unused; 0: for ever.
+        removed: labels that traffic series do without, some of :data:`REMOVABLE_LABELS`. Connections that differ
+            in nothing else are counted in one series from the start, so that no counter goes back.
     """
 
-    def __init__(self, version: str, series_budget: int) -> None:
+    def __init__(
+        self,
+        version: str,
+        series_budget: int,
+        *,
+        expiry_s: float = EXPIRY_S,
+        removed: frozenset[str] = frozenset(),
+    ) -> None:
         self.version = version
+        self.removed = removed
         self._budget = series_budget
+        self._expiry_s = expiry_s
         self._traffic: dict[tuple[str, ...], TrafficSeries] = {}
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
@@ -298,6 +320,8 @@ class Metrics:
             foreign: some labels come from a peer's baggage. Removing a workload does not expire such a series, so
                 it expires by disuse alone.
         """
+        if self.removed:
+            labels = without(labels, self.removed)
         series = self._traffic.get(labels)
         if series is None:
             series = self._new(labels)
@@ -343,8 +367,10 @@ class Metrics:
                     self._gone.add(series)
 
     def expire(self, now_s: float) -> int:
-        """Drop series whose workloads are gone and that were unused for :data:`EXPIRY_S`; return their number."""
-        old = [series for series in self._gone if series.idle and now_s - series.used_s > EXPIRY_S]
+        """Drop series whose workloads are gone and that were unused for ``expiry_s``; return their number."""
+        if not self._expiry_s:
+            return 0
+        old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]
         for series in old:
             self._gone.discard(series)
             self._traffic.pop(series.labels, None)
@@ -452,7 +478,7 @@ class Metrics:
 
     def page_with(self) -> "Metrics":
         """Return a copy, to which the counts of other processes are added for one page."""
-        page = Metrics(self.version, self._budget)
+        page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))
         for part in self.counts():

@@ -163,6 +163,15 @@ def test_what_an_empty_environment_means() -> None:
         ({"ZTUNNEL_EARLY_DATA": "false"}, "early_data", False),
         ({"ZTUNNEL_SPIN_US": "50"}, "spin_us", 50),
         ({"ZTUNNEL_METRIC_SERIES": "100"}, "metric_series", 100),
+        ({}, "metric_expiry_s", 900.0),
+        ({"ZTUNNEL_METRIC_EXPIRY": "1h"}, "metric_expiry_s", 3600.0),
+        ({"ZTUNNEL_METRIC_EXPIRY": "0"}, "metric_expiry_s", 0.0),
+        ({}, "metric_labels_removed", frozenset()),
+        (
+            {"ZTUNNEL_METRIC_LABELS_REMOVED": "source_version, source_zone,"},
+            "metric_labels_removed",
+            frozenset({"source_version", "source_zone"}),
+        ),
         ({}, "tap_socket", ""),
         ({"ZTUNNEL_TAP_SOCKET": ""}, "tap_socket", ""),
         ({TAP_VARIABLE: "/run/ztunnel/tap.sock"}, "tap_socket", "/run/ztunnel/tap.sock"),
@@ -218,6 +227,11 @@ def test_worker_threads_are_processes_and_limited() -> None:
         (
             {"SECRET_TTL": "1 moon"},
             "invalid env var SECRET_TTL=1 moon (must be a duration such as 90, 10s, 500ms or 1h30m)",
+        ),
+        (
+            {"ZTUNNEL_METRIC_LABELS_REMOVED": "source_zone,response_flags"},
+            "invalid env var ZTUNNEL_METRIC_LABELS_REMOVED=source_zone,response_flags"
+            " (response_flags is no label of traffic that can be left out)",
         ),
         ({"PROXY_MODE": "both"}, "invalid env var PROXY_MODE=both (must be one of shared, dedicated)"),
         (

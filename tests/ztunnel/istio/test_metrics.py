@@ -272,6 +272,61 @@ def test_series_in_a_peers_own_words_expire_by_disuse() -> None:
     assert metrics.expire(10 * EXPIRY_S) == 0
 
 
+def test_the_time_until_series_expire_is_configured() -> None:
+    for expiry_s, dropped in ((10.0, 1), (0.0, 0)):
+        metrics = Metrics("v", 100, expiry_s=expiry_s)
+        opened(metrics, full(), "a").finished("-", None)
+        metrics.changed(gone("a"), [])
+        assert metrics.expire(9.0) == 0
+        assert metrics.expire(11.0) == dropped
+        assert metrics.expire(1e9) == 0
+
+
+def test_connections_that_differ_in_a_removed_label_only_share_their_counters() -> None:
+    metrics = Metrics("v", 100, removed=frozenset({"source_workload", "source_principal", "destination_zone"}))
+    first, second = (
+        opened(
+            metrics,
+            traffic_labels(
+                "source",
+                PeerLabels(workload=name, canonical_service="s", known=True),
+                PeerLabels(),
+                None,
+                secured=True,
+            ),
+        )
+        for name in ("a", "b")
+    )
+    assert first is second
+    first.finished("DENY", None)
+    text = text_of(metrics)
+    assert values_of(text, "istio_tcp_connections_opened_total", source_canonical_service="s") == [2]
+    assert values_of(text, "istio_tcp_connections_closed_total", response_flags="DENY") == [1]
+    (sample,) = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "istio_tcp_connections_opened_total"
+    ]
+    left = [name for name in ORDER if name not in ("source_workload", "source_principal", "destination_zone")]
+    assert sample.labels.keys() == set(left)
+
+
+def test_removed_labels_are_removed_of_every_process_and_of_strangers() -> None:
+    removed = frozenset({"destination_service", "source_region"})
+    metrics, worker = Metrics("v", 100, removed=removed), Metrics("v", 100, removed=removed)
+    for each in (metrics, worker):
+        opened(each)
+        opened(each, traffic_labels("source", PeerLabels(), PeerLabels(), None, secured=False))
+    summed = metrics.page_with()
+    for part in worker.counts():
+        summed.add(part)
+    text = text_of(summed)
+    assert sorted(values_of(text, "istio_tcp_connections_opened_total")) == [2, 2]
+    assert "destination_service=" not in text
+    assert 'connection_security_policy="mutual_tls"' in text
+
+
 def test_a_changed_workload_is_still_there() -> None:
     metrics = Metrics("v", 100)
     opened(metrics, full(), "a").finished("-", None)

@@ -42,39 +42,29 @@ def families(metrics: Metrics) -> Iterator[Family]:
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
     # Connections open and close while the page is made. Each family reads the series that exist when it begins.
     every = list(metrics.series)
+    kept = [place for place, name in enumerate(TRAFFIC_LABELS) if name not in metrics.removed]
+    names = tuple(TRAFFIC_LABELS[place] for place in kept)
+
+    def traffic(name: str, text: str, samples: Iterable[LabelledValue], unit: str = "") -> Family:
+        if metrics.removed:  # the last labels are not there where neither side is known
+            samples = (
+                (tuple(values[place] for place in kept if place < len(values)), count) for values, count in samples
+            )
+        return family(name, "counter", text, samples, names, unit)
+
     connections = "The total number of TCP connections "
-    yield family(
-        "istio_tcp_connections_opened",
-        "counter",
-        connections + "opened",
-        ((series.labels, series.opened) for series in every),
-        TRAFFIC_LABELS,
-    )
-    yield family("istio_tcp_connections_closed", "counter", connections + "closed", _closed(every), TRAFFIC_LABELS)
-    yield family(
-        "istio_tcp_connections_failed",
-        "counter",
-        connections + "that failed (unstable)",
-        (sample for sample in _closed(every) if sample[0][_FLAGS] != "-"),
-        TRAFFIC_LABELS,
-    )
+    opened = ((series.labels, series.opened) for series in every)
+    yield traffic("istio_tcp_connections_opened", connections + "opened", opened)
+    yield traffic("istio_tcp_connections_closed", connections + "closed", _closed(every))
+    failed = (sample for sample in _closed(every) if sample[0][_FLAGS] != "-")
+    yield traffic("istio_tcp_connections_failed", connections + "that failed (unstable)", failed)
     size = "The size of total bytes {} in case of a TCP connection"
-    yield family(
-        "istio_tcp_received_bytes",
-        "counter",
-        size.format("received during request"),
-        ((series.labels, series.received + sum(counts.sent for counts in series.running)) for series in every),
-        TRAFFIC_LABELS,
-        "bytes",
+    received = (
+        (series.labels, series.received + sum(counts.sent for counts in series.running)) for series in every
     )
-    yield family(
-        "istio_tcp_sent_bytes",
-        "counter",
-        size.format("sent during response"),
-        ((series.labels, series.sent + sum(counts.received for counts in series.running)) for series in every),
-        TRAFFIC_LABELS,
-        "bytes",
-    )
+    yield traffic("istio_tcp_received_bytes", size.format("received during request"), received, "bytes")
+    sent = ((series.labels, series.sent + sum(counts.received for counts in series.running)) for series in every)
+    yield traffic("istio_tcp_sent_bytes", size.format("sent during response"), sent, "bytes")
 
 
 def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:

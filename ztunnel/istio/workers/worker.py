@@ -115,7 +115,12 @@ class _Carrier:
         self.logs = LogStream(self._writer, file, config.log_filter, json_lines=config.log_json)
         self.logs.install()
         self.change_log_filter(begin.log_filter)
-        self.metrics = Metrics(config.version_tag, config.metric_series)
+        self.metrics = Metrics(
+            config.version_tag,
+            config.metric_series,
+            expiry_s=config.metric_expiry_s,
+            removed=config.metric_labels_removed,
+        )
         self.mesh = Mesh(node=config.node)
         self.revocations = ReplicatedRevocations() if config.crl_path else None
         self.certificates = ReplicatedCertificates(channel, config.tls_policy, self.revocations)
