@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from hbone.aio.poller import REQUEUED_S, STEPS_S, Poller
+from hbone.aio.poller import EVENTS_PER_FLUSH, REQUEUED_S, STEPS_S, Poller
 from tests.hbone.aio.harness import LOOPS, polling, run, until
 
 
@@ -311,4 +311,42 @@ def test_new_events_do_not_wait_for_all_coroutines(loop: str) -> None:
         assert steps == [*slow, slow[0], *slow]
 
     steps: list[Slow] = []
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_output_does_not_wait_for_all_events_of_a_turn(loop: str) -> None:
+    """Its receiver is idle until then."""
+
+    class Echo(Served):
+        def on_event(self, mask: int) -> None:
+            order.append("event")
+            self.events += 1
+            poller.schedule_flush(output)
+
+    class Output(Served):
+        def flush(self) -> None:
+            self.dirty = False
+            order.append("flush")
+
+    async def main() -> None:
+        nonlocal poller
+        with polling() as poller:
+            pairs = [socket.socketpair() for _ in range(2 * EVENTS_PER_FLUSH + 3)]
+            handlers = []
+            for near, far in pairs:
+                near.send(b"x")
+                handlers.append(Echo())
+                poller.register(far.fileno(), handlers[-1])
+            await until(lambda: all(each.events for each in handlers))
+            for near, far in pairs:
+                poller.unregister(far.fileno())
+                near.close()
+                far.close()
+        some = [*["event"] * EVENTS_PER_FLUSH, "flush"]
+        assert order == [*some, *some, *["event"] * 3, "flush"]
+
+    poller: Poller
+    output = Output()
+    order: list[str] = []
     run(main, loop)
