@@ -390,6 +390,8 @@ def _start(
         _start_in_pods(made, folder, {**environment, **settings}, log)
         log.close()
         return
+    if command is rival:  # it may be another checkout of this project, which must not import this one
+        environment.pop("PYTHONPATH")
     for name, worker in made.lab.workers.items():
         netns = {ZTUNNEL: worker.ztunnel.netns, HOST: worker.place.netns}
         with contextlib.closing(BlockingKernel(netns, OWNERSHIP)) as kernel:
