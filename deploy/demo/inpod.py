@@ -145,15 +145,19 @@ class InPodDemo(Demo):
         """A pod asks for the service's name; the answer comes from the proxy, inside the pod."""
         print(f"\nproductpage looks up {HOSTNAME}, at a name server that is not there")
         query = dns.message.make_query(HOSTNAME, dns.rdatatype.A)
-        began = time.perf_counter()
-        with self.lab.pod("productpage").netns.entered():
-            try:
-                answer = dns.query.udp(query, NAME_SERVER, timeout=5.0)
-                found = [str(item) for rrset in answer.answer for item in rrset]
-            except (OSError, dns.exception.Timeout) as error:
-                found = [type(error).__name__]
+        found: list[str] = []
+        for attempt in (1, 2):  # a datagram may be lost; resolvers ask again
+            again = ", asked again" if attempt > 1 else ""
+            began = time.perf_counter()
+            with self.lab.pod("productpage").netns.entered():
+                try:
+                    answer = dns.query.udp(query, NAME_SERVER, timeout=5.0)
+                    found = [str(item) for rrset in answer.answer for item in rrset]
+                    break
+                except (OSError, dns.exception.Timeout) as error:
+                    found = [type(error).__name__]
         took_ms = (time.perf_counter() - began) * 1000
-        self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms")
+        self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms{again}")
 
     def _act_balance(self) -> None:
         """The service's address, many times: every version, on both nodes."""
@@ -238,8 +242,14 @@ class InPodDemo(Demo):
         self.check(
             closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
         )
+        # Every node gets its policies by itself; the one of that connection may have been the first.
+        self._wait_or_fail(
+            "every node refuses productpage",
+            lambda: all(self.call("productpage", VIP).error for _ in range(_CALLS)),
+        )
+        self._records()
         after = self.call("productpage", VIP)
-        self._show("after", after, bool(after.error), self._records(4))
+        self._show("after", after, bool(after.error), self._records(2))
         self.replace("mesh.yaml", self.mesh())
         self._wait_or_fail(
             "productpage may call again once the file is as it was",

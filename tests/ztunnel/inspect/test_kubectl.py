@@ -24,8 +24,8 @@ echo "$*" >> {folder}/calls
 case "$*" in
 *port-forward*)
     if [ -e {folder}/refuse ]; then cat {folder}/refuse >&2; exit 1; fi
-    echo "Forwarding from 127.0.0.1:{port} -> 15000"
     echo $$ > {folder}/pid
+    echo "Forwarding from 127.0.0.1:{port} -> 15000"
     exec sleep 600 ;;
 *) file="{folder}/$(echo "$*" | tr ' /' '__')"
     if [ -e "$file" ]; then cat "$file"
