@@ -182,10 +182,16 @@ class Browser:
             f"(() => {{ const each = document.querySelector({json.dumps(selector)});"
             "each.scrollIntoView({block: 'center', inline: 'center'});"
             "const box = each.getBoundingClientRect();"
+            "if (!box.width) throw new Error('not shown');"
             "return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, **place, button="left", clickCount=1)
+
+    def show(self, view: str) -> None:
+        """Go to a view by its link; returns when it is shown, which is later than the click."""
+        self.click(f"nav a[href='#{view}']")
+        self.until(f"!document.getElementById('{view}').hidden")
 
     def type(self, text: str) -> None:
         """Insert text where the focus is."""

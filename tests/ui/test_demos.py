@@ -99,18 +99,13 @@ def asked(demo: Demo, path: str) -> Any:
     return json.loads(text)
 
 
-def shows(page: Browser, view: str) -> None:
-    page.click(f"nav a[href='#{view}']")
-    page.until(f"!document.getElementById('{view}').hidden")
-
-
 def pictures(page: Browser, name: str) -> None:
-    shows(page, "mesh")
+    page.show("mesh")
     page.until("document.querySelector('#tiles dd').textContent.endsWith('/s')")
     for look, (width, height, scheme) in LOOKS.items():
         page.look(width=width, height=height, scheme=scheme)
         for view in VIEWS:
-            shows(page, view)
+            page.show(view)
             page.screenshot(PICTURES / f"{name}-{view}-{look}.png")
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0, f"{look}: the page is {overflow} px wider than the window"
@@ -156,7 +151,7 @@ def walk(page: Browser, name: str) -> None:
     page.until("document.getElementById('age').textContent === 'live'")
 
     # Connections are filtered.
-    shows(page, "connections")
+    page.show("connections")
     page.until("document.querySelectorAll('#connections-table tbody tr').length >= 3")
     page.click("#filter")
     page.type("10.96. productpage" if name == "istio" else "10.96.")
@@ -177,7 +172,7 @@ def walk(page: Browser, name: str) -> None:
 
 def ask(page: Browser, **fields: str) -> str:
     """Fill in the form of explain and return what it answers."""
-    shows(page, "explain")
+    page.show("explain")
     page.evaluate("document.getElementById('question').reset()")
     page.evaluate("document.getElementById('answer').replaceChildren()")
     for name, value in fields.items():
@@ -205,16 +200,16 @@ def test_an_istio_mesh() -> None:
         )
 
         dump = asked(demo, "/config_dump")
-        shows(page, "policies")
+        page.show("policies")
         page.until("!document.querySelector('#denials td.empty')")
         assert column(page, "#policies-table", 0) >= {
             f"{each['namespace']}/{each['name']}" for each in dump["policies"]
         }
         assert {each["reason"] for each in asked(demo, "/denials")} <= column(page, "#denials", 5)
-        shows(page, "certificates")
+        page.show("certificates")
         titles = " ".join(column(page, "#certificates-table", 0))
         assert all(each["identity"] in titles for each in dump["certificates"])
-        shows(page, "connections")
+        page.show("connections")
         live = {
             connection["src"]
             for pod in asked(demo, "/connections").values()
@@ -225,7 +220,7 @@ def test_an_istio_mesh() -> None:
             len([row for row in page.rows("#connections-table") if any(row[1].startswith(each) for each in live)])
             >= 2
         )
-        shows(page, "configuration")
+        page.show("configuration")
         assert "connected" in column(page, "#sources", 2)
         assert f"Workloads {len(dump['workloads'])}" in page.text("#totals").replace("\n", " ")
         pictures(page, "istio")
@@ -246,17 +241,17 @@ def test_envoys_dialect() -> None:
         refused = ask(page, source=intruder, destination=f"{reviews}:15008", identity=identity)
         assert "Verdict: closed: rbac_access_denied_matched_policy[none]" in refused
 
-        shows(page, "policies")
+        page.show("policies")
         page.until("!document.querySelector('#denials td.empty')")
         assert {each["policy"] for each in asked(demo, "/rbac")["policies"]} - {"none"} <= column(
             page, "#policies-table", 0
         )
         assert {each["reason"] for each in asked(demo, "/denials")} <= column(page, "#denials", 5)
-        shows(page, "certificates")
+        page.show("certificates")
         titles = " ".join(column(page, "#certificates-table", 0))
         for each in asked(demo, "/certs")["certificates"]:
             assert all(name["uri"] in titles for own in each["cert_chain"] for name in own["subject_alt_names"])
-        shows(page, "connections")
+        page.show("connections")
         live = [
             each["source"]
             for each in asked(demo, "/connections")["connections"]
@@ -264,7 +259,7 @@ def test_envoys_dialect() -> None:
         ]
         shown = " ".join(column(page, "#connections-table", 1))
         assert sum(source in shown for source in live) >= 2
-        shows(page, "configuration")
+        page.show("configuration")
         assert "connected" in column(page, "#sources", 2)
         pictures(page, "envoy")
         clean(page)

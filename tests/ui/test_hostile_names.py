@@ -138,8 +138,7 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
         page.until("document.querySelector('#flows tbody').rows.length === 8")
         # Twice the whole page: what is kept from event to event goes through other code than what is new.
         for view in (*("mesh", "connections", "policies", "certificates", "configuration", "explain"), "mesh"):
-            page.click(f"nav a[href='#{view}']")
-            page.until(f"!document.getElementById('{view}').hidden")
+            page.show(view)
             assert page.unnamed() == []
         shown = ATTACK.replace("\u2028", " ")
         for table in (
@@ -154,7 +153,7 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
             assert shown in found, table
         page.click("#graph .node")
         page.until("document.querySelector('#graph .node.chosen')")
-        page.click("nav a[href='#explain']")
+        page.show("explain")
         page.evaluate("for (const name of ['source', 'destination']) document.forms.question[name].value = 'x'")
         page.click("#question button[type=submit]")
         page.until("document.querySelector('#answer .verdict')")
