@@ -17,12 +17,23 @@ network is told.
 
 from __future__ import annotations
 
+import os
+import socket
 from abc import ABC, abstractmethod
 
 from hbone.aio.poller import Poller
 from hbone.end_state import TRANSITIONS, EndAction, EndEvent, SinkState, SourceState
 
 CHUNK_BYTES = 256 * 1024
+
+
+def failure_after_end(sock: socket.socket) -> OSError | None:
+    """What befell a socket after its other side ended its direction, or ``None``.
+
+    A receive cannot tell: after a FIN it says EOF, whatever came later. ``SO_ERROR`` does, once.
+    """
+    number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return OSError(number, os.strerror(number)) if number else None
 
 
 class RelayObserver(ABC):

@@ -54,6 +54,7 @@ _STEPS_PER_FLUSH: Final = 8
 _KEPT_BUFFERS: Final = 64
 _FEW_BUFFERS: Final = 4  # kept in any case: an occasional write would allocate them again at once
 READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
+FAILED: Final = select.EPOLLERR
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 WRITABLE: Final = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 _INTEREST: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET

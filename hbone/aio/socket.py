@@ -9,8 +9,8 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from hbone.aio.end import CHUNK_BYTES, End
-from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.end import CHUNK_BYTES, End, failure_after_end
+from hbone.aio.poller import BULK_BYTES, FAILED, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.splice import SPLICE_AFTER_BYTES, SplicePipe
 from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import TunnelClosed, bare
@@ -72,7 +72,7 @@ class PlainSocket(End):
         self.closed = False
         self._readable = not fresh  # perhaps: the first read will show
         self._watched = False
-        self._hung_up = False
+        self._hung_up = 0  # the bits of HUNG_UP that were reported
         self._paused = False
         self._greedy = False  # read much at once; see Poller.defers_bulk
         self._pending = bytearray()
@@ -189,7 +189,9 @@ class PlainSocket(End):
     def on_event(self, mask: int) -> None:
         """See :class:`hbone.aio.poller.Handler`."""
         if mask & HUNG_UP:
-            self._hung_up = True
+            self._hung_up |= mask & HUNG_UP
+            if mask & FAILED and self.source is not SOURCE_OPEN:
+                self._fail_after_end()
         if mask & READABLE or not mask:
             self._readable = True
             if self._waiter is not None and not self._waiter.done():
@@ -352,12 +354,18 @@ class PlainSocket(End):
         # and only our direction is broken.
         if error is None:
             self.advance(EndEvent.READ_EOF)
+            if self._hung_up & FAILED:
+                self._fail_after_end()
         elif isinstance(error, BrokenPipeError):
             self.advance(EndEvent.READ_EOF, error)
             self._break(error)
         else:
             self.broken = bare(error)
             self.advance(EndEvent.READ_RESET, error)
+
+    def _fail_after_end(self) -> None:
+        if not self.closed and self.broken is None and (error := failure_after_end(self.sock)):
+            self._break(error)
 
     # As a sink
 

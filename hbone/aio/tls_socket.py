@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 
 from hbone.aio import waits
-from hbone.aio.end import CHUNK_BYTES, End
+from hbone.aio.end import CHUNK_BYTES, End, failure_after_end
 from hbone.aio.fiber import OneShotFuture
 from hbone.aio.link import Link, LinkClosed
-from hbone.aio.poller import BULK_BYTES, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
+from hbone.aio.poller import BULK_BYTES, FAILED, HUNG_UP, READABLE, READS_PER_TURN, WRITABLE, Poller
 from hbone.aio.socket import abort_on_close
 from hbone.end_state import SINK_OPEN, SOURCE_OPEN, EndEvent, SinkState, SourceState
 from hbone.errors import ConnectionBroken, TlsError, TunnelClosed, bare
@@ -29,6 +29,7 @@ class TlsSocket(End):
     __slots__ = (
         "_early",
         "_established",
+        "_failed",
         "_filled",
         "_greedy",
         "_in_flight",
@@ -57,6 +58,7 @@ class TlsSocket(End):
         self.dirty = False
         self._established: OneShotFuture[None] = OneShotFuture(poller)
         self._early = b""
+        self._failed = False  # the poller reported an error
         self._paused = False
         self._greedy = False  # read much at once; see Poller.defers_bulk
         self._waiting = False
@@ -115,6 +117,10 @@ class TlsSocket(End):
             self._unblock()
         if mask & HUNG_UP:
             self.link.hang_up_seen()
+            if mask & FAILED:
+                self._failed = True
+                if self.source is not SOURCE_OPEN:
+                    self._fail_after_end()
         if mask & READABLE or not mask:
             self.link.readable = True
             if not self._established.done():
@@ -211,6 +217,12 @@ class TlsSocket(End):
             # end so, hence the peer gets an EOF all the same, and the relay the error.
             truncated = ConnectionBroken("peer ended TLS without close_notify")
             self.advance(EndEvent.READ_EOF, truncated, clean=False)
+        if self._failed:
+            self._fail_after_end()
+
+    def _fail_after_end(self) -> None:
+        if not self.closed and self.broken is None and (error := failure_after_end(self.link.sock)):
+            self._break(error)
 
     def _send_tls(self) -> None:
         try:

@@ -15,7 +15,8 @@ import pytest
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
-from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES, PlainSocket
+from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES, PlainSocket, abort_on_close
+from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import TunnelClosed
 from tests.hbone.aio.harness import LOOPS, WAIT_S, App, Pair, connected, ends, polling, run, tcp_pair, until
 
@@ -164,6 +165,48 @@ def test_an_end_before_a_reset_counts(kind: str) -> None:
                 await b.send(b"all of it")
                 b.eof()
                 assert await a.read_all() == b"all of it"
+
+    run(main)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_application_that_ends_and_then_resets_is_gone(kind: str, at_once: bool) -> None:
+    """Its relay would wait for the other side, which may have nothing to say until it is told.
+
+    A stream says so. A socket that was shut down and is then closed says nothing before the other side sends; a
+    RST could overtake what the application has sent in full.
+    """
+
+    async def main() -> None:
+        with polling() as poller:
+            async with chain(poller, kind) as (a, b, relays, _):
+                a.eof()
+                if not at_once:
+                    assert await b.read_all() == b""
+                a.reset()
+                await _all_ended(relays if kind in ("tunnel", "cleartext") else relays[:1])
+                with contextlib.suppress(ConnectionResetError):
+                    assert await b.read_all() == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_application_that_ends_tls_and_then_resets_is_gone(at_once: bool) -> None:
+    async def main() -> None:
+        with polling() as poller:
+            inner, outer = tcp_pair()
+            async with ends("tls", poller) as (near, far):
+                assert isinstance(near, TlsSocket)
+                with PlainSocket(inner, poller) as other, contextlib.closing(App(outer)) as b:
+                    over = relay(far, other, ByteCounts())
+                    near.write_eof()
+                    if not at_once:
+                        assert await b.read_all() == b""
+                    abort_on_close(near.link.sock)
+                    near.close()
+                    await _all_ended([over])
 
     run(main)
 
