@@ -62,6 +62,10 @@ class NodeProxy:
         lines = self.log_path.read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def local_files(self) -> int:
+        """How many contents of the local file have been current since the first one."""
+        return sum(line["message"] == "local file in force" for line in self.log())
+
     def access(self, direction: str = "") -> list[dict[str, Any]]:
         """Access lines about ended connections."""
         found = [
@@ -243,8 +247,15 @@ class AmbientMesh:
         new.write_text(yaml.safe_dump(described))
         new.rename(path)
 
+    async def change_local(self, local: Local) -> None:
+        """Replace the local file by another content; return once it is current in every proxy."""
+        current = {name: proxy.local_files() for name, proxy in self.proxies.items()}
+        self.write_local(local)
+        for name, proxy in self.proxies.items():
+            await eventually(lambda: proxy.local_files() > current[name], f"the new local file current in {name}")  # noqa: B023  awaited before the next
+
     def write_local(self, local: Local) -> None:
-        """Write the local file; running proxies follow it."""
+        """Write the local file; running proxies follow it, each in its own time."""
         path = self.folder / "local.yaml"
         new = path.with_suffix(".new")
         new.write_text(yaml.safe_dump({"policies": [], "services": [], **local(self)}))

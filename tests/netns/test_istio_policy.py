@@ -145,7 +145,7 @@ def test_live_connections_are_judged_again_when_the_workload_changes(tmp_path: P
             joined = await stack.enter_async_context(held(mesh, "client", "near"))
             tunnelled = await stack.enter_async_context(held(mesh, "client", "far"))
             # The policy was there all the time; that it is for this workload is new.
-            mesh.write_local(naming(DENY_CLIENT, far=["deny-client"]))
+            await mesh.change_local(naming(DENY_CLIENT, far=["deny-client"]))
             await ends(tunnelled)
             await mesh.node_of("far").failed("connection closed due to policy change", "inbound")
             assert await refused(client, far.ipv4, 8080)
@@ -153,16 +153,16 @@ def test_live_connections_are_judged_again_when_the_workload_changes(tmp_path: P
 
             # A policy that is named and has not arrived lets nobody in, but is given time to arrive: new
             # connections wait for it, live ones go on.
-            mesh.write_local(naming(near=["allow-client"], far=["allow-client"]))
+            await mesh.change_local(naming(near=["allow-client"], far=["allow-client"]))
             waiting = await stack.enter_async_context(asyncio.TaskGroup())
             asked = waiting.create_task(ask(client, far.ipv4, 8080))
             await lives(joined)
-            mesh.write_local(naming(ALLOW_CLIENT, near=["allow-client"], far=["allow-client"]))
+            await mesh.change_local(naming(ALLOW_CLIENT, near=["allow-client"], far=["allow-client"]))
             assert (await asked).endswith(HELLO)
             await lives(joined)
 
             # When it does not arrive, live ones are closed as well.
-            mesh.write_local(naming(ALLOW_CLIENT, near=["never"], far=["never"]))
+            await mesh.change_local(naming(ALLOW_CLIENT, near=["never"], far=["never"]))
             asked_in_vain = waiting.create_task(refused(client, far.ipv4, 8080))
             await lives(joined)
             await ends(joined)

@@ -206,7 +206,7 @@ def test_an_endpoint_that_goes_while_it_is_dialled(tmp_path: Path) -> None:
                 asking = group.create_task(refused(client, VIPS["garbled"], 80))
                 await dialled.wait()
                 stays.set()
-                mesh.write_local(local)
+                await mesh.change_local(local)
                 await eventually(lambda: _has_no_endpoint(proxy.dump()), "the endpoint gone")
                 go.set()
                 assert await asking
