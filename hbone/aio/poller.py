@@ -363,7 +363,7 @@ class Poller:
                 elif now_s >= until_s:
                     break
         if spin is not None and ready:
-            spin.worked(len(ready), self.read_bytes)
+            spin.worked(self.now_s, self.read_bytes)
             self.read_bytes = 0
         # A full batch may have left events in epoll. The loop watches our epoll level-triggered and would come
         # back by itself, but only after its own poll, which is a wake-up more.
@@ -393,9 +393,10 @@ class Poller:
                 ready = [(fd, _ANYTHING) for fd in self._handlers]
                 self._edges_lost = False
                 return ready
-            ready = self._epoll.poll(0, _BATCH)
-            if spin is not None and spin.on and not ready:
+            if spin is not None and spin.on:
                 ready = spin.poll(self._epoll, _BATCH)
+            else:
+                ready = self._epoll.poll(0, _BATCH)
         except Exception as error:  # noqa: BLE001
             # Without memory for the list the events are gone, and with them their edges. All sockets get an event
             # in the next turn, which most of them will find to be one too many.

@@ -1,4 +1,17 @@
-"""Adaptive spin: whether the poller polls again instead of sleeping."""
+"""Adaptive spin: whether the poller polls again instead of sleeping.
+
+To sleep costs a wake-up: the scheduler's work, cold caches, a pass through the event loop, and the time that all of
+it takes. To spin costs the processor for as long as the wait lasts. Which of them is cheaper depends on the machine,
+on the distance of peers and on the load: where a client waits for each answer before it asks again, a proxy that is
+awake makes it ask twice as often; where requests come at their own rate, the same spin gains nothing.
+
+So it is measured. A proxy keeps the habit, to sleep or to spin, that it has, and now and then tries the other one for
+some turns. It takes the habit with the smaller product of processor time per byte and elapsed time per byte, the
+energy-delay product of circuit design. A habit is tried ever more rarely while it does not win and the load stays the same.
+
+In a chain of proxies on one machine each wait is short only while the others are awake. Trials therefore begin at the
+same moments in all processes of a machine: at the periods of the monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +21,20 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-_CROWD: Final = 3.0  # sockets ready per turn, on average; with more, a wake-up serves many
-_BULK_BYTES: Final = 8 * 1024  # read per turn, on average: enough work to make up for a wake-up
 _POLLS: Final = 8  # in a row, before the loop's other callbacks run: some 5 microseconds
 _LATE_S: Final = 500e-6  # between two polls in a row: another process had the processor for long
 _HOLD_S: Final = 0.005  # at first; doubled each time up to
 _LONGEST_HOLD_S: Final = 3.2
-_MOST_SKIPPED: Final = 256
-_WASTE: Final = 0.03  # of a processor, at most, for spins that end without work
-_SAVED_S: Final = 0.01  # of such time that may be saved up while idle
+_WINDOW_TURNS: Final = 64
+"""Turns of a measurement; a trial is one measurement."""
+_ENOUGH_TURNS: Final = 32  # of a measurement that the next period has cut short
+_PERIOD_S: Final = 0.128
+_MOST_FAILURES: Final = 6  # trials in vain that double the time to the next: every 8 seconds
+_MOST_CONFIRMED: Final = 3  # the same while it spins: every second
+_SLOWEST_TURN_S: Final = 0.002  # with more than that from turn to turn there is nothing to gain by spinning
+_BETTER: Final = 0.85
+"""What a habit that is tried must cost of what the present one costs."""
+_CHANGED: Final = 1.6  # times as many bytes a second, or as few: another load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,30 +45,28 @@ class SpinSettings:
 
 
 class Spin:
-    """Decides after each turn whether to poll again at once.
+    """Decides after each turn whether to poll again at once; see the module for the rule.
 
     Between polls the processor is offered to other processes (sched_yield), because mostly it is their answer that
-    the poller waits for. There is no spin where it cannot pay:
-
-    - while many sockets are busy, or much is moved: sleeping collects their work into one wake-up;
-    - for a while after the processor came back late: the cores are contended, and the scheduler serves a process
-      that sleeps sooner than one that yields;
-    - ever more rarely while spins end without work, down to one activity in 256, so that a trickle of traffic
-      costs no more than sleeping would.
-
-    Besides, the time of spins in vain is bounded to a share of the processor.
+    the poller waits for. After the processor came back late there is no spin for a while: the cores are contended,
+    and the scheduler serves a process that sleeps sooner than one that yields.
     """
 
     __slots__ = (
-        "_crowd",
+        "_began_s",
+        "_bytes",
+        "_cost",
+        "_cpu_s",
+        "_due_s",
         "_failures",
         "_held_until_s",
         "_hold_s",
         "_limit_s",
-        "_moved",
-        "_saved_at_s",
-        "_saved_s",
-        "_skip",
+        "_rate",
+        "_rate_tried",
+        "_spinning",
+        "_trial",
+        "_turns",
         "_until_s",
         "on",
     )
@@ -60,21 +76,27 @@ class Spin:
         """Poll again instead of sleeping."""
         self._limit_s = settings.limit_s
         self._until_s = 0.0
-        self._crowd = 0.0
-        self._moved = 0.0
-        self._failures = 0
-        self._skip = 0
         self._held_until_s = 0.0
         self._hold_s = _HOLD_S
-        self._saved_s = _SAVED_S
-        self._saved_at_s = time.perf_counter()
+        self._spinning = False
+        self._trial = False
+        self._cost = 0.0  # of the present habit; 0: not known
+        self._rate = 0.0  # bytes a second
+        self._rate_tried = 0.0  # at the last trial
+        self._failures = 0
+        self._due_s = 0.0
+        self._turns = self._bytes = 0
+        self._began_s = time.perf_counter()
+        self._cpu_s = time.thread_time()
 
     def poll(self, epoll: select.epoll, most: int) -> list[tuple[int, int]]:
         """Poll a few times; return up to ``most`` events, as soon as there are any."""
         last_s = time.perf_counter()
         for _ in range(_POLLS):
-            os.sched_yield()
             ready = epoll.poll(0, most)
+            if ready:
+                return ready
+            os.sched_yield()
             now_s = time.perf_counter()
             # Another process had the processor for half a millisecond: where cores are scarce, a yield is a long
             # sleep, and a real sleep would be the shorter one. Hold off, longer each time it happens again.
@@ -82,35 +104,63 @@ class Spin:
                 self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
                 self._held_until_s = now_s + self._hold_s
                 self.on = False
-                return ready
-            if ready:
-                self._failures = 0
-                return ready
+                break
             if now_s > self._until_s:
-                # In vain: skip the next 0, 1, 3, ... 255 occasions, and pay for the time.
-                self._skip = min(_MOST_SKIPPED, 1 << self._failures) - 1
-                self._failures += 1
-                self._saved_s -= self._limit_s
                 self.on = False
                 break
             last_s = now_s
         return []
 
-    def worked(self, ready: int, read_bytes: int) -> None:
-        """Take note of a turn that served ``ready`` sockets; sets :attr:`on` for what follows it."""
-        # Moving averages over some 16 turns: a burst neither starts nor ends the regime by itself.
-        self._crowd += (ready - self._crowd) / 16
-        self._moved += (read_bytes - self._moved) / 16
+    def worked(self, now_s: float, read_bytes: int) -> None:
+        """Take note of a turn that read so much; sets :attr:`on` for the wait that follows.
+
+        Args:
+            now_s: monotonic time, the same in all processes of the machine; milliseconds are exact enough.
+            read_bytes: of the turn.
+        """
+        self._turns += 1
+        self._bytes += read_bytes
+        if self._turns >= _WINDOW_TURNS or now_s >= self._due_s:
+            self._measured(now_s)
         self.on = False
-        if self._skip:
-            self._skip -= 1
-        elif self._crowd < _CROWD and self._moved < _BULK_BYTES:
+        if self._spinning:
             now_s = time.perf_counter()
-            self._saved_s = min(_SAVED_S, self._saved_s + _WASTE * (now_s - self._saved_at_s))
-            self._saved_at_s = now_s
             idle_s = now_s - self._held_until_s
-            if idle_s >= 0.0 and self._saved_s > 0.0:
+            if idle_s >= 0.0:
                 if idle_s > 2 * self._hold_s:
                     self._hold_s = _HOLD_S
                 self._until_s = now_s + self._limit_s
                 self.on = True
+
+    def _measured(self, now_s: float) -> None:
+        """End a measurement, and decide whether the next one spins."""
+        at_s, cpu_s = time.perf_counter(), time.thread_time()
+        elapsed_s, used_s = at_s - self._began_s, cpu_s - self._cpu_s
+        turns, moved = self._turns, self._bytes
+        self._began_s, self._cpu_s = at_s, cpu_s
+        self._turns = self._bytes = 0
+        busy = moved > 0 and elapsed_s < turns * _SLOWEST_TURN_S
+        if self._trial:
+            self._trial = False
+            if busy and used_s * elapsed_s < _BETTER * self._cost * moved * moved:
+                self._failures = 0
+                self._cost = used_s * elapsed_s / (moved * moved)
+            else:
+                self._spinning = not self._spinning
+                self._failures = min(self._failures + 1, _MOST_CONFIRMED if self._spinning else _MOST_FAILURES)
+        elif not busy:
+            self._spinning = False
+            self._cost = self._rate = 0.0
+        elif turns >= _ENOUGH_TURNS:
+            cost, rate = used_s * elapsed_s / (moved * moved), moved / elapsed_s
+            self._cost = cost if not self._cost else (3 * self._cost + cost) / 4
+            self._rate = rate if not self._rate else (3 * self._rate + rate) / 4
+            if not self._rate_tried / _CHANGED < self._rate < self._rate_tried * _CHANGED:
+                self._failures = 0
+        if now_s >= self._due_s:
+            period = int(now_s / _PERIOD_S)
+            self._due_s = (period + 1) * _PERIOD_S
+            if self._cost and not period % (1 << self._failures):
+                self._trial = True
+                self._spinning = not self._spinning
+                self._rate_tried = self._rate
