@@ -38,7 +38,7 @@ _HELP = {
     "shutdown_s": "how long connections may live after SIGTERM (default 5s)",
     "log_flush_s": "how long an access log line may wait (default 10s)",
     "log_level": "trace, debug, info, warning, error, critical or off (default info)",
-    "spin_us": "poll this many microseconds after activity before sleeping (default 500; 0: off)",
+    "spin_us": "poll this many microseconds after activity, where that pays (default 200; 0: off)",
     "restart_epoch": "not 0: start beside the proxy that runs here, to take its place (default 0)",
     "tap_socket": "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
     "ui": "the live page, /ui of the admin server: true, false, or auto: if bound to loopback (default auto)",

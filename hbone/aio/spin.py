@@ -1,16 +1,17 @@
 """Adaptive spin: whether the poller polls again instead of sleeping.
 
-To sleep costs a wake-up: the scheduler's work, cold caches, a pass through the event loop, and the time that all of
-it takes. To spin costs the processor for as long as the wait lasts. Which of them is cheaper depends on the machine,
-on the distance of peers and on the load: where a client waits for each answer before it asks again, a proxy that is
-awake makes it ask twice as often; where requests come at their own rate, the same spin gains nothing.
+To sleep costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. To spin costs the
+processor for as long as the wait lasts. Which of them is cheaper depends on the machine, on the distance of peers
+and on the load. Where a client waits for each answer before it asks again, a proxy that is awake makes it ask
+twice as often. Where requests come at their own rate, the same spin gains nothing.
 
-So it is measured. A proxy keeps the habit, to sleep or to spin, that it has, and now and then tries the other one for
-some turns. It takes the habit with the smaller product of processor time per byte and elapsed time per byte, the
-energy-delay product of circuit design. A habit is tried ever more rarely while it does not win and the load stays the same.
+So it is measured. A proxy has one of two habits, to sleep or to spin, and now and then tries the other one for
+some turns. It takes the habit with the smaller product of processor time per byte and elapsed time per byte (the
+energy-delay product of circuit design). While the other habit does not win and the load stays the same, it is
+tried ever more rarely.
 
-In a chain of proxies on one machine each wait is short only while the others are awake. Trials therefore begin at the
-same moments in all processes of a machine: at the periods of the monotonic clock.
+In a chain of proxies on one machine each wait is short only while the others are awake. Trials therefore begin at
+the same moments in all processes of a machine: at the periods of the monotonic clock.
 """
 
 from __future__ import annotations

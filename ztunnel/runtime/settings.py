@@ -5,7 +5,7 @@ from typing import Final
 
 #: Default of ``ZTUNNEL_SPIN_US``: long enough for the answer of a nearby peer. Polling longer gained
 #: nothing (``bench.compare --only "rr, 1"``).
-SPIN_US: Final = 500
+SPIN_US: Final = 200
 
 #: Unit names of durations and their seconds, as Rust ztunnel's parser accepts them (crate ``duration-str``).
 _UNITS: Final = {

@@ -56,7 +56,7 @@ class Machine:
             self.cpu_s += WAKE_S
 
     def serves(self, rest: Callable[[bool], float], until_s: float) -> float:
-        """Serve events that come so long after each turn, by whether it spins then; the share of turns that spin."""
+        """Serve events that come ``rest(spins)`` seconds after each turn; return the share of turns that spun."""
         spun = turns = 0
         while self.now_s < until_s:
             spins = self.works()
