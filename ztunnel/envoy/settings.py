@@ -200,7 +200,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     else:
         values["policies"] = policies
     try:
-        values["otlp"] = otlp_settings(env, logs=False)
+        values["otlp"] = otlp_settings(env, access=False)
     except SettingsError as error:
         faults += error.faults
     switches: dict[str, Any] = {}

@@ -71,7 +71,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
-        otlp: where metrics and access logs are sent; ``None``: nowhere.
+        otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.istio.metrics.Metrics`.
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
         worker_threads: processes that carry connections; with one, this process does and starts no other.

@@ -1,8 +1,9 @@
 """What one process of a node proxy in an Istio mesh sends to an OpenTelemetry collector.
 
-The main process exports the metrics of all; each process exports its own access lines.
+The main process exports the metrics of all; each process exports its own access lines and spans.
 """
 
+import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from ztunnel import __version__
@@ -10,7 +11,7 @@ from ztunnel.http.exposition import Family
 from ztunnel.istio.config import IstioConfig
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
-from ztunnel.otlp.exporter import LogExport, MetricExport
+from ztunnel.otlp.exporter import AccessExport, MetricExport
 from ztunnel.otlp.settings import OtlpSettings
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
@@ -41,11 +42,12 @@ class Exports:
         self._logs = logs
         self._tasks = Tasks("otlp")
         self._page = page
-        self._lines = LogExport(settings, attributes) if settings.logs else None
+        tells = settings.logs or settings.traces
+        self._access = AccessExport(settings, attributes, random.Random()) if tells else None
         self._metrics = MetricExport(settings, attributes, self._families, clock) if settings.metrics else None
         metrics.dropped_here = self._dropped
-        if self._lines is not None:
-            logs.export = self._lines.write
+        if self._access is not None:
+            logs.export = self._access.write
         if self._metrics is not None:
             self._tasks.keep(self._metrics.run, "metrics export")
 
@@ -53,14 +55,14 @@ class Exports:
         """Send what waits, for a moment, and end; idempotent."""
         self._logs.export = None
         await self._tasks.close()
-        if self._lines is not None:
-            await self._lines.close()
+        if self._access is not None:
+            await self._access.close()
         if self._metrics is not None:
             await self._metrics.close()
 
     def _dropped(self) -> Mapping[str, int]:
-        found = {"logs": self._lines, "metrics": self._metrics}
-        return {signal: export.dropped for signal, export in found.items() if export is not None}
+        found = dict(self._access.dropped) if self._access is not None else {}
+        return found | ({"metrics": self._metrics.dropped} if self._metrics is not None else {})
 
     async def _families(self) -> Iterable[Family]:
         from ztunnel.istio.admin.metrics_page import families  # as the page: see ztunnel.http.exposition

@@ -260,10 +260,17 @@ def _pages_and_logs(config: IstioConfig) -> Iterator[Limit]:
         name="log lines that cannot be written", value=(log_writer.MAX_PENDING,), unit="bytes",
         metric="ztunnel_log_lines_dropped", beyond="dropped and counted",
     )  # fmt: skip
+    otlp = config.otlp or OtlpSettings()
     yield Limit(
         name="access lines that an OpenTelemetry collector has not taken; its requests of metrics",
-        value=((config.otlp or OtlpSettings()).queue, exporter.REQUESTS), unit="lines; requests",
+        value=(otlp.lines.queue, exporter.REQUESTS), unit="lines; requests",
         variable="OTEL_BLRP_MAX_QUEUE_SIZE", metric="ztunnel_otlp_dropped",
+        beyond="the oldest are dropped and counted",
+    )  # fmt: skip
+    yield Limit(
+        name="spans that an OpenTelemetry collector has not taken",
+        value=(otlp.spans.queue,), unit="spans",
+        variable="OTEL_BSP_MAX_QUEUE_SIZE", metric="ztunnel_otlp_dropped",
         beyond="the oldest are dropped and counted",
     )  # fmt: skip
     yield from _policies()

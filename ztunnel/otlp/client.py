@@ -5,7 +5,6 @@ The library takes 9 MiB and 0.1 s to import, so the thread that sends first does
 
 import logging
 import math
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -16,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import ReadableLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExportResult
 from opentelemetry.sdk.metrics.export import (
@@ -32,8 +32,11 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import set_span_in_context as context_of
 from prometheus_client.samples import Sample
 
 from ztunnel import __version__
@@ -41,6 +44,8 @@ from ztunnel.otlp.line import Line
 from ztunnel.otlp.outbox import ExportFailed
 from ztunnel.otlp.samples import Slice
 from ztunnel.otlp.settings import Destination
+from ztunnel.otlp.spans import Kind, Span
+from ztunnel.otlp.trace import Trace
 
 _SCOPE: Final = InstrumentationScope("ztunnel", __version__)
 _CUMULATIVE: Final = AggregationTemporality.CUMULATIVE
@@ -53,8 +58,7 @@ _SEVERITIES: Final = {
     "warn": SeverityNumber.WARN,
     "error": SeverityNumber.ERROR,
 }
-#: W3C trace context, 3.2; later versions may add fields at the end.
-_TRACEPARENT: Final = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_KINDS: Final = {Kind.CLIENT: SpanKind.CLIENT, Kind.SERVER: SpanKind.SERVER}
 
 
 class _Reasons(logging.Handler):
@@ -121,6 +125,23 @@ class LogClient:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
+class SpanClient:
+    """Sends spans; see :class:`LogClient`."""
+
+    def __init__(self, destination: Destination, attributes: Mapping[str, str]) -> None:
+        self._exporter = OTLPSpanExporter(**_arguments(destination))
+        self._resource = Resource(attributes)
+
+    def send(self, spans: Sequence[Span]) -> None:
+        """Send one batch; see :meth:`LogClient.send`."""
+        if self._exporter.export([_span(each, self._resource) for each in spans]) is not SpanExportResult.SUCCESS:
+            raise ExportFailed(_REASONS.last())
+
+    def close(self) -> None:
+        """End, also an attempt that runs."""
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
 class MetricClient:
     """Sends metrics; see :class:`LogClient`.
 
@@ -149,16 +170,15 @@ class MetricClient:
 
 def _record(line: Line, resource: Resource) -> ReadableLogRecord:
     nanoseconds = round(line.time_s * 1e9)
-    fields = {name: str(value) if isinstance(value, str) else value for name, value in line.fields().items()}
     return ReadableLogRecord(
         LogRecord(
             timestamp=nanoseconds,
             observed_timestamp=nanoseconds,
-            context=trace_of(line.trace),
+            context=_context(line),
             severity_text=line.level,
             severity_number=_SEVERITIES[line.level],
             body=line.message,
-            attributes=fields,
+            attributes=_attributes(line),
             event_name="access",
         ),
         resource,
@@ -166,14 +186,38 @@ def _record(line: Line, resource: Resource) -> ReadableLogRecord:
     )
 
 
-def trace_of(traceparent: bytes) -> Context:
-    """Return the trace that a ``traceparent`` names; an empty one if it names none."""
-    found = _TRACEPARENT.fullmatch(traceparent)
-    if found is None:
+def _context(line: Line) -> Context:
+    """Return the span that a line is about: the connection's own, else the one that the ``traceparent`` names."""
+    if line.trace is None:
         return Context()
-    trace_id, span_id, flags = (int(each, 16) for each in found.groups())
-    span = NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags)))
-    return set_span_in_context(span, Context())
+    found = _span_context(line.trace, line.span_id or line.trace.span_id, remote=not line.span_id)
+    return context_of(NonRecordingSpan(found), Context())
+
+
+def _span(span: Span, resource: Resource) -> ReadableSpan:
+    line, trace = span.line, span.trace
+    error = line.fields().get("error")
+    end_ns = round(line.time_s * 1e9)
+    return ReadableSpan(
+        name="CONNECT",
+        context=_span_context(trace, line.span_id, remote=False),
+        parent=_span_context(trace, trace.span_id, remote=True) if span.kind is Kind.SERVER else None,
+        resource=resource,
+        attributes=_attributes(line),
+        kind=_KINDS[span.kind],
+        status=Status() if error is None else Status(StatusCode.ERROR, str(error)),
+        start_time=end_ns - round(span.duration_s * 1e9),
+        end_time=end_ns,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _span_context(trace: Trace, span_id: int, *, remote: bool) -> SpanContext:
+    return SpanContext(trace.trace_id, span_id, is_remote=remote, trace_flags=TraceFlags(trace.flags))
+
+
+def _attributes(line: Line) -> Mapping[str, str | int]:
+    return {name: str(value) if isinstance(value, str) else value for name, value in line.fields().items()}
 
 
 def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:

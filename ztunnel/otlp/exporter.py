@@ -1,17 +1,20 @@
-"""Exports metrics at an interval, and access lines as they come, to the collector that the settings name."""
+"""Exports metrics at an interval, access lines and spans as they come, to the collector that the settings name."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ztunnel.otlp.line import Field, Line, SharedFields
 from ztunnel.otlp.outbox import Outbox
 from ztunnel.otlp.settings import OtlpSettings
+from ztunnel.otlp.spans import Span, span_of
+from ztunnel.otlp.trace import parse_traceparent
 from ztunnel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from ztunnel.http.exposition import Family
-    from ztunnel.otlp.client import LogClient, MetricClient
+    from ztunnel.otlp.client import LogClient, MetricClient, SpanClient
     from ztunnel.otlp.samples import Slice
 
 #: Points of one request at most: below a MiB, where collectors take 4 and more.
@@ -40,9 +43,9 @@ class LogExport:
         self._outbox: Outbox[Line] = Outbox(
             f"access lines for {settings.logs.url}",
             self._send,
-            most=settings.queue,
-            batch=settings.batch,
-            delay_s=settings.delay_s,
+            most=settings.lines.queue,
+            batch=settings.lines.batch,
+            delay_s=settings.lines.delay_s,
         )
 
     @property
@@ -50,11 +53,9 @@ class LogExport:
         """Lines that no collector got, ever."""
         return self._outbox.dropped
 
-    def write(
-        self, time_s: float, level: str, message: str, fields: Iterable[Field | SharedFields], trace: bytes
-    ) -> None:
-        """Queue a line; for the event loop, which never waits. See :class:`ztunnel.otlp.line.Line`."""
-        self._outbox.put(Line(time_s, level, message, fields, trace))
+    def write(self, line: Line) -> None:
+        """Queue a line; for the event loop, which never waits."""
+        self._outbox.put(line)
 
     async def close(self) -> None:
         """Send what waits, for a moment, and end; idempotent."""
@@ -69,6 +70,100 @@ class LogExport:
             assert self._settings.logs is not None
             self._client = LogClient(self._settings.logs, self._attributes)
         self._client.send(lines)
+
+
+class SpanExport:
+    """Exports a span for each connection whose trace is sampled. Its owner closes it.
+
+    Args:
+        settings: with a destination of traces.
+        attributes: what the resource says of this proxy; the settings' replace them.
+    """
+
+    def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._attributes = {**attributes, **dict(settings.attributes)}
+        self._client: SpanClient | None = None  # of the thread
+        assert settings.traces is not None
+        self._outbox: Outbox[Span] = Outbox(
+            f"spans for {settings.traces.url}",
+            self._send,
+            most=settings.spans.queue,
+            batch=settings.spans.batch,
+            delay_s=settings.spans.delay_s,
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Spans that no collector got, ever."""
+        return self._outbox.dropped
+
+    def write(self, span: Span) -> None:
+        """Queue a span; for the event loop, which never waits."""
+        self._outbox.put(span)
+
+    async def close(self) -> None:
+        """Send what waits, for a moment, and end; idempotent."""
+        await asyncio.to_thread(self._outbox.close, _CLOSE_S)
+        if self._client is not None:
+            self._client.close()
+
+    def _send(self, spans: Sequence[Span]) -> None:
+        if self._client is None:
+            from ztunnel.otlp.client import SpanClient  # see there
+
+            assert self._settings.traces is not None
+            self._client = SpanClient(self._settings.traces, self._attributes)
+        self._client.send(spans)
+
+
+class AccessExport:
+    """Exports what access lines tell: the lines, the spans, or both. Its owner closes it.
+
+    Args:
+        settings: with a destination of logs, of traces, or both.
+        attributes: of the resource; see :class:`LogExport`.
+        rng: for the identifiers of spans.
+    """
+
+    def __init__(self, settings: OtlpSettings, attributes: Mapping[str, str], rng: random.Random) -> None:
+        self._lines = LogExport(settings, attributes) if settings.logs else None
+        self._spans = SpanExport(settings, attributes) if settings.traces else None
+        self._rng = rng
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """What no collector got, ever, by signal."""
+        found = {"logs": self._lines, "traces": self._spans}
+        return {signal: export.dropped for signal, export in found.items() if export is not None}
+
+    def write(
+        self, time_s: float, level: str, message: str, fields: Iterable[Field | SharedFields], traceparent: bytes
+    ) -> None:
+        """Queue an access line and its span; for the event loop, which never waits.
+
+        Args:
+            time_s: wall clock.
+            level: ``trace`` to ``error``.
+            message: without fields.
+            fields: not changed any more.
+            traceparent: that came or went with the connection's tunnel; empty: none.
+        """
+        line = Line(time_s, level, message, fields, parse_traceparent(traceparent) if traceparent else None)
+        if self._spans is not None and line.trace is not None and line.trace.sampled:
+            span = span_of(line, line.trace, self._rng)
+            if span is not None:
+                self._spans.write(span)
+                line = span.line
+        if self._lines is not None:
+            self._lines.write(line)
+
+    async def close(self) -> None:
+        """Send what waits, for a moment, and end; idempotent."""
+        async with asyncio.TaskGroup() as closing:
+            for name, export in (("lines", self._lines), ("spans", self._spans)):
+                if export is not None:
+                    closing.create_task(export.close(), name=f"otlp {name} close")
 
 
 class MetricExport:

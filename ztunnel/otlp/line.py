@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
+from ztunnel.otlp.trace import Trace
+
 Field = tuple[str, str | int]
 
 
@@ -20,14 +22,16 @@ class Line(NamedTuple):
     level: ``trace`` to ``error``.
     message: without fields.
     parts: fields; read once, by another thread, and not changed any more.
-    trace: the value of ``traceparent`` that came or went with the connection's tunnel; empty: none.
+    trace: what the ``traceparent`` of the connection's tunnel names; None: there is none.
+    span_id: of the connection's own span; 0: it has none, or the peer made it.
     """
 
     time_s: float
     level: str
     message: str
     parts: Iterable[Field | SharedFields]
-    trace: bytes
+    trace: Trace | None
+    span_id: int = 0
 
     def fields(self) -> Mapping[str, str | int]:
         """Return all fields."""

@@ -1,4 +1,4 @@
-"""Reads OpenTelemetry's variables: where metrics and access logs go, how often, and what they say of this proxy.
+"""Reads OpenTelemetry's variables: where metrics, access logs and spans go, how often, and what they say of us.
 
 Names and meanings are those of OpenTelemetry's specification (SDK environment variables; OTLP exporter). Of the
 protocols there is ``http/protobuf`` only. Nothing is sent unless an endpoint is named, although the specification
@@ -19,8 +19,11 @@ LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
 #: The specification has 2,048 lines, which a node with 3,000 connections a second fills within the delay of one.
 _QUEUE: Final = 8192
 _BATCH: Final = 512
+#: The specification's; spans are rarer than lines.
+_SPAN_QUEUE: Final = 2048
+_SPAN_DELAY_S: Final = 5.0
 _EXPORTER: Final = "OTEL_EXPORTER_OTLP_"
-_PATHS: Final = {"metrics": "v1/metrics", "logs": "v1/logs"}
+_PATHS: Final = {"metrics": "v1/metrics", "logs": "v1/logs", "traces": "v1/traces"}
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 _OF_EXPORTER: Final = (
@@ -39,25 +42,39 @@ VARIABLES: Final = frozenset(
         "OTEL_SDK_DISABLED",
         "OTEL_METRICS_EXPORTER",
         "OTEL_LOGS_EXPORTER",
+        "OTEL_TRACES_EXPORTER",
+        "OTEL_TRACES_SAMPLER",
         "OTEL_METRIC_EXPORT_INTERVAL",
         "OTEL_BLRP_MAX_QUEUE_SIZE",
         "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE",
         "OTEL_BLRP_SCHEDULE_DELAY",
+        "OTEL_BSP_MAX_QUEUE_SIZE",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
+        "OTEL_BSP_SCHEDULE_DELAY",
         "OTEL_RESOURCE_ATTRIBUTES",
         "OTEL_SERVICE_NAME",
-        *(f"{_EXPORTER}{signal}{name}" for signal in ("", "METRICS_", "LOGS_") for name in _OF_EXPORTER),
+        *(
+            f"{_EXPORTER}{signal}{name}"
+            for signal in ("", "METRICS_", "LOGS_", "TRACES_")
+            for name in _OF_EXPORTER
+        ),
     }
 )
 
-#: Of OpenTelemetry as well, for what is not here (traces) or is decided here: no misspelt ones of the above.
+#: Of OpenTelemetry as well, for what is decided here: no misspelt ones of the above.
 OTHERS: Final = frozenset(
     {
-        "OTEL_TRACES_EXPORTER",
         "OTEL_METRIC_EXPORT_TIMEOUT",
         "OTEL_BLRP_EXPORT_TIMEOUT",
-        *(f"{_EXPORTER}TRACES_{name}" for name in _OF_EXPORTER),
+        "OTEL_BSP_EXPORT_TIMEOUT",
+        "OTEL_TRACES_SAMPLER_ARG",
     }
 )
+#: What Envoy's dialect refuses, and why.
+_ENVOYS: Final = {
+    f"{_EXPORTER}LOGS_ENDPOINT": "here the listeners' access loggers say where their logs go",
+    f"{_EXPORTER}TRACES_ENDPOINT": "here no spans are made",
+}
 #: Those whose values may be credentials.
 SECRETS: Final = frozenset(name for name in VARIABLES if name.endswith("_HEADERS"))
 
@@ -87,61 +104,77 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """Attributes:
+    queue: items that wait for the collector at most; of more, the oldest are dropped.
+    batch: items of one request at most.
+    delay_s: how long the first item of a batch waits for others.
+    """
+
+    queue: int
+    batch: int
+    delay_s: float
+
+
+_LINES: Final = Batching(queue=_QUEUE, batch=_BATCH, delay_s=1.0)
+_SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OtlpSettings:
     """Attributes:
-    metrics, logs: where they go; None: nowhere.
+    metrics, logs, traces: where they go; None: nowhere.
     interval_s: time between two exports of all metrics.
-    queue: access lines that wait for the collector at most; of more, the oldest are dropped.
-    batch: access lines of one request at most.
-    delay_s: how long the first line of a batch waits for others.
+    lines, spans: how access lines and spans wait.
     attributes: of the resource, as the operator names them: they replace the proxy's own.
     """
 
     metrics: Destination | None = None
     logs: Destination | None = None
+    traces: Destination | None = None
     interval_s: float = 60.0
-    queue: int = _QUEUE
-    batch: int = _BATCH
-    delay_s: float = 1.0
+    lines: Batching = _LINES
+    spans: Batching = _SPANS
     attributes: tuple[tuple[str, str], ...] = ()
 
 
-def otlp_settings(env: Mapping[str, str], *, logs: bool = True) -> OtlpSettings | None:
+def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSettings | None:
     """Return what the variables describe; None: nothing is to be sent.
 
     Args:
         env: the environment of the process.
-        logs: access lines can be sent. If not, the endpoint for all telemetry is that of metrics only, and one for
-            logs is refused.
+        access: access lines and spans can be sent. If not, the endpoint for all telemetry is that of metrics only,
+            and one for logs or traces is refused.
 
     Raises:
         SettingsError: all unusable values together. Values that may be credentials are not in it.
     """
     seen = _Variables(env)
     metrics = _destination(seen, "metrics")
-    lines = _destination(seen, "logs") if logs else None
-    if not logs and env.get(f"{_EXPORTER}LOGS_ENDPOINT", "").strip():
-        seen.refuse(f"{_EXPORTER}LOGS_ENDPOINT: here the listeners' access loggers say where their logs go")
+    logs = _destination(seen, "logs") if access else None
+    traces = _destination(seen, "traces") if access else None
+    if not access:
+        for variable, reason in _ENVOYS.items():
+            if env.get(variable, "").strip():
+                seen.refuse(f"{variable}: {reason}")
+    sampler = seen.read("OTEL_TRACES_SAMPLER", _one_of("parentbased_always_off", "always_off"), "")
     settings = OtlpSettings(
         metrics=metrics,
-        logs=lines,
+        logs=logs,
+        traces=traces if sampler != "always_off" else None,
         interval_s=seen.read("OTEL_METRIC_EXPORT_INTERVAL", _milliseconds, 60.0),
-        queue=seen.read("OTEL_BLRP_MAX_QUEUE_SIZE", _count, _QUEUE),
-        batch=seen.read("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", _count, _BATCH),
-        delay_s=seen.read("OTEL_BLRP_SCHEDULE_DELAY", _milliseconds, 1.0),
+        lines=_batching(seen, "OTEL_BLRP", _LINES),
+        spans=_batching(seen, "OTEL_BSP", _SPANS),
         attributes=_attributes(seen),
     )
-    if settings.batch > settings.queue:
-        seen.refuse(
-            f"OTEL_BLRP_MAX_EXPORT_BATCH_SIZE={settings.batch}: more than the queue holds, {settings.queue}"
-        )
+    sends = bool(settings.metrics or settings.logs or settings.traces)
     if seen.read("OTEL_SDK_DISABLED", boolean, False):
-        metrics = lines = None
-    elif (metrics or lines) and not _installed():
+        sends = False
+    elif sends and not _installed():
         seen.refuse(f"{seen.endpoint}: OpenTelemetry's exporter is not installed: pip install 'ztunnel-py[otlp]'")
     if seen.faults:
         raise SettingsError(seen.faults)
-    return settings if metrics or lines else None
+    return settings if sends else None
 
 
 class _Variables:
@@ -167,12 +200,12 @@ class _Variables:
             return default
 
     def refuse(self, fault: str) -> None:
-        """Note a fault, once: a variable may be read for both signals."""
+        """Note a fault, once: a variable may be read for each signal."""
         if fault not in self.faults:
             self.faults.append(fault)
 
     def of(self, signal: str, name: str) -> str:
-        """Return the name of the signal's own variable if it is set, else of the one for both."""
+        """Return the name of the signal's own variable if it is set, else of the one for all."""
         own = f"{_EXPORTER}{signal.upper()}_{name}"
         return own if self._env.get(own, "").strip() else _EXPORTER + name
 
@@ -205,6 +238,17 @@ def _destination(seen: _Variables, signal: str) -> Destination | None:
         client_key=key,
         compression=compression,
     )
+
+
+def _batching(seen: _Variables, prefix: str, default: Batching) -> Batching:
+    found = Batching(
+        queue=seen.read(f"{prefix}_MAX_QUEUE_SIZE", _count, default.queue),
+        batch=seen.read(f"{prefix}_MAX_EXPORT_BATCH_SIZE", _count, default.batch),
+        delay_s=seen.read(f"{prefix}_SCHEDULE_DELAY", _milliseconds, default.delay_s),
+    )
+    if found.batch > found.queue:
+        seen.refuse(f"{prefix}_MAX_EXPORT_BATCH_SIZE={found.batch}: more than the queue holds, {found.queue}")
+    return found
 
 
 def _attributes(seen: _Variables) -> tuple[tuple[str, str], ...]:

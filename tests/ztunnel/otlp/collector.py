@@ -11,8 +11,10 @@ from typing import Any
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 WAIT_S = 60.0
 
@@ -33,6 +35,7 @@ class Collector:
         self.headers: list[dict[str, str]] = []
         self.logs: list[ExportLogsServiceRequest] = []
         self.metrics: list[ExportMetricsServiceRequest] = []
+        self.traces: list[ExportTraceServiceRequest] = []
         self.port = 0
         self._came = threading.Condition()
 
@@ -44,6 +47,8 @@ class Collector:
             self.headers.append(headers)
             if self.status == 200 and path.endswith("logs"):
                 self.logs.append(ExportLogsServiceRequest.FromString(data))
+            elif self.status == 200 and path.endswith("traces"):
+                self.traces.append(ExportTraceServiceRequest.FromString(data))
             elif self.status == 200:
                 self.metrics.append(ExportMetricsServiceRequest.FromString(data))
             self._came.notify_all()
@@ -61,6 +66,16 @@ class Collector:
             for resource in request.resource_logs
             for scope in resource.scope_logs
             for record in scope.log_records
+        ]
+
+    def spans(self) -> list[Span]:
+        """Every span."""
+        return [
+            span
+            for request in self.traces
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
         ]
 
     def families(self) -> list[Metric]:

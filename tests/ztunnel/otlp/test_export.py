@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.ztunnel.istio.nodes import WALL_S, StoppedClock
@@ -21,8 +22,10 @@ from ztunnel.http.page import PageRequest
 from ztunnel.istio.admin.metrics_page import families
 from ztunnel.istio.logs import Bare, Recurring
 from ztunnel.istio.metrics import Gauge, Metrics
-from ztunnel.otlp.exporter import LogExport, MetricExport
+from ztunnel.otlp.exporter import AccessExport, LogExport, MetricExport
+from ztunnel.otlp.line import Line
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
+from ztunnel.otlp.trace import parse_traceparent
 
 START_NS = round(WALL_S * 1e9)
 
@@ -177,14 +180,15 @@ TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def write(export: LogExport, count: int, trace: bytes = b"") -> None:
     for number in range(count):
         fields = [("src.addr", Bare("10.0.0.1:5")), Recurring([("dst.workload", "cart")]), ("bytes_sent", number)]
-        export.write(WALL_S, "info", "connection complete", fields, trace)
+        export.write(Line(WALL_S, "info", "connection complete", fields, parse_traceparent(trace)))
 
 
 def test_a_line_is_a_record_with_its_fields_its_time_and_its_trace() -> None:
     async def main(collector: Collector) -> None:
         export = LogExport(settings(collector), {"service.name": "ztunnel"})
         write(export, 1, TRACE)
-        export.write(WALL_S, "error", "connection complete", [("error", "denied")], b"00-nonsense")
+        fields = [("error", "denied")]
+        export.write(Line(WALL_S, "error", "connection complete", fields, parse_traceparent(b"00-nonsense")))
         await export.close()
 
     with collecting() as collector:
@@ -272,6 +276,117 @@ def test_headers_of_the_settings_are_sent() -> None:
         asyncio.run(main(collector))
     assert collector.headers[0]["api-key"] == "s=1"
     assert collector.headers[0]["content-type"] == "application/x-protobuf"
+
+
+SAMPLED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NOT_SAMPLED = SAMPLED[:-1] + b"0"
+INBOUND = Recurring([("dst.workload", "cart"), ("direction", "inbound")])
+ONLY_SPANS = {"OTEL_LOGS_EXPORTER": "none", "OTEL_BSP_SCHEDULE_DELAY": "1"}
+
+
+def accesses(found: OtlpSettings) -> AccessExport:
+    return AccessExport(found, {"service.name": "ztunnel"}, random.Random(1))
+
+
+def complete(export: AccessExport, traceparent: bytes, *fields: Any, message: str = "connection complete") -> None:
+    export.write(WALL_S, "info", message, [("src.addr", Bare("10.0.0.1:5")), *fields], traceparent)
+
+
+def test_a_sampled_tunnel_is_a_span_below_its_senders() -> None:
+    async def main(collector: Collector) -> None:
+        export = accesses(settings(collector))
+        complete(export, SAMPLED, INBOUND, ("duration", "1500ms"))
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    (span,) = collector.spans()
+    assert span.name == "CONNECT"
+    assert span.kind == Span.SPAN_KIND_SERVER
+    assert span.trace_id.hex() == "0af7651916cd43dd8448eb211c80319c"
+    assert span.parent_span_id.hex() == "b7ad6b7169203331"
+    assert len(span.span_id) == 8
+    assert span.span_id not in (bytes(8), span.parent_span_id)
+    assert span.flags == 0x300  # the parent is known to be remote; the library leaves the sampled flag out
+    assert abs(span.end_time_unix_nano - START_NS) < 1000
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 1_500_000_000
+    assert attributes(span) == {
+        "src.addr": "10.0.0.1:5",
+        "dst.workload": "cart",
+        "direction": "inbound",
+        "duration": "1500ms",
+    }
+    assert span.status.code == Status.STATUS_CODE_UNSET
+    assert attributes(collector.traces[0].resource_spans[0].resource) == {"service.name": "ztunnel"}
+    (record,) = collector.records()
+    assert (record.trace_id, record.span_id) == (span.trace_id, span.span_id)
+
+
+def test_the_side_that_sent_the_trace_has_the_span_that_it_names() -> None:
+    async def main(collector: Collector) -> None:
+        export = accesses(settings(collector, **ONLY_SPANS))
+        complete(export, SAMPLED, ("direction", "outbound"), ("duration", "0ms"))
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    (span,) = collector.spans()
+    assert span.kind == Span.SPAN_KIND_CLIENT
+    assert span.span_id.hex() == "b7ad6b7169203331"
+    assert span.parent_span_id == b""
+    assert collector.paths == ["/v1/traces"]
+
+
+def test_a_failure_is_the_spans_status() -> None:
+    async def main(collector: Collector) -> None:
+        export = accesses(settings(collector, **ONLY_SPANS))
+        complete(export, SAMPLED, INBOUND, ("error", "ip mismatch: a != b"), message="connection failed")
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    (span,) = collector.spans()
+    assert (span.status.code, span.status.message) == (Status.STATUS_CODE_ERROR, "ip mismatch: a != b")
+    assert span.start_time_unix_nano == span.end_time_unix_nano
+
+
+@pytest.mark.parametrize("trace", [b"", NOT_SAMPLED, b"00-nonsense", SAMPLED + b"-more"])
+def test_no_sampled_trace_no_span(trace: bytes) -> None:
+    async def main(collector: Collector) -> None:
+        export = accesses(settings(collector))
+        complete(export, trace, INBOUND, ("duration", "1ms"))
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    assert len(collector.records()) == 1
+    assert not collector.traces
+
+
+def test_a_connection_that_opens_has_no_span_yet() -> None:
+    async def main(collector: Collector) -> None:
+        export = accesses(settings(collector))
+        complete(export, SAMPLED, INBOUND, message="connection opened")
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    (record,) = collector.records()
+    assert record.span_id.hex() == "b7ad6b7169203331"
+    assert not collector.traces
+
+
+def test_spans_that_no_collector_takes_are_counted() -> None:
+    async def main(collector: Collector) -> None:
+        collector.status = 400
+        export = accesses(settings(collector, **ONLY_SPANS))
+        for _ in range(3):
+            complete(export, SAMPLED, INBOUND)
+        await until(lambda: export.dropped == {"traces": 3})
+        await export.close()
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
 
 
 async def until(condition: Any) -> None:

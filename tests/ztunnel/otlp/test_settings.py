@@ -8,11 +8,12 @@ import pytest
 
 from ztunnel.envoy.settings import settings_from
 from ztunnel.istio.environment import config_from
-from ztunnel.otlp.settings import VARIABLES, Destination, otlp_settings
+from ztunnel.otlp.settings import VARIABLES, Batching, Destination, otlp_settings
 from ztunnel.runtime.settings import SettingsError
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 LOGS = "OTEL_EXPORTER_OTLP_LOGS_"
+TRACES = "OTEL_EXPORTER_OTLP_TRACES_"
 
 
 def faults(env: dict[str, str]) -> list[str]:
@@ -27,7 +28,11 @@ def faults(env: dict[str, str]) -> list[str]:
         {},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": " "},
         {**ENDPOINT, "OTEL_SDK_DISABLED": "true"},
-        {**ENDPOINT, "OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"},
+        {
+            **ENDPOINT,
+            **dict.fromkeys(("OTEL_METRICS_EXPORTER", "OTEL_LOGS_EXPORTER", "OTEL_TRACES_EXPORTER"), "none"),
+        },
+        {f"{TRACES}ENDPOINT": "http://c", "OTEL_TRACES_SAMPLER": "always_off"},
         {"OTEL_SERVICE_NAME": "x", "OTEL_METRIC_EXPORT_INTERVAL": "1000"},
     ],
 )
@@ -35,12 +40,15 @@ def test_nothing_is_sent_without_an_endpoint_or_where_it_is_switched_off(env: di
     assert otlp_settings(env) is None
 
 
-def test_one_endpoint_is_for_both_with_the_paths_of_the_protocol() -> None:
+def test_one_endpoint_is_for_all_with_the_paths_of_the_protocol() -> None:
     found = otlp_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c:4318/base/"})
     assert found is not None
     assert found.metrics == Destination(url="https://c:4318/base/v1/metrics")
     assert found.logs == Destination(url="https://c:4318/base/v1/logs")
-    assert (found.interval_s, found.queue, found.batch, found.delay_s) == (60.0, 8192, 512, 1.0)
+    assert found.traces == Destination(url="https://c:4318/base/v1/traces")
+    assert found.interval_s == 60.0
+    assert found.lines == Batching(queue=8192, batch=512, delay_s=1.0)
+    assert found.spans == Batching(queue=2048, batch=512, delay_s=5.0)
 
 
 def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_path: Path) -> None:
@@ -59,6 +67,9 @@ def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_
             "OTEL_BLRP_MAX_QUEUE_SIZE": "10",
             "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": "5",
             "OTEL_BLRP_SCHEDULE_DELAY": "50",
+            "OTEL_BSP_MAX_QUEUE_SIZE": "20",
+            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
             "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=prod%20eu,service.name=no",
             "OTEL_SERVICE_NAME": "mesh",
         }
@@ -72,7 +83,9 @@ def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_
         certificate=str(ca),
     )
     assert found.metrics == Destination(url="http://collector:4318/v1/metrics", headers=(("key", "all"),))
-    assert (found.interval_s, found.queue, found.batch, found.delay_s) == (15.0, 10, 5, 0.05)
+    assert found.interval_s == 15.0
+    assert found.lines == Batching(queue=10, batch=5, delay_s=0.05)
+    assert found.spans == Batching(queue=20, batch=4, delay_s=0.1)
     assert dict(found.attributes) == {"deployment.environment": "prod eu", "service.name": "mesh"}
 
 
@@ -89,6 +102,7 @@ def test_a_signals_own_variable_wins_and_its_endpoint_is_taken_as_it_stands(tmp_
         ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/none", "no such file, or it cannot be read"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "0", "must be a whole number above 0"),
         ("OTEL_METRICS_EXPORTER", "prometheus", "must be otlp or none"),
+        ("OTEL_TRACES_SAMPLER", "always_on", "must be parentbased_always_off or always_off"),
         ("OTEL_SDK_DISABLED", "maybe", "must be true or false"),
         ("OTEL_RESOURCE_ATTRIBUTES", "a=b,c", "item 2 is not name=value"),
     ],
@@ -138,10 +152,15 @@ def test_both_front_ends_read_them(tmp_path: Path) -> None:
     assert settings.otlp.logs is None
     with pytest.raises(SettingsError, match="LOGS_ENDPOINT: here the listeners' access loggers say"):
         settings_from(flags, {f"{LOGS}ENDPOINT": "http://c"})
+    with pytest.raises(SettingsError, match="TRACES_ENDPOINT: here no spans are made"):
+        settings_from(flags, {f"{TRACES}ENDPOINT": "http://c"})
     with pytest.raises(SettingsError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: must be http/protobuf"):
         config_from({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, cpus=1, read_file=lambda path: None)
-    traces = {**ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c", "OTEL_TRACES_EXPORTER": "otlp"}
-    assert not config_from(traces, cpus=1, read_file=lambda path: None).warnings
+    others = {**ENDPOINT, f"{TRACES}ENDPOINT": "http://c", "OTEL_BSP_EXPORT_TIMEOUT": "1"}
+    config = config_from(others, cpus=1, read_file=lambda path: None)
+    assert not config.warnings
+    assert config.otlp is not None
+    assert config.otlp.traces == Destination(url="http://c")
     near = config_from({"OTEL_EXPORTER_OTLP_ENDPIONT": "x"}, cpus=1, read_file=lambda path: None).warnings
     assert "did you mean OTEL_EXPORTER_OTLP_ENDPOINT?" in near[0]
 
@@ -157,6 +176,8 @@ def test_nothing_of_the_library_is_imported_for_reading_them() -> None:
 
 def test_the_page_has_every_variable() -> None:
     page = (Path(__file__).parents[3] / "docs/telemetry.md").read_text()
-    of_both = {name for name in VARIABLES if "_OTLP_LOGS_" not in name and "_OTLP_METRICS_" not in name}
-    assert {name for name in of_both if f"`{name}`" not in page} == {"OTEL_EXPORTER_OTLP_CLIENT_KEY"}
+    of_all = {
+        name for name in VARIABLES if not any(f"_OTLP_{each}_" in name for each in ("LOGS", "METRICS", "TRACES"))
+    }
+    assert {name for name in of_all if f"`{name}`" not in page} == {"OTEL_EXPORTER_OTLP_CLIENT_KEY"}
     assert "`_CLIENT_KEY`" in page

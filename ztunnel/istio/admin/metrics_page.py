@@ -176,7 +176,7 @@ def _other_families(metrics: Metrics) -> Iterator[Family]:
     yield family(
         "ztunnel_otlp_dropped",
         "counter",
-        "What no OpenTelemetry collector got: access lines, and requests of metrics (unstable)",
+        "What no OpenTelemetry collector got: access lines, spans, and requests of metrics (unstable)",
         [((signal,), count) for signal, count in metrics.exports_dropped.items()],
         ("signal",),
     )

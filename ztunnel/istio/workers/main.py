@@ -186,9 +186,9 @@ class Workers:
         self._restarts = 0
         self._stop_watching: Callable[[], None] = lambda: None
         self._tasks = Tasks("workers")
-        # Access lines leave each process by themselves, so what the collector asks for goes to all.
+        # Access lines and spans leave each process by themselves, so what the collector asks for goes to all.
         otlp = node.config.otlp
-        own = replace(otlp, metrics=None) if otlp is not None and otlp.logs is not None else None
+        own = replace(otlp, metrics=None) if otlp is not None and (otlp.logs or otlp.traces) else None
         self._config = replace(node.config, auth_token=None, xds_headers=(), ca_headers=(), otlp=own)
 
     @property

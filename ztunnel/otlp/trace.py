@@ -1,0 +1,34 @@
+"""Reads ``traceparent`` (W3C trace context, 3.2). No library is needed, so that a front end can do it."""
+
+import re
+from typing import Final, NamedTuple
+
+#: Versions after 00 may add fields at the end; ff is invalid, as are identifiers of zeros only.
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
+
+
+class Trace(NamedTuple):
+    """Attributes:
+    trace_id: 128 bits.
+    span_id: 64 bits: the span of whoever sent the ``traceparent``.
+    flags: 8 bits.
+    """
+
+    trace_id: int
+    span_id: int
+    flags: int
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the sender may have recorded its span, and asks others to record theirs."""
+        return bool(self.flags & 1)
+
+
+def parse_traceparent(value: bytes) -> Trace | None:
+    """Return what a ``traceparent`` names; None if it is empty or invalid: then there is no trace."""
+    found = _TRACEPARENT.fullmatch(value)
+    if found is None or (found[1] == b"00" and found[5] is not None):
+        return None
+    return Trace(int(found[2], 16), int(found[3], 16), int(found[4], 16))
