@@ -466,6 +466,23 @@ def test_a_command_imports_no_other(line: str, heavy: set[str]) -> None:
     assert not heavy & loaded
 
 
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [
+        # Of Envoy's messages an Istio mesh uses those of discovery, and what they are made of.
+        ("ztunnel.istio.app", ("ztunnel.envoy", "xds.dialects.envoy", "xds.proto.envoy.extensions")),
+        ("ztunnel.istio.workers.worker", ("ztunnel.envoy", "xds.dialects.envoy", "xds.proto")),
+        ("ztunnel.envoy.app", ("ztunnel.istio", "xds.dialects.istio")),
+    ],
+)
+def test_a_proxy_imports_nothing_of_the_other_dialect(module: str, others: tuple[str, ...]) -> None:
+    program = f"import sys, ztunnel.cli, {module}; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = printed.stdout.split()
+    assert module in loaded
+    assert [name for name in loaded if name.startswith(others)] == []
+
+
 def test_there_is_something_to_check() -> None:
     assert len(pure_modules()) > 60
     assert "asyncio" in set(imports(ROOT / "ztunnel/envoy/datapath.py"))

@@ -9,50 +9,19 @@ import os
 import select
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ztunnel.envoy.settings import (
-    POLICY_FLAGS,
-    SWITCH_VARIABLES,
-    VARIABLES,
-    Settings,
-    names_a_source,
-    settings_from,
-)
+from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS, names_a_source
 from ztunnel.runtime.settings import SettingsError
 from ztunnel.runtime.subcommands import subcommands
+
+if TYPE_CHECKING:
+    from ztunnel.envoy.settings import Settings
 
 log = logging.getLogger("ztunnel")
 
 #: Exit status as of other programs in a pipe whose reader has gone: by SIGPIPE, says a shell.
 _READER_IS_GONE = 141
-
-_HELP = {
-    "bootstrap": "an Envoy bootstrap, YAML or JSON",
-    "control_plane": "ADS server, host:port or unix:/path, instead of a bootstrap",
-    "delta": "true: incremental xDS (with --control-plane)",
-    "node": "name of this node (with --control-plane)",
-    "admin": "admin address, ip:port or off (default 127.0.0.1:15000)",
-    "readiness": "readiness address (default 0.0.0.0:15021)",
-    "metrics": "Prometheus address (default 0.0.0.0:15020)",
-    "drain_s": "how long connections of a removed listener or chain may live (default 45s)",
-    "shutdown_s": "how long connections may live after SIGTERM (default 5s)",
-    "log_flush_s": "how long an access log line may wait (default 10s)",
-    "log_level": "trace, debug, info, warning, error, critical or off (default info)",
-    "spin_us": "poll this many microseconds after activity, where that pays (default 200; 0: off)",
-    "restart_epoch": "not 0: start beside the proxy that runs here, to take its place (default 0)",
-    "tap_socket": "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
-    "ui": "the live page, /ui of the admin server: true, false, or auto: if bound to loopback (default auto)",
-    "policy": "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",
-    "policy_sync": "PolicySync server of the node, instead",
-    "unknown_pods": "allow: pods that these policies do not know are left to the others (default deny)",
-    "route_timeouts": "true: Envoy's 15 s route and 300 s idle timeouts (default false)",
-    "node_local_shortcut": "false: tunnels between pods of this node go over the wire too",
-    "early_data": "false: no byte of a connection leaves before its tunnel has been accepted",
-    "check_authority": "false: a tunnel may name any pod (as Envoy)",
-    "judge_ports": "false: ports in policies are compared with the tunnel's port, 15008 (as Envoy)",
-    "strict_tls": "false: obey configurations that do not verify servers",
-    "tunnel_source": "client-pod, or envoy: tunnels of services leave from the proxy's address",
-}
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -92,10 +61,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     proxy.add_argument(
         "--envoy-compat", action="store_const", const="true", help="every switch below as Envoy has it"
     )
-    for table in (VARIABLES, SWITCH_VARIABLES):
-        for name, (variable, _) in table.items():
+    for table in (FLAGS, SWITCH_FLAGS):
+        for name, (variable, explanation) in table.items():
             flag = "--" + name.removesuffix("_s").replace("_", "-")
-            proxy.add_argument(flag, dest=name, metavar="X", help=f"{_HELP[name]} [{variable}]")
+            proxy.add_argument(flag, dest=name, metavar="X", help=f"{explanation} [{variable}]")
     version = commands.add_parser("version", help="print the version")
     version.add_argument("--json", action="store_true", help="print JSON")
     for package in _packages(argv[0] if argv else ""):
@@ -194,11 +163,13 @@ def _proxy(args: argparse.Namespace) -> int:
 
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
-    flags = {name: getattr(args, name) for name in (*VARIABLES, *SWITCH_VARIABLES, "envoy_compat")}
+    flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}
     others = [value for name, value in flags.items() if name not in POLICY_FLAGS]
     if not (names_a_source(flags, os.environ) or any(others)):
-        given = {VARIABLES[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
+        given = {FLAGS[name][0]: value for name in POLICY_FLAGS if (value := flags[name]) is not None}
         return _istio(args, {**os.environ, **given})
+    from ztunnel.envoy.settings import settings_from
+
     try:
         settings = settings_from(flags, os.environ)
     except SettingsError as error:
@@ -254,7 +225,7 @@ def _configure_logging(level: str) -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def run_proxy(settings: Settings, *, validate: bool) -> int:
+def run_proxy(settings: "Settings", *, validate: bool) -> int:
     """Load the bootstrap and serve, or only check it with ``validate``; return the exit status."""
     import uvloop
 

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from xds.model.address import SocketAddress
-from ztunnel.calico.settings import (
-    DIRECTORY,
-    SYNC,
-    UNKNOWN_PODS,
-    PolicySettings,
-    policy_settings,
-    sync_target,
-    unknown_pods,
-)
+from ztunnel.calico.settings import PolicySettings, policy_settings, sync_target, unknown_pods
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
+from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
 from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s, socket_path
-from ztunnel.ui.setting import VARIABLE as UI
 from ztunnel.ui.setting import page_setting
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
@@ -119,38 +111,34 @@ def _level(text: str) -> str:
     return text
 
 
-#: Setting -> (environment variable, reader). Flags are the settings with dashes.
-VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "bootstrap": ("ZTUNNEL_BOOTSTRAP", str),
-    "control_plane": ("ZTUNNEL_CONTROL_PLANE", str),
-    "delta": ("ZTUNNEL_XDS_DELTA", boolean),
-    "node": ("NODE_NAME", str),
-    "admin": ("ZTUNNEL_ADMIN_ADDRESS", _address),
-    "readiness": ("ZTUNNEL_READINESS_ADDRESS", _address),
-    "metrics": ("ZTUNNEL_METRICS_ADDRESS", _address),
-    "drain_s": ("ZTUNNEL_DRAIN_TIME", duration_s),
-    "shutdown_s": ("CONNECTION_TERMINATION_DEADLINE", duration_s),
-    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", duration_s),
-    "log_level": ("ZTUNNEL_LOG_LEVEL", _level),
-    "spin_us": ("ZTUNNEL_SPIN_US", count),
-    "restart_epoch": ("ZTUNNEL_RESTART_EPOCH", count),
-    "tap_socket": ("ZTUNNEL_TAP_SOCKET", socket_path),
-    "ui": (UI, page_setting),
-    "policy": (DIRECTORY, str),
-    "policy_sync": (SYNC, lambda text: text and sync_target(text)),
-    "unknown_pods": (UNKNOWN_PODS, unknown_pods),
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "bootstrap": str,
+    "control_plane": str,
+    "delta": boolean,
+    "node": str,
+    "admin": _address,
+    "readiness": _address,
+    "metrics": _address,
+    "drain_s": duration_s,
+    "shutdown_s": duration_s,
+    "log_flush_s": duration_s,
+    "log_level": _level,
+    "spin_us": count,
+    "restart_epoch": count,
+    "tap_socket": socket_path,
+    "ui": page_setting,
+    "policy": str,
+    "policy_sync": lambda text: text and sync_target(text),
+    "unknown_pods": unknown_pods,
 }
-#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
-POLICY_FLAGS = ("policy", "policy_sync", "unknown_pods")
-
-SWITCH_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "route_timeouts": ("ZTUNNEL_ROUTE_TIMEOUTS", boolean),
-    "node_local_shortcut": ("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean),
-    "early_data": ("ZTUNNEL_EARLY_DATA", boolean),
-    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", boolean),
-    "judge_ports": ("ZTUNNEL_JUDGE_PORTS", boolean),
-    "strict_tls": ("ZTUNNEL_STRICT_TLS", boolean),
-    "tunnel_source": ("ZTUNNEL_TUNNEL_SOURCE", _tunnel_source),
+_SWITCH_READERS: Mapping[str, Callable[[str], Any]] = {
+    "route_timeouts": boolean,
+    "node_local_shortcut": boolean,
+    "early_data": boolean,
+    "check_authority": boolean,
+    "judge_ports": boolean,
+    "strict_tls": boolean,
+    "tunnel_source": _tunnel_source,
 }
 
 COMPAT_VARIABLE = "ZTUNNEL_ENVOY_COMPAT"
@@ -165,11 +153,6 @@ _COMPAT = {
 }
 
 
-def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
-    """Return whether a bootstrap or a control plane of Envoy's dialect is named; else this is an Istio proxy."""
-    return any(flags.get(name) or env.get(VARIABLES[name][0]) for name in ("bootstrap", "control_plane"))
-
-
 def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Settings:
     """Read settings; a flag wins over its variable.
 
@@ -178,21 +161,21 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     """
     faults: list[str] = []
 
-    def read(table: Mapping[str, tuple[str, Callable[[str], Any]]]) -> dict[str, Any]:
+    def read(table: Mapping[str, tuple[str, str]], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
         values = {}
-        for name, (variable, reader) in table.items():
+        for name, (variable, _) in table.items():
             flag = flags.get(name)
             text = flag if flag is not None else env.get(variable)
             if text is None:
                 continue
             shown = f"--{name.removesuffix('_s').replace('_', '-')}" if flag is not None else variable
             try:
-                values[name] = reader(text)
+                values[name] = readers[name](text)
             except ValueError as error:
                 faults.append(f"{shown}={text}: {error}")
         return values
 
-    values = read(VARIABLES)
+    values = read(FLAGS, _READERS)
     try:
         policies = policy_settings(*(values.pop(name, "") for name in POLICY_FLAGS))
     except ValueError as error:
@@ -209,8 +192,8 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         faults.append(f"{COMPAT_VARIABLE}={compat}: must be true or false")
     if compat == "true":
         switches |= _COMPAT
-    switches |= read(SWITCH_VARIABLES)
-    known = {variable for variable, _ in (*VARIABLES.values(), *SWITCH_VARIABLES.values())} | {COMPAT_VARIABLE}
+    switches |= read(SWITCH_FLAGS, _SWITCH_READERS)
+    known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE}
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
         for name in sorted(env)
