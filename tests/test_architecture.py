@@ -483,6 +483,12 @@ def test_a_proxy_imports_nothing_of_the_other_dialect(module: str, others: tuple
     assert [name for name in loaded if name.startswith(others)] == []
 
 
+def test_the_names_of_pods_need_no_library_that_takes_long_to_import() -> None:
+    program = "import sys, ztunnel.istio.app, ztunnel.istio.dns.pod_dns; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert [name for name in printed.stdout.split() if name.split(".")[0] in ("dns", "idna", "zipfile")] == []
+
+
 def test_there_is_something_to_check() -> None:
     assert len(pure_modules()) > 60
     assert "asyncio" in set(imports(ROOT / "ztunnel/envoy/datapath.py"))

@@ -268,3 +268,36 @@ def test_questions_of_our_own() -> None:
     assert first_address(chaos.to_wire()) is None
     with pytest.raises(ValueError, match="no DNS name"):
         address_query("a..b", ipv6=False, number=7)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=12), max_size=6))
+def test_a_name_is_shown_as_dnspython_shows_it(labels: list[bytes]) -> None:
+    name = dns.name.Name([*labels, b""])
+    asked = dns.message.Message(id=7)
+    asked.find_rrset(asked.question, name, dns.rdataclass.IN, dns.rdatatype.A, create=True, force_unique=True)
+    assert read_query(asked.to_wire()).name == name.to_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["Cart.Shop", "cart.shop.", "m\u00fcnchen.example", "a" * 63, ".".join(["a" * 63] * 3 + ["b" * 61])]
+)
+def test_a_name_is_encoded_as_dnspython_encodes_it(name: str) -> None:
+    asked = dns.message.from_wire(address_query(name, ipv6=False, number=7))
+    assert asked.question[0].name == dns.name.from_text(name)
+    assert asked.to_wire() == address_query(name, ipv6=False, number=7)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800"]
+)
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no DNS name"):
+        address_query(name, ipv6=False, number=7)
+
+
+def test_the_first_address_of_an_answer() -> None:
+    asked = query("cart.shop")
+    whole = upstream(asked, "cart.shop. 60 CNAME b.shop.", "b.shop. 60 A 10.0.0.1", "b.shop. 60 A 10.0.0.2")
+    assert first_address(whole) == "10.0.0.1"
+    for cut in range(len(whole)):
+        assert first_address(whole[:cut]) in (None, "10.0.0.1")
