@@ -6,9 +6,12 @@ and on the load. Where a client waits for each answer before it asks again, a pr
 twice as often. Where requests come at their own rate, the same spin gains nothing.
 
 So it is measured. A proxy has one of two habits, to sleep or to spin, and now and then tries the other one for
-some turns. It takes the habit with the smaller product of processor time per byte and elapsed time per byte (the
-energy-delay product of circuit design). While the other habit does not win and the load stays the same, it is
-tried ever more rarely.
+some turns. It takes the habit with the smaller product of processor time per byte and the third power of elapsed
+time per byte, once that has won twice in a row. (Circuit design weighs energy against delay with such products.)
+The power says what a faster answer is worth: 2.3 times the processor time for two thirds of the elapsed time is a
+gain, a tenth less elapsed time may cost 1.15 times. Requests at their own rate take the same time per byte either
+way, so for them the habit with less processor time wins. While the other habit does not win and the load stays the
+same, it is tried ever more rarely.
 
 In a chain of proxies on one machine each wait is short only while the others are awake. Trials therefore begin at
 the same moments in all processes of a machine: at the periods of the monotonic clock.
@@ -35,6 +38,8 @@ _MOST_CONFIRMED: Final = 3  # the same while it spins: every second
 _SLOWEST_TURN_S: Final = 0.002  # with more than that from turn to turn there is nothing to gain by spinning
 _BETTER: Final = 0.85
 """What a habit that is tried must cost of what the present one costs."""
+_WINS: Final = 2
+"""Trials in a row that a habit must win: requests that come at random do not come evenly in one of them."""
 _CHANGED: Final = 1.6  # times as many bytes a second, or as few: another load
 
 
@@ -69,6 +74,7 @@ class Spin:
         "_trial",
         "_turns",
         "_until_s",
+        "_wins",
         "on",
     )
 
@@ -84,6 +90,7 @@ class Spin:
         self._cost = 0.0  # of the present habit; 0: not known
         self._rate = 0.0  # bytes a second
         self._rate_tried = 0.0  # at the last trial
+        self._wins = 0
         self._failures = 0
         self._due_s = 0.0
         self._turns = self._bytes = 0
@@ -141,21 +148,29 @@ class Spin:
         self._began_s, self._cpu_s = at_s, cpu_s
         self._turns = self._bytes = 0
         busy = moved > 0 and elapsed_s < turns * _SLOWEST_TURN_S
+        cost = used_s * elapsed_s**3 / moved**4 if busy else 0.0
         if self._trial:
             self._trial = False
-            if busy and used_s * elapsed_s < _BETTER * self._cost * moved * moved:
-                self._failures = 0
-                self._cost = used_s * elapsed_s / (moved * moved)
+            won = busy and cost < _BETTER * self._cost
+            self._wins = self._wins + 1 if won else 0
+            if self._wins == _WINS:
+                self._wins = 0
+                self._cost = cost
             else:
                 self._spinning = not self._spinning
-                self._failures = min(self._failures + 1, _MOST_CONFIRMED if self._spinning else _MOST_FAILURES)
+            most = _MOST_CONFIRMED if self._spinning else _MOST_FAILURES
+            self._failures = 0 if won else min(self._failures + 1, most)
         elif not busy:
             self._spinning = False
+            self._wins = 0
             self._cost = self._rate = 0.0
         elif turns >= _ENOUGH_TURNS:
-            cost, rate = used_s * elapsed_s / (moved * moved), moved / elapsed_s
-            self._cost = cost if not self._cost else (3 * self._cost + cost) / 4
-            self._rate = rate if not self._rate else (3 * self._rate + rate) / 4
+            rate = moved / elapsed_s
+            if self._rate / _CHANGED < rate < self._rate * _CHANGED:
+                self._cost = (3 * self._cost + cost) / 4
+                self._rate = (3 * self._rate + rate) / 4
+            else:
+                self._cost, self._rate = cost, rate
             if not self._rate_tried / _CHANGED < self._rate < self._rate_tried * _CHANGED:
                 self._failures = 0
         if now_s >= self._due_s:

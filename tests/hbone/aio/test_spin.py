@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -65,13 +66,13 @@ class Machine:
             self.waits(self.now_s + rest(spins))
         return spun / turns
 
-    def paced(self, every_s: float, until_s: float) -> float:
-        """Serve events that come at their own rate; the processor time per event."""
+    def paced(self, rest: Callable[[], float], until_s: float) -> float:
+        """Serve events that come at their own rate, ``rest()`` seconds apart; the processor time per event."""
         cpu_s, events, due_s = self.cpu_s, 0, self.now_s
         while self.now_s < until_s:
             self.works()
             events += 1
-            due_s += every_s
+            due_s += rest()
             self.waits(max(due_s, self.now_s))
         return (self.cpu_s - cpu_s) / events
 
@@ -107,22 +108,46 @@ def test_a_closed_loop_is_spun_after_a_trial(machine: Machine) -> None:
     assert machine.serves(closed_loop, until_s=1010) > 0.98
 
 
+def test_a_client_that_waits_may_cost_twice_the_processor_time_if_it_gains_enough(machine: Machine) -> None:
+    def rest(spins: bool) -> float:  # 2.2 times the processor time per turn, and 0.6 of the elapsed time
+        return 130e-6 if spins else 205e-6
+
+    machine.serves(rest, until_s=1001)
+    assert machine.serves(rest, until_s=1010) > 0.9
+
+
+def test_a_client_that_hardly_gains_may_not(machine: Machine) -> None:
+    def rest(spins: bool) -> float:  # 2.2 times the processor time per turn, and 0.8 of the elapsed time
+        return 130e-6 if spins else 135e-6
+
+    machine.serves(rest, until_s=1001)
+    assert machine.serves(rest, until_s=1010) < 0.1
+
+
 @pytest.mark.parametrize("every_s", [100e-6, 200e-6, 1e-3, 10e-3])
 def test_requests_at_a_fixed_rate_cost_what_they_would_cost_to_sleep(machine: Machine, every_s: float) -> None:
-    machine.paced(every_s, until_s=1002)
+    machine.paced(lambda: every_s, until_s=1002)
     asleep_s = WORK_S + WAKE_S
-    assert machine.paced(every_s, until_s=1030) < 1.05 * asleep_s
+    assert machine.paced(lambda: every_s, until_s=1030) < 1.05 * asleep_s
+
+
+@pytest.mark.parametrize("every_s", [200e-6, 1e-3])
+def test_so_do_requests_that_come_at_random(machine: Machine, every_s: float) -> None:
+    rng = Random(4)
+    machine.paced(lambda: rng.expovariate(1 / every_s), until_s=1002)
+    asleep_s = WORK_S + WAKE_S
+    assert machine.paced(lambda: rng.expovariate(1 / every_s), until_s=1100) < 1.1 * asleep_s
 
 
 def test_it_sleeps_again_when_a_spin_gains_nothing_any_more(machine: Machine) -> None:
     machine.serves(closed_loop, until_s=1002)
     assert machine.spin.on
-    machine.paced(120e-6, until_s=1004)
-    assert machine.paced(120e-6, until_s=1010) < 1.05 * (WORK_S + WAKE_S)
+    machine.paced(lambda: 120e-6, until_s=1004)
+    assert machine.paced(lambda: 120e-6, until_s=1010) < 1.05 * (WORK_S + WAKE_S)
 
 
 def test_another_load_is_tried_soon(machine: Machine) -> None:
-    machine.paced(400e-6, until_s=1020)  # the next trial would be seconds away
+    machine.paced(lambda: 400e-6, until_s=1020)  # the next trial would be seconds away
     machine.serves(closed_loop, until_s=1020.5)
     assert machine.serves(closed_loop, until_s=1022) > 0.98
 
