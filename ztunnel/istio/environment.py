@@ -532,7 +532,13 @@ def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
     for name in sorted(env.keys() - known):
         if name.startswith(_PREFIXES) or _SERVICE_LINK.match(name):
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.88)
+        # A matcher of all names takes 20 ms where Kubernetes gives variables of thirty services.
+        like = [
+            each
+            for each in known
+            if abs(len(each) - len(name)) < 4 and (each[:1] == name[:1] or each[-1:] == name[-1:])
+        ]
+        near = difflib.get_close_matches(name, like, n=1, cutoff=0.88)
         if name.startswith("ZTUNNEL_") or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             warnings.append(f"environment variable {name} is not known{hint}")
