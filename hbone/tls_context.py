@@ -19,7 +19,7 @@ from OpenSSL import SSL, crypto
 from hbone import openssl
 from hbone.errors import TlsReason
 from hbone.settings import Role
-from hbone.tls_identities import Identity, by_server_name, load, load_each
+from hbone.tls_identities import Identity, by_server_name, completed, load, load_each
 
 _ffi: Final[Any] = openssl.ffi
 _lib: Final[Any] = openssl.lib
@@ -36,6 +36,7 @@ class Refusal:
 Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
 """Judges the peer's verified chain, leaf first and root last; what is wrong with its name, or None to accept."""
 
+_MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
@@ -177,9 +178,9 @@ class TlsContext:
         if settings.certificate_chain_pem is None or settings.private_key_pem is None:
             return self._context_of(())
         first = Identity(settings.certificate_chain_pem, settings.private_key_pem)
+        identities = [completed(each, settings.trusted_ca_pem) for each in (first, *settings.further)]
         if not settings.further:
-            return self._context_of((first,))
-        identities = (first, *settings.further)
+            return self._context_of(identities)
         raw = self._context_of(identities)
         raw.set_tlsext_servername_callback(by_server_name(identities, self._context_of))
         return raw
@@ -191,8 +192,8 @@ class TlsContext:
         raw.set_max_proto_version(settings.max_version.value)
         raw.set_options(SSL.OP_NO_TICKET | SSL.OP_NO_COMPRESSION | SSL.OP_NO_RENEGOTIATION)
         raw.set_session_cache_mode(SSL.SESS_CACHE_OFF)
-        # An idle connection would otherwise keep a record buffer per direction.
-        raw.set_mode(SSL.MODE_RELEASE_BUFFERS)
+        # An idle connection would otherwise keep a record buffer per direction. The chain is complete as it is.
+        raw.set_mode(SSL.MODE_RELEASE_BUFFERS | _MODE_NO_AUTO_CHAIN)
         raw.set_tls13_ciphersuites(":".join(settings.suites).encode())
         raw.set_cipher_list(":".join(settings.ciphers_1_2).encode())
         if self.role is Role.SERVER:

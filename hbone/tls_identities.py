@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from OpenSSL import SSL
 
 _MAX_NAMES: Final = 256
@@ -32,6 +33,41 @@ class Identity:
     def leaf(self) -> x509.Certificate:
         """The certificate itself, without its issuers."""
         return x509.load_pem_x509_certificates(self.chain_pem)[0]
+
+
+def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
+    """Return the identity with its issuers among trusted certificates, if it has none of its own.
+
+    A peer that trusts the root alone needs them. OpenSSL would look for them in each handshake, verify the chain
+    that it found, and send the root, too.
+
+    Args:
+        identity: whose chain may be the leaf alone.
+        trusted_pem: roots and intermediates; ``None``: there are none.
+
+    Raises:
+        ValueError: a PEM that cannot be read.
+    """
+    last, *issuers = x509.load_pem_x509_certificates(identity.chain_pem)
+    if issuers or trusted_pem is None:
+        return identity
+    left = [each for each in x509.load_pem_x509_certificates(trusted_pem) if each.issuer != each.subject]
+    chain_pem = identity.chain_pem
+    while issuer := next((each for each in left if _has_issued(each, last)), None):
+        left.remove(issuer)
+        chain_pem += b"\n" + issuer.public_bytes(Encoding.PEM)
+        last = issuer
+    return Identity(chain_pem, identity.private_key_pem)
+
+
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    if issuer.subject != certificate.issuer:
+        return False
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def load(raw: SSL.Context, identity: Identity) -> None:

@@ -16,6 +16,7 @@ from hbone.errors import TlsError, TlsReason
 from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes, uri_sans
 from hbone.tls_context import ClientCertificate, Refusal, TlsContext, TlsSettings, TlsVersion
+from hbone.tls_identities import Identity
 from tests.hbone.certificates import Authority, Leaf
 
 ROOT = Authority()
@@ -231,6 +232,17 @@ def test_intermediates_must_be_sent_unless_trusted() -> None:
     bare = middle.issue("spiffe://a/ns/a/sa/b", intermediates=False)
     assert Outcome(*sessions(settings(bare), settings())).reasons[1] is TlsReason.CHAIN
     assert Outcome(*sessions(settings(bare), settings(trusted=middle.pem))).reasons[1] is None
+
+
+@pytest.mark.parametrize("further", [0, 1], ids=["one certificate", "several"])
+def test_the_root_is_not_sent_and_issuers_that_we_trust_are(further: int) -> None:
+    middle = Authority("middle", ROOT)
+    bare = middle.issue("spiffe://a/ns/a/sa/b", intermediates=False)
+    for leaf, trusted, sent in ((LEAF, ROOT.pem, 1), (bare, middle.pem + ROOT.pem, 2)):
+        server = replace(settings(leaf, trusted), further=(Identity(leaf.chain_pem, leaf.key_pem),) * further)
+        client, other = sessions(settings(), server)
+        assert Outcome(client, other).client is None
+        assert len(client._connection.get_peer_cert_chain() or ()) == sent
 
 
 def test_revocation() -> None:
