@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ztunnel.cli import COMMANDS
+from ztunnel.cli import COMMANDS, _parser
 
 
 def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
@@ -117,6 +120,15 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(command: tuple[str, ...]
         (("control-plane", "/nonexistent"), "/nonexistent: no such file or directory"),
         (("intercept", "apply", "-f", "/nonexistent"), "/nonexistent: no such file or directory"),
         (("intercept", "apply"), "host.addresses: must be a list of IP addresses, and is missing"),
+        (("agent", "--check"), "--check needs --state FILE"),
+        (("agent", "--probe-user", "x"), "argument --probe-user: must be a whole number, not negative: 'x'"),
+        (
+            ("connections", "--watch", "x"),
+            "argument --watch: must be a number of seconds, at most a hundred years",
+        ),
+        (("connections", "--address", "a b"), "a b: not an address, HOST:PORT or a URL"),
+        (("drain", "--port", "70000"), "argument --port: must be a port, 1 to 65535: '70000'"),
+        (("policy", "explain", "--from", "a/b", "--to", "c/d", "--server", "a b"), "a b: no server's address"),
         (("proxy", "--spin-us", "x"), "--spin-us=x: must be a whole number, not negative"),
         (("proxy", "--admin", "1:2:3"), "--admin=1:2:3: must be ip:port, a port, or off"),
         (("proxy", "--tunnel-source", "x"), "--tunnel-source=x: must be one of client-pod, envoy"),
@@ -128,8 +140,84 @@ def test_a_fault_is_told_in_words(command: tuple[str, ...], words: str) -> None:
     done = ztunnel(*command)
     assert done.returncode in (1, 2)
     assert words in done.stderr
-    for python in ("Errno", "None", "Traceback", "invalid literal", "is not a valid"):
-        assert python not in done.stderr
+    assert not _python(done.stderr)
+
+
+_PYTHON = re.compile(
+    r"Traceback|Errno|\bNone|NoneType|invalid (literal|\w+ value)|is not a valid|could not convert|codec|urlopen"
+    r"|Expecting value|has no attribute|[a-z]Error\b|<class|object at 0x"
+)
+
+
+def _python(told: str) -> list[str]:
+    return [line for line in told.splitlines() if _PYTHON.search(line)]
+
+
+def _leaves(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every sub-command that has none itself, and its parser."""
+    inner = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+    if inner is None or not inner.required:
+        yield words, parser
+    for name, each in ({} if inner is None else inner.choices).items():
+        yield from _leaves(each, (*words, name))
+
+
+def _refusal(parser: argparse.ArgumentParser, action: argparse.Action, value: str) -> str:
+    try:
+        parser._get_value(action, value)
+    except argparse.ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bad_value_of_any_option_is_told_in_words() -> None:
+    """Of every option and argument of every command that reads its value."""
+    tried = 0
+    for words, parser in _leaves(_parser(["help"])):
+        for action in parser._actions:
+            if action.type is None or action.type is Path:
+                continue
+            for value in ("", "x", "-1", "nan", "inf", "1e400", "9" * 20, "/dev/null"):
+                tried += 1
+                assert not _python(_refusal(parser, action, value)), (words, value)
+    assert tried > 80
+
+
+_FOLDER = Path(__file__).parents[2] / "examples"
+_READERS = [
+    ("agent", "--check", "--state"),
+    ("control-plane", "--check"),
+    ("inject", "--file", str(_FOLDER / "pods.yaml"), "--config"),
+    ("inject", "--file"),
+    ("intercept", "apply", "-f"),
+    ("intercept", "remove", "-f"),
+    ("netpol", "explain", "a/b", "c/d", "80", "--objects"),
+    ("netpol", "run", "--kubeconfig"),
+    ("policy", "check"),
+    ("proxy", "--validate", "--bootstrap"),
+    ("simulate", "--file"),
+    ("status", "--file"),
+    ("workloads", "--file"),
+]
+#: No file of any kind that a command reads.
+_BYTES = {"binary": b"\x97\xff\x00", "list": b"- 1\n- two\n"}
+
+
+@pytest.mark.parametrize("kind", [*_BYTES, "folder"])
+@pytest.mark.parametrize("command", _READERS, ids=" ".join)
+def test_a_file_that_is_no_such_file_is_told_in_words(command: tuple[str, ...], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "given.yaml"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(_BYTES[kind])
+    done = ztunnel(*command, str(tmp_path if command[:2] == ("netpol", "explain") else path))
+    if (kind, command[0]) == ("folder", "policy"):  # which reads the files in it, of which there are none
+        assert done.returncode == 0
+    else:
+        assert done.returncode in (1, 2)
+        assert done.stderr
+    assert not _python(done.stderr)
 
 
 def test_a_valid_environment_says_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

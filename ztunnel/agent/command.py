@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ztunnel.runtime.arguments import seconds, whole_number
 from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
 
 _DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
 
@@ -38,7 +40,7 @@ def add_arguments(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="how long open connections of a pod that leaves may go on (default 10; with --kube 3600)",
     )
@@ -109,7 +111,7 @@ def add_arguments(subparsers: Any) -> None:
 def _probe_user(text: str) -> int | str:
     if text in ("auto", "none"):
         return text
-    return int(text)
+    return whole_number(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         if args.check:
-            pods = parse_pods(args.state.read_text()) if args.state is not None else ()
+            if args.state is None:
+                raise ValueError("--check needs --state FILE")
+            pods = parse_pods(read_text(args.state))
             print(f"{args.state}: {len(pods)} pods")
             return 0
         asyncio.run(_serve(args))

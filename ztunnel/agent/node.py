@@ -42,6 +42,7 @@ from ztunnel.agent.server import Announced, ZdsServer
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.backoff import Backoff
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -601,7 +602,7 @@ class _File:
         Raises:
             PodFaults, OSError: it is not usable.
         """
-        self._text = self._path.read_text()
+        self._text = read_text(self._path)
         return parse_pods(self._text)
 
     def edited(self) -> tuple[PodDescription, ...] | None:

@@ -28,15 +28,17 @@ def read_record(path: Path) -> dict[PodUid, Enrolled]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except ValueError:
+        raise ValueError(f"{path}: not JSON") from None
     try:
         found = {
             PodUid(uid): Enrolled(entry["netns"], int(entry["inode"])) for uid, entry in document["pods"].items()
         }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a record of pods: {error!r}") from None
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{path}: not a record of pods") from None
     return found
 
 

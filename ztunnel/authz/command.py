@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from ztunnel.calico.settings import sync_target
+from ztunnel.runtime.arguments import seconds
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-stale",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="refuse after so long without PolicySync (default: never)",
     )
@@ -116,7 +118,9 @@ def serve_command(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_serve(args, listen, dial, terminate, metrics, admin))
     except (ServeError, OSError) as error:
-        print(f"ztunnel authz serve: {error}", file=sys.stderr)
+        print(
+            f"ztunnel authz serve: {plain_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr
+        )
         return 1
     return 0
 

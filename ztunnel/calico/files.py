@@ -14,6 +14,7 @@ from ztunnel.calico.resources import Resources
 from ztunnel.calico.store import Store
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.config_reader import Faults
+from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,9 @@ def read_files(paths: Sequence[Path]) -> Resources:
     faults = []
     for file in files_of(paths):
         try:
-            texts[str(file)] = file.read_text()
+            texts[str(file)] = read_text(file)
         except OSError as error:
             faults.append(f"{file}: {error.strerror}")
-        except UnicodeDecodeError:
-            faults.append(f"{file}: not UTF-8")
     found = None
     try:
         found = read_resources(texts)

@@ -10,7 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ztunnel.runtime.arguments import some_seconds
 from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
 
 _WARNING = "for laptops, tests and virtual machines; a cluster uses istiod"
 
@@ -32,7 +34,7 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "--ca-dir", type=Path, metavar="DIR", help="where the root certificate is or is made (default .ztunnel-ca)"
     )
-    parser.add_argument("--certificate-lifetime", type=float, default=86400.0, metavar="SECONDS")
+    parser.add_argument("--certificate-lifetime", type=some_seconds, default=86400.0, metavar="SECONDS")
     parser.add_argument("--access-log", default="/dev/stdout", metavar="PATH", help="for the proxies")
     parser.add_argument("--json-log", action="store_true", help="access log lines as JSON, with identities")
     parser.add_argument(
@@ -43,7 +45,7 @@ def add_arguments(subparsers: Any) -> None:
     )
     parser.add_argument("--token", metavar="NODE", help="print a bearer token for the proxy of a node, and exit")
     parser.add_argument(
-        "--token-lifetime", type=float, default=365 * 86400.0, metavar="SECONDS", help="(default a year)"
+        "--token-lifetime", type=some_seconds, default=365 * 86400.0, metavar="SECONDS", help="(default a year)"
     )
     parser.add_argument(
         "--kube", action="store_true", help="take tokens of service accounts, too: the API server reviews them"
@@ -121,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     ca_directory = args.ca_dir or args.mesh.parent / ".ztunnel-ca"
     try:
         if args.check:
-            mesh = parse_mesh(args.mesh.read_text())
+            mesh = parse_mesh(read_text(args.mesh))
             print(f"{args.mesh}: {len(mesh.nodes)} nodes, {len(mesh.pods)} pods, {len(mesh.services)} services")
             return 0
         if args.token is not None:
@@ -174,7 +176,7 @@ def _print_token(args: argparse.Namespace, ca_directory: Path) -> int:
     from ztunnel.control_plane.tokens import node_token
     from ztunnel.identity import authority as ca
 
-    mesh = parse_mesh(args.mesh.read_text())
+    mesh = parse_mesh(read_text(args.mesh))
     if args.token not in mesh.nodes:
         known = ", ".join(mesh.nodes)
         print(f"ztunnel control-plane: no node {args.token} in {args.mesh}; there are {known}", file=sys.stderr)

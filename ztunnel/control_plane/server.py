@@ -37,6 +37,7 @@ from ztunnel.control_plane.token_review import Api, KubeRegistrar
 from ztunnel.control_plane.workloads import WorkloadConfig
 from ztunnel.identity import authority as ca
 from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
+from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class ControlPlane:
         self._lifetime = lifetime
         self._access_log = access_log
         self._log_json = log_json
-        self._text = path.read_text()
+        self._text = read_text(path)
         self._mesh = parse_mesh(self._text)
         self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
         self._leaves: dict[SpiffeId, _Leaf] = {}
@@ -213,7 +214,7 @@ class ControlPlane:
     def _reload(self) -> bool:
         """Read the file again if it changed; a faulty one leaves the last good mesh current."""
         try:
-            text = self._path.read_text()
+            text = read_text(self._path)
         except OSError as error:
             if self._text:
                 log.error("%s: %s; the last good mesh stays in force", self._path, error.strerror)

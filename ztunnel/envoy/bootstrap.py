@@ -30,6 +30,7 @@ from xds.proto.envoy.extensions.access_loggers.file.v3.file_pb2 import FileAcces
 from xds.proto.envoy.extensions.bootstrap.internal_listener.v3.internal_listener_pb2 import InternalListener
 from xds.proto.json import parse_text
 from xds.proto.well_known import Struct
+from ztunnel.runtime.text_file import read_text
 
 _NOWHERE = "/dev/null"
 
@@ -111,9 +112,9 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
         ConfigError: unreadable, no YAML, or malformed.
     """
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read: {error}") from None
+        text = read_text(Path(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read: {error.strerror}") from None
     parsed = parse_text(text, Bootstrap, faults=faults)
     # As Envoy: every field of a static resource must be known.
     unknown = [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]

@@ -44,6 +44,7 @@ from ztunnel.envoy.secrets.build import build
 from ztunnel.envoy.secrets.verify import check_secret
 from ztunnel.envoy.upstream.cluster import tls_contexts
 from ztunnel.envoy.upstream.grpc import tls_of
+from ztunnel.runtime.text_file import read_text
 
 Model = TypeVar("Model")
 
@@ -161,9 +162,9 @@ class _Check:
         self._files[path] = None
         faults: list[ConfigError] = []
         try:
-            parsed = parse_text(Path(path).read_text(), DiscoveryResponse, faults=faults)
-        except (OSError, UnicodeDecodeError) as error:
-            self.faults.append(f"{path}: cannot read: {error}")
+            parsed = parse_text(read_text(Path(path)), DiscoveryResponse, faults=faults)
+        except OSError as error:
+            self.faults.append(f"{path}: cannot read: {error.strerror}")
             return
         except ConfigError as error:
             self.faults.append(f"{path}: {error}")

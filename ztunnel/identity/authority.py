@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
+from ztunnel.runtime.settings import plain_reason
 
 _ROOT_LIFE = timedelta(days=3650)
 #: Certificates begin this much in the past, because the clocks of two hosts differ.
@@ -62,7 +63,9 @@ class CertificateAuthority:
             _refuse_exposed(key_file)
             key = load_pem_private_key(key_file.read_bytes(), None)
             root = x509.load_pem_x509_certificate(root_file.read_bytes())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise CaError(f"cannot use the root: {plain_reason(error)}") from error
+        except ValueError as error:
             raise CaError(f"cannot use the root in {directory}: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != root.public_key():
             raise CaError(f"{key_file} is not the key of {root_file}")
@@ -168,7 +171,7 @@ def token_secret(directory: Path) -> bytes:
         _refuse_exposed(path)
         secret = path.read_bytes()
     except OSError as error:
-        raise CaError(f"cannot use {path}: {error}") from error
+        raise CaError(f"cannot use the key of tokens: {plain_reason(error)}") from error
     if len(secret) != _SECRET_BYTES:
         raise CaError(f"{path} is not {_SECRET_BYTES} bytes long: remove it to make a new one; tokens end with it")
     return secret

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ztunnel.runtime.arguments import port, port_or_any, seconds
+
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +42,9 @@ def add_arguments(subparsers: Any) -> None:
     text = "answer the API server, which asks about each pod that is created"
     serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
     serve.add_argument("--address", default="", metavar="IP", help="default: every address of both families")
-    serve.add_argument("--port", type=int, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)")
+    serve.add_argument(
+        "--port", type=port_or_any, default=8443, metavar="PORT", help="HTTPS (default 8443; 0: any)"
+    )
     serve.add_argument("--certificate", type=Path, metavar="FILE", help="PEM; changes are taken up")
     serve.add_argument("--key", type=Path, metavar="FILE", help="PEM")
     serve.add_argument(
@@ -82,7 +86,7 @@ def add_arguments(subparsers: Any) -> None:
     gate: argparse.ArgumentParser = subparsers.add_parser("gate", help=text, description=text)
     gate.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="then fail, and be started anew (default 60)",
@@ -92,18 +96,18 @@ def add_arguments(subparsers: Any) -> None:
     text = "have the proxy of this pod send its peers away; the preStop hook of a sidecar"
     drain: argparse.ArgumentParser = subparsers.add_parser("drain", help=text, description=text)
     drain.add_argument(
-        "--port", type=int, default=15020, metavar="PORT", help="metrics of the proxy (default 15020)"
+        "--port", type=port, default=15020, metavar="PORT", help="metrics of the proxy (default 15020)"
     )
     drain.add_argument(
         "--wait",
-        type=float,
+        type=seconds,
         default=0.0,
         metavar="SECONDS",
         help="stay until no connection is left, at most so long (default 0)",
     )
     drain.add_argument(
         "--least",
-        type=float,
+        type=seconds,
         default=5.0,
         metavar="SECONDS",
         help="with --wait, stay at least so long (default 5)",
@@ -247,22 +251,23 @@ def run(args: argparse.Namespace) -> int:
     from ztunnel.inject.config import ConfigFaults, InjectConfig, parse_config
     from ztunnel.inject.manual import BadDocument, inject_text
     from ztunnel.runtime.settings import plain_reason
+    from ztunnel.runtime.text_file import read_text
 
     if args.file is None:
         print("ztunnel inject: needs -f FILE", file=sys.stderr)
         return 2
     notes: list[str] = []
     try:
-        config = InjectConfig() if args.config is None else parse_config(args.config.read_text())
+        config = InjectConfig() if args.config is None else parse_config(read_text(args.config))
         if args.template is not None:
             config = replace(config, templates=(args.template,))
-        source = sys.stdin.read() if args.file == "-" else Path(args.file).read_text()
+        source = sys.stdin.read() if args.file == "-" else read_text(Path(args.file))
         made = inject_text(source, args.namespace, config, notes)
     except ConfigFaults as error:
         for fault in error.faults:
             print(f"ztunnel inject: {args.config}: {fault}", file=sys.stderr)
         return 1
-    except (BadDocument, OSError, UnicodeDecodeError) as error:
+    except (BadDocument, OSError, UnicodeDecodeError) as error:  # of standard input
         reason = plain_reason(error) if isinstance(error, OSError) else f"{args.file}: {error}"
         print(f"ztunnel inject: {reason}", file=sys.stderr)
         return 1

@@ -45,7 +45,8 @@ def drain(
         try:
             left = _asked(port)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            say(f"drain: the proxy of this pod does not answer on port {port}: {error}")
+            reason = getattr(error, "strerror", None) or error
+            say(f"drain: the proxy of this pod does not answer on port {port}: {reason}")
             return 1
         passed_s = monotonic() - began_s
         if passed_s >= wait_s or (not left and passed_s >= least_s):

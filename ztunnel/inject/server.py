@@ -21,7 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ztunnel.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.inject.review import MAX_BODY, answer
 from ztunnel.runtime.clock import Clock, SystemClock
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
+from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ class InjectServer:
     async def __aenter__(self) -> "InjectServer":
         states = self._states()
         if self._config_file is not None:
-            self._config = parse_config(self._config_file.read_text())
+            self._config = parse_config(read_text(self._config_file))
         try:
             self._load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except OSError as error:
@@ -168,8 +170,11 @@ class InjectServer:
     def _reload_config(self) -> bool:
         assert self._config_file is not None
         try:
-            self._config = parse_config(self._config_file.read_text())
-        except (ConfigFaults, OSError, UnicodeDecodeError) as error:
+            self._config = parse_config(read_text(self._config_file))
+        except OSError as error:
+            self._faulty("config", plain_reason(error))
+            return False
+        except ConfigFaults as error:
             self._faulty("config", f"{self._config_file}: {error}")
             return False
         self._good("config")

@@ -17,6 +17,7 @@ from ztunnel.inspect.parts import NoSuchPart, part
 from ztunnel.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
 from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
 from ztunnel.inspect.watch import watch
+from ztunnel.runtime.arguments import some_seconds
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.text_table import aligned
 
@@ -100,9 +101,9 @@ def _table(args: argparse.Namespace) -> int:
 
 def _interval_s(text: str) -> float:
     """Read the argument of ``--watch``."""
-    value = float(text)
-    if not 0 < value < 86400:
-        raise ValueError(text)
+    value = some_seconds(text)
+    if value >= 86400:
+        raise argparse.ArgumentTypeError(f"must be less than a day: {text!r}")
     return value
 
 

@@ -1,6 +1,7 @@
 """Where the answers come from: a proxy's admin server, or a page of it that was kept in a file."""
 
 import argparse
+import http.client
 import json
 import sys
 import urllib.error
@@ -9,6 +10,9 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
 
 ADDRESS: Final = "127.0.0.1:15000"
 #: The longest time that an admin server may take for a page.
@@ -114,8 +118,12 @@ def ask(
     except urllib.error.URLError as error:
         reason = getattr(error.reason, "strerror", None) or str(error.reason)
         raise AskFailed(f"{server}: {reason}; is a proxy's admin server there? --address names another") from None
-    except (OSError, ValueError) as error:
-        raise AskFailed(f"{server}: {error}") from None
+    except (http.client.InvalidURL, ValueError) as error:
+        raise AskFailed(f"{server}: not an address, HOST:PORT or a URL ({error})") from None
+    except http.client.HTTPException:
+        raise AskFailed(f"{server}: {path}: no whole answer of HTTP; is a proxy's admin server there?") from None
+    except OSError as error:
+        raise AskFailed(f"{server}: {plain_reason(error)}") from None
     return page.decode(errors="replace")
 
 
@@ -133,7 +141,7 @@ def read_json(file: str) -> Any:
         AskFailed: it cannot be read, or is no JSON.
     """
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        text = sys.stdin.read() if file == "-" else read_text(Path(file))
     except OSError as error:
         raise AskFailed(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -145,4 +153,5 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise AskFailed(f"{name}: not JSON: {error}") from None
+        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise AskFailed(f"{name}: not JSON{where}") from None

@@ -23,6 +23,7 @@ from tproxy.render.text import operation_text, state_text
 from tproxy.resources import Namespace, NamespaceName, State
 from ztunnel.intercept.description import BadDescription, Description, Flags, namespaces, parse
 from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
@@ -96,7 +97,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
 
 def _read_file(args: argparse.Namespace) -> str | None:
     file: Path | None = args.file
-    return None if file is None else file.read_text()
+    return None if file is None else read_text(file)
 
 
 async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
@@ -140,7 +141,8 @@ async def _watch(
         try:
             parsed = parse(_read_file(args), flags_from(args))
         except (BadDescription, OSError) as error:
-            print(f"ztunnel intercept: description not taken up: {error}", file=err, flush=True)
+            reason = plain_reason(error) if isinstance(error, OSError) else error
+            print(f"ztunnel intercept: description not taken up: {reason}", file=err, flush=True)
         else:
             if parsed != current:
                 print("description changed", file=out, flush=True)

@@ -118,7 +118,8 @@ async def connect(kubeconfig: Path | None = None, *, context: str | None = None)
         raise BadKubeconfig(place, f"{error.filename or 'a file it names'}: {error.strerror or error}") from error
     except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
         # lightkube indexes what it has parsed: a missing entry is a KeyError with the entry's name.
-        raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen ({error})") from error
+        named = f" ({error})" if isinstance(error, KeyError) else ""
+        raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen{named}") from error
     async with http:
         yield Client(http, str(config.cluster.server))
 

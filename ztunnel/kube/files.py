@@ -9,6 +9,7 @@ from typing import Final
 from xds.errors import ConfigError
 from xds.proto.core_yaml import load_all
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,16 @@ class FileObjects:
     def faults(self) -> Mapping[str, str]:
         """Why a file is not followed at this moment, by its path."""
         return self._faults
+
+    def everything(self) -> Changes:
+        """Return what the files hold now, without waiting; for who asks once, and looks at ``faults`` then.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        next(self._folder.iterdir(), None)
+        self._scan()
+        return self._changes()
 
     async def next(self) -> Changes:
         """See :meth:`~ztunnel.kube.objects.ObjectSource.next`."""
@@ -78,13 +89,14 @@ class FileObjects:
             try:
                 self._objects[path] = dict(self._read(path))
                 self._faults.pop(str(path), None)
-            except (OSError, UnicodeDecodeError, ConfigError) as error:
-                self._faults[str(path)] = str(error)
-                log.error("objects not read file=%s error=%s; what it held before stays", path, error)
+            except (OSError, ConfigError) as error:
+                fault = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+                self._faults[str(path)] = fault
+                log.error("objects not read file=%s error=%s; what it held before stays", path, fault)
         return changed or not self._states
 
     def _read(self, path: Path) -> Iterator[tuple[ObjectKey, Object]]:
-        for document in load_all(path.read_text()):
+        for document in load_all(read_text(path)):
             yield from self._objects_of(path, document)
 
     def _objects_of(self, path: Path, document: object) -> Iterator[tuple[ObjectKey, Object]]:

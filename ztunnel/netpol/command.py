@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ztunnel.runtime.arguments import port_or_any
+
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
     from tproxy.operations import NftStep
@@ -91,7 +93,7 @@ def add_arguments(subparsers: Any) -> None:
     _add_objects(ask)
     ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
     ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
-    ask.add_argument("port", type=int, metavar="PORT")
+    ask.add_argument("port", type=port_or_any, metavar="PORT")
     ask.add_argument("protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp or a number")
     follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
     follow_packets.add_argument("source", metavar="IP")
@@ -311,11 +313,12 @@ async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *
     objects, compiler = PolicyObjects(nodes=nodes), Compiler()
     synced = False
     while not synced:
-        changes = await source.next()
+        is_files = isinstance(source, FileObjects)
+        changes = source.everything() if is_files else await source.next()
         compiler.apply(objects.changes(changes.objects))
         synced = changes.synced
-        if not synced and isinstance(source, FileObjects):
-            break  # a file cannot be read, and has been reported
+        if is_files:
+            break  # a file that cannot be read has been reported
     built = builder.build(compiler.compiled, node)
     for key, problem in objects.problems.items():
         print(f"# {key}: {problem}", file=out)
@@ -334,7 +337,11 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     if not args.objects.is_dir():
         raise ValueError(f"{args.objects} is no folder")
     objects, compiler = PolicyObjects(), Compiler()
-    compiler.apply(objects.changes((await FileObjects(args.objects, KINDS).next()).objects))
+    logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # its faults are the answer
+    source = FileObjects(args.objects, KINDS)
+    compiler.apply(objects.changes(source.everything().objects))
+    if source.faults:  # a policy of that file might decide otherwise
+        raise ValueError("; ".join(f"{path}: {fault}" for path, fault in source.faults.items()))
     for key, problem in objects.problems.items():
         print(f"{key}: {problem}", file=out)
     allowed, lines = explained(

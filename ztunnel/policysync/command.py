@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import http.client
 import logging
 import signal
 import sys
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
@@ -170,8 +172,11 @@ def _ask_server(args: argparse.Namespace) -> int:
         reason = error.read().decode(errors="replace").strip()
         print(f"ztunnel policy explain: {args.server}: {error.code} {reason}", file=sys.stderr)
         return 2
-    except (OSError, ValueError) as error:
-        print(f"ztunnel policy explain: {args.server}: {error}", file=sys.stderr)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = (
+            plain_reason(error) if isinstance(error, OSError) else f"no server's address, or no answer ({error})"
+        )
+        print(f"ztunnel policy explain: {args.server}: {reason}", file=sys.stderr)
         return 2
     print("\n".join(told["lines"]))
     return 0 if told["allowed"] else 1

@@ -45,7 +45,10 @@ class SettingsError(Exception):
 
 def plain_reason(error: OSError) -> str:
     """Return what went wrong with a file or socket, for a person: the name and the kernel's words, no number."""
-    words = (error.strerror or str(error)).lower()
+    inner = getattr(error, "reason", None)  # of urllib.error.URLError
+    if isinstance(inner, OSError):
+        return plain_reason(inner)
+    words = (error.strerror or str(error) or "no answer in time").lower()
     return f"{error.filename}: {words}" if error.filename else words
 
 

@@ -17,6 +17,7 @@ from xds.model.workload import Protocol
 from ztunnel.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
 from ztunnel.inspect.tables import NotAMesh, mesh_dump
 from ztunnel.runtime.settings import duration_s, plain_reason
+from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.text_table import aligned
 from ztunnel.simulate.changes import Change, Simulation, allowed, simulate
 from ztunnel.simulate.policies import applied, mesh_of, read_policies
@@ -112,11 +113,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(file: str) -> str:
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
+        return sys.stdin.read() if file == "-" else read_text(Path(file))
     except OSError as error:
         raise _Failed(plain_reason(error)) from None
-    except UnicodeDecodeError:
-        raise _Failed(f"{file}: not text") from None
 
 
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ztunnel.agent.node import _File
 from ztunnel.cli import main
 
 
@@ -26,6 +27,20 @@ def test_faults_are_listed_with_their_places(
         f"{path}: pods.b: needs netns or pid, and not both",
     ]
     assert not (tmp_path / "zds.sock").exists()
+
+
+def test_an_edit_that_is_no_text_leaves_the_last_good_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}}")
+    file = _File(path)
+    assert len(file.read()) == 1
+    path.write_bytes(b"\xff\xfe")
+    assert file.edited() is None
+    assert f"{path}: not UTF-8 text at byte 0; the last good state stays in force" in caplog.text
+    path.write_text("pods: {}")
+    assert file.edited() == ()
 
 
 def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

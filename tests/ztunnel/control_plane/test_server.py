@@ -93,6 +93,10 @@ def test_a_faulty_edit_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
         assert plane.mesh is good
         assert "pods.p.node: no such node: 'mars'" in caplog.text
         assert inbox.updates.empty()
+        path.write_bytes(b"\xff\xfe")
+        async with asyncio.timeout(WAIT_S):
+            while "not UTF-8 text at byte 0; the last good mesh stays in force" not in caplog.text:
+                await asyncio.sleep(0.02)
         path.unlink()
         await asyncio.sleep(0.5)
         assert plane.mesh is good

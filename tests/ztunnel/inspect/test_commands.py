@@ -703,7 +703,7 @@ def test_nobody_there(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "error"), [(None, "No such file"), (b"\xff\xfe", "not text"), (b"{", "not JSON")]
+    ("content", "error"), [(None, "No such file"), (b"\xff\xfe", "not UTF-8 text at byte 0"), (b"{", "not JSON")]
 )
 def test_a_bad_file_is_named(content: bytes | None, error: str, tmp_path: Path, capsys: Said) -> None:
     file = tmp_path / "dump.json"

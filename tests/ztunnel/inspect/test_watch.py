@@ -109,7 +109,11 @@ def test_nobody_reads_any_more() -> None:
 
 @pytest.mark.parametrize(
     ("words", "error"),
-    [(["--watch", "0"], "invalid"), (["--watch", "x"], "invalid"), (["--watch", "-f", "x"], "")],
+    [
+        (["--watch", "0"], "must be more than 0 seconds"),
+        (["--watch", "x"], "must be a number of seconds"),
+        (["--watch", "-f", "x"], ""),
+    ],
 )
 def test_bad_watches(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     run: Callable[[], int] = lambda: main(["connections", *words])  # noqa: E731

@@ -104,3 +104,15 @@ def test_a_source_is_not_synced_before_every_file_has_been_read(tmp_path: Path) 
 
 def test_an_empty_folder_is_synced(tmp_path: Path) -> None:
     assert asyncio.run(soon(FileObjects(tmp_path))).synced
+
+
+def test_who_asks_once_gets_what_can_be_read_and_the_faults(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(pod("one"))
+    (tmp_path / "b.yaml").write_bytes(b"\xff")
+    source = FileObjects(tmp_path)
+    found = source.everything()
+    assert not found.synced
+    assert names(found) == {"one": "x"}
+    assert source.faults == {str(tmp_path / "b.yaml"): "not UTF-8 text at byte 0"}
+    with pytest.raises(FileNotFoundError):
+        FileObjects(tmp_path / "missing").everything()

@@ -225,4 +225,4 @@ def read_local_file(path: str) -> LocalMesh:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot be read: {error}") from None
+        raise ConfigError(f"cannot be read: not UTF-8 text at byte {error.start}") from None

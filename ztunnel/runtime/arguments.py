@@ -1,0 +1,71 @@
+"""Values of command lines, for ``argparse``: what is wrong with one is told in words, not as Python has it."""
+
+import argparse
+import math
+from typing import Final
+
+#: A hundred years: every clock, certificate and timer can still add it to the current time.
+_LONGEST_S: Final = 100 * 365 * 86400.0
+
+
+def seconds(text: str) -> float:
+    """Return a time that is not negative.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    value = _number(text)
+    if not 0 <= value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, at most a hundred years: {text!r}")
+    return value
+
+
+def some_seconds(text: str) -> float:
+    """Return a time that is more than nothing.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds: {text!r}")
+    return value
+
+
+def port(text: str) -> int:
+    """Return a port, 1 to 65535.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    value = whole_number(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a port, 1 to 65535: {text!r}")
+    return value
+
+
+def port_or_any(text: str) -> int:
+    """Return a port, or 0, for which the kernel chooses one.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    return 0 if text == "0" else port(text)
+
+
+def whole_number(text: str) -> int:
+    """Return a number that is not negative.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or has more digits than any number here needs.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise argparse.ArgumentTypeError(f"must be a whole number, not negative: {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
