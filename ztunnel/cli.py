@@ -182,8 +182,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Run the proxy of an Istio mesh, configured by the environment, and return the exit status."""
-    from xds.errors import ConfigError
-    from ztunnel.istio.command import check, described, run
+    from ztunnel.istio.command import check, run, validate
 
     try:
         config = check(env, " ".join(["proxy", *args.arguments]))
@@ -191,16 +190,7 @@ def _istio(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         for fault in error.faults:
             print(f"Error: {fault}", file=sys.stderr)
         return 1
-    if not args.validate:
-        return run(config)
-    for warning in config.warnings:
-        print(f"Warning: {warning}", file=sys.stderr)
-    try:
-        print(f"configuration is valid: {described(config)}", file=sys.stderr)
-    except ConfigError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return validate(config) if args.validate else run(config)
 
 
 def _version(*, as_json: bool) -> int:

@@ -178,6 +178,9 @@ ROWS: dict[str, Row] = {
         False,
         False,
     ),
+    "tls, keys logged where nothing can be": Row(
+        lambda: over_tls({"key_log": {"path": "/dev/null/keys"}}), False, False
+    ),
     "tls, range of logged keys": Row(
         lambda: over_tls(
             {

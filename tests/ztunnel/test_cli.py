@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.hbone.certificates import Authority
 from ztunnel.cli import COMMANDS, _parser
 
 
@@ -227,6 +228,58 @@ def test_a_valid_environment_says_what_was_read(monkeypatch: pytest.MonkeyPatch)
     assert done.returncode == 0
     assert "ZTUNEL_SPIN_US is not known; did you mean ZTUNNEL_SPIN_US?" in done.stderr
     assert "configuration is valid: control plane https://istiod:15012" in done.stderr
+
+
+_GARBAGE = "-----BEGIN CERTIFICATE-----\nYQ==\n-----END CERTIFICATE-----\n"
+
+
+@pytest.mark.parametrize("name", ["XDS_ROOT_CA", "CA_ROOT_CA", "CRL_PATH"])
+@pytest.mark.parametrize("content", [b"nothing", _GARBAGE.encode(), None], ids=["text", "garbage", "folder"])
+def test_a_file_of_tls_that_cannot_be_used_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    path = tmp_path / "file.pem"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    monkeypatch.setenv(name, str(path))
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 1
+    [fault] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert fault.startswith(f"Error: {name}: ")
+    assert str(path) in fault
+    assert "valid" not in fault
+    assert not _python(done.stderr)
+
+
+def test_a_file_of_tls_that_is_used_is_told_and_one_that_is_not_there_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    good = tmp_path / "root.pem"
+    good.write_bytes(Authority().pem)
+    monkeypatch.setenv("XDS_ROOT_CA", str(good))
+    monkeypatch.setenv("CA_ROOT_CA", str(tmp_path / "later.pem"))
+    monkeypatch.setenv("CRL_PATH", str(tmp_path / "crl.pem"))
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        f"Warning: CA_ROOT_CA: {tmp_path}/later.pem: not there, and not checked",
+        f"Warning: CRL_PATH: {tmp_path}/crl.pem: not there, and not checked",
+        "configuration is valid: control plane https://localhost:15012, certificates from "
+        "https://localhost:15012, TLS contexts 1, warnings 2",
+    ]
+
+
+def test_every_fault_of_the_files_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("XDS_ROOT_CA", "CA_ROOT_CA", "CRL_PATH", "LOCAL_XDS_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    done = ztunnel("proxy", "--validate")
+    assert done.returncode == 1
+    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == [
+        *("XDS_ROOT_CA", "CA_ROOT_CA", "CRL_PATH"),
+        str(tmp_path),
+    ]
 
 
 def test_a_local_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,18 +20,36 @@ def check(env: Mapping[str, str], arguments: str) -> IstioConfig:
     return config_from(env, cpus=cpus_available(), arguments=arguments)
 
 
-def described(config: IstioConfig) -> str:
-    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed.
+def validate(config: IstioConfig) -> int:
+    """Say what is wrong with a configuration and the files that it names, or what was checked; the exit status."""
+    from xds.errors import ConfigError
+    from ztunnel.istio.files import Findings
 
-    Raises:
-        ConfigError: the local file cannot be used.
-    """
+    files = Findings(config)
+    warnings, faults, local = [*config.warnings, *files.warnings], list(files.faults), ""
+    try:
+        local = _local_file(config)
+    except ConfigError as error:
+        faults.append(str(error))
+    for warning in warnings:
+        print(f"Warning: {warning}", file=sys.stderr)
+    for fault in faults:
+        print(f"Error: {fault}", file=sys.stderr)
+    if not faults:
+        said = described(config, local, files.contexts, len(warnings))
+        print(f"configuration is valid: {said}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> str:
+    """Return what a valid environment says, for a person: the peers by whose absence a start would be noticed."""
     parts = {
         "control plane": config.xds_address,
         "certificates from": config.ca_address,
-        "local file": _local_file(config),
+        "local file": local,
         "Calico's policies from": (config.policies.directory or config.policies.sync) if config.policies else "",
-        "warnings": str(len(config.warnings)) if config.warnings else "",
+        "TLS contexts": str(contexts) if contexts else "",
+        "warnings": str(warnings) if warnings else "",
     }
     return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
 

@@ -30,8 +30,12 @@ def test_cpus_are_what_affinity_and_control_group_leave(
     assert command.cpus_available(limit) == cpus
 
 
+def _described(env: dict[str, str]) -> str:
+    return command.described(command.check(env, ""), "", 0, 0)
+
+
 def test_the_source_of_calicos_policies_is_described() -> None:
     env = {"XDS_ADDRESS": "", "FAKE_CA": "true"}
-    assert "policies" not in command.described(command.check(env, ""))
-    described = command.described(command.check({**env, "POLICY_SYNC": "/run/node.sock"}, ""))
+    assert "policies" not in _described(env)
+    described = _described({**env, "POLICY_SYNC": "/run/node.sock"})
     assert described == "Calico's policies from unix:/run/node.sock"

@@ -1,4 +1,6 @@
-"""Build OpenSSL's context from one of the configuration and its secrets, or name the field that is wrong. Pure.
+"""Build OpenSSL's context from one of the configuration and its secrets, or name the field that is wrong.
+
+Pure, but for the file of logged keys.
 
 A context is built before the version of the listener, cluster or secret that it belongs to is accepted: the ACK
 says that handshakes work, and ``--validate`` says no less. Paths of errors begin at the TLS context's message
@@ -8,6 +10,7 @@ A secret that has not arrived leaves its half unchecked; whatever delivers it bu
 accepts the secret.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +26,8 @@ from xds.model.secret import Certificate, Secret, Validation
 from xds.model.tls import SecretRef, TlsVersion
 from xds.model.tls import TlsContext as ContextModel
 from ztunnel.envoy.secrets.verify import check_secret, peer_verifier, unlocked
+
+log = logging.getLogger(__name__)
 
 _COMMON = "common_tls_context"
 _VERSIONS = {TlsVersion.TLS12: HboneVersion.TLS_1_2, TlsVersion.TLS13: HboneVersion.TLS_1_3}
@@ -227,11 +232,25 @@ def _validation_path(model: ContextModel) -> str:
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:
+    """Return what appends a line; the file is made at once, as by Envoy, so that one that cannot be is refused."""
     if not path:
         return None
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}", f"{_COMMON}.key_log.path") from None
+    fails = False
 
     def append(line: bytes) -> None:
-        with Path(path).open("ab") as file:
-            file.write(line + b"\n")
+        nonlocal fails
+        try:
+            with Path(path).open("ab") as file:
+                file.write(line + b"\n")
+        except OSError as error:
+            if not fails:
+                log.error("keys are not logged path=%s error=%s", path, error.strerror)
+            fails = True
+        else:
+            fails = False
 
     return append

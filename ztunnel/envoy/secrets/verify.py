@@ -146,8 +146,8 @@ def _check_certificate(secret: Certificate) -> None:
 def _certificates(pem: bytes, field: str, file: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise _unusable(f"no certificate in PEM: {error}", field, file) from None
+    except ValueError:
+        raise _unusable("no certificate in PEM", field, file) from None
 
 
 def _unusable(reason: str, field: str, file: str) -> ConfigError:

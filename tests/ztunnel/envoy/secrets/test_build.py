@@ -30,7 +30,7 @@ from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import StringMatch
 from xds.model.tls import AdsSource, SecretRef, TlsContext
 from ztunnel.cli import main as command
-from ztunnel.envoy.secrets.build import build
+from ztunnel.envoy.secrets.build import _key_log, build
 
 ROOT, OTHER = Authority(), Authority("other")
 NAME = "spiffe://td/ns/a/sa/b"
@@ -161,6 +161,25 @@ def test_demands_that_cannot_be_met(model: TlsContext, secret: Secret | None, wo
     assert words in str(refused.value)
 
 
+def test_a_key_log_that_fails_later_ends_no_handshake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = _key_log(str(folder / "keys"))
+    assert log is not None
+    log(b"one")
+    assert (folder / "keys").read_bytes() == b"one\n"
+    (folder / "keys").unlink()
+    folder.rmdir()
+    log(b"two")
+    log(b"three")
+    assert [each.getMessage() for each in caplog.records] == [
+        f"keys are not logged path={folder}/keys error=No such file or directory"
+    ]
+    folder.mkdir()
+    log(b"four")
+    assert (folder / "keys").read_bytes() == b"four\n"
+
+
 def test_a_missing_secret_leaves_only_its_half_unchecked() -> None:
     waiting = TlsContext(certificate=REF, validation=SAN, validation_ref=REF)
     assert build(Role.CLIENT, waiting, lambda ref: None) is None
@@ -250,6 +269,11 @@ BAD: dict[str, tuple[Callable[[], Json], str, str]] = {
         lambda: {"tls_params": {"ecdh_curves": ["X25519", "[X25519|P-256]"]}},
         "tls_params.ecdh_curves[1]",
         "unknown key exchange group",
+    ),
+    "key log": (
+        lambda: {"key_log": {"path": "/dev/null/keys"}},
+        "key_log.path",
+        "/dev/null/keys: cannot be written: Not a directory",
     ),
 }
 EACH = pytest.mark.parametrize("case", BAD)
