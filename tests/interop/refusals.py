@@ -56,10 +56,11 @@ def with_cluster(**more: Any) -> Json:
     return static(clusters=[cluster(**more)[1]])
 
 
-def routed(**match: Any) -> Json:
+def routed(action: Json | None = None, **match: Any) -> Json:
     manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
     upgrade = [{"upgrade_type": "CONNECT", "connect_config": {}}]
-    route = {"match": {"connect_matcher": {}, **match}, "route": {"cluster": "app", "upgrade_configs": upgrade}}
+    taken = {"cluster": "app", "upgrade_configs": upgrade, **(action or {})}
+    route = {"match": {"connect_matcher": {}, **match}, "route": taken}
     config = {
         "@type": T + manager,
         "stat_prefix": "h",
@@ -283,6 +284,10 @@ ROWS: dict[str, Row] = {
         lambda: routed(query_parameters=[{"name": "q", "present_match": True}]), True, False, NOT_HERE
     ),
     "route by TLS": Row(lambda: routed(tls_context={"presented": True}), True, False, NOT_HERE),
+    "route tried again": Row(
+        lambda: routed({"retry_policy": {"retry_on": "connect-failure"}}), True, False, NOT_HERE
+    ),
+    "route tried again in no case": Row(lambda: routed({"retry_policy": {"num_retries": 2}}), True, True),
     "route": Row(routed, True, True),
 }
 

@@ -74,6 +74,11 @@ def walk(root: Message, compile_it: Compile) -> Iterator[Outcome]:
             yield Outcome(site, descriptor.full_name, field.name, result, inner)
 
 
+def kinds_in(root: Message) -> set[str]:
+    """Return the types of the messages inside ``root``, its own among them."""
+    return {message.DESCRIPTOR.full_name for _, message in _messages(root, ())}
+
+
 def _is_present(message: Message, field: FieldDescriptor) -> bool:
     kind = field.message_type
     if kind is None or (kind.full_name.startswith("google.protobuf.") and not kind.full_name.endswith(".Any")):

@@ -460,6 +460,14 @@ def test_a_listener_is_refused_by_name_and_place(document: dict[str, Any], words
     assert words in str(refused.value)
 
 
+def _retried(cases: str) -> dict[str, Any]:
+    upgrades = [{"upgrade_type": "CONNECT", "connect_config": {}}]
+    policy = {"retry_on": cases, "num_retries": 2}
+    action = {"cluster": "c", "upgrade_configs": upgrades, "retry_policy": policy}
+    route = {"match": {"connect_matcher": {}}, "route": action}
+    return {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [route]}]}
+
+
 BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"virtual_hosts": [{"domains": ["*"]}]}, "virtual_hosts[0].name: Proto constraint"),
     ({"virtual_hosts": [{"name": "v"}]}, "virtual_hosts[0].domains: Proto constraint"),
@@ -475,7 +483,13 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
         {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [{"match": {}, "route": {"cluster": "c"}}]}]},
         "routes[0].match.path_specifier: Proto constraint",
     ),
+    (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy tries no request again"),
 ]
+
+
+def test_a_retry_policy_that_says_no_case_is_taken() -> None:
+    table = compile_route_table(parse_value(_retried(""), RouteConfiguration).message, SURROUNDINGS)
+    assert table.virtual_hosts[0].routes[0].tunnel
 
 
 @pytest.mark.parametrize(("document", "words"), BAD_ROUTES, ids=[words[:40] for _, words in BAD_ROUTES])

@@ -4,11 +4,14 @@
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import pytest
+from google.protobuf.descriptor import Descriptor
 
-from tests.xds.dialects.field_walk import Outcome, walk
+from tests.xds.dialects.field_walk import Outcome, kinds_in, walk
 from tests.xds.dialects.walked import RESOURCES
+from xds.proto import registry
 
 HCM = "envoy.extensions.filters.network.http_connection_manager.v3"
 TLS = "envoy.extensions.transport_sockets.tls.v3"
@@ -58,6 +61,7 @@ IGNORED = {
     "envoy.config.core.v3.KeepaliveSettings.timeout": _OF_HTTP,
     "envoy.config.core.v3.Metadata.typed_filter_metadata": "nothing that is supported reads it",
     "envoy.config.core.v3.Pipe.mode": "of a socket that is made; endpoints are connected to",
+    "envoy.config.core.v3.RuntimeUInt32.runtime_key": "the runtime's keys are refused",
     "envoy.config.core.v3.RuntimeFeatureFlag.runtime_key": "the runtime's keys are refused",
     "envoy.config.core.v3.SocketAddress.ipv4_compat": "an unspecified IPv6 address takes IPv4 in any case",
     "envoy.config.core.v3.SocketOption.description": _LABEL,
@@ -75,7 +79,6 @@ IGNORED = {
     "envoy.config.listener.v3.ListenerFilterChainMatchPredicate.any_match": "false matches any, too, as in Envoy",
     "envoy.config.route.v3.Decorator.operation": _NO_TRACES,
     "envoy.config.route.v3.Decorator.propagate": _NO_TRACES,
-    "envoy.config.route.v3.RouteAction.retry_policy": "a CONNECT is not tried again once its answer is out",
     "envoy.config.route.v3.RouteMatch.case_sensitive": "of other kinds of matches than a regular expression",
     "envoy.config.route.v3.VirtualHost.include_request_attempt_count": _NO_NEXT_PROXY,
     "google.api.expr.v1alpha1.Expr.id": "numbers the nodes of a tree for a compiler's positions",
@@ -114,7 +117,22 @@ IGNORED = {
 #: Messages that count for nothing wherever they stand.
 IGNORED_MESSAGES = {
     "envoy.config.core.v3.Http1ProtocolOptions": _NO_HTTP1,
+    "envoy.config.route.v3.RetryPolicy": "says how to try again; retry_on, which says when, is refused",
 }
+#: Messages in no resource above whose fields need no walk.
+NOT_WALKED = {
+    "envoy.config.core.v3.BuildVersion": "of the node, which control planes get as it is",
+    "envoy.config.core.v3.ContextParams": "likewise",
+    "envoy.config.core.v3.Extension": "likewise",
+    "envoy.type.v3.SemanticVersion": "likewise",
+    "envoy.config.core.v3.ControlPlane": "of responses, and for a log",
+    "envoy.config.core.v3.RuntimeFractionalPercent": "only in fields that our messages lack, which are refused",
+    "envoy.type.matcher.v3.RegexMatchAndSubstitute": "likewise",
+    "envoy.type.matcher.v3.PathMatcher": "of rules that are refused, after a look at whether they are well-formed",
+    "xds.type.v3.TypedStruct": "stands for the message that it holds",
+}
+#: Packages of what this proxy only sends or answers, and of other dialects.
+_OTHERS = ("envoy.admin.", "envoy.data.", "envoy.service.", "istio.", "google.", "udpa.", "felix.", "dikastes.")
 #: Sites of messages that are read elsewhere.
 IGNORED_SITES = {
     "use_downstream_protocol_config/http2_protocol_options": _OF_HTTP,
@@ -156,8 +174,35 @@ def test_no_reason_is_for_a_field_that_is_always_read(outcomes: list[Outcome]) -
     assert set(IGNORED_SITES) <= {each.site for each in outcomes if each.result == "ignored"}
 
 
-def test_every_message_is_walked(outcomes: list[Outcome]) -> None:
+def _reachable(names: Iterable[str], known: Mapping[str, Descriptor]) -> set[str]:
+    found: set[str] = set()
+    left = [name for name in names if name in known]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            kinds = (field.message_type for field in known[name].fields)
+            left += [kind.full_name for kind in kinds if kind is not None and kind.full_name in known]
+    return found
+
+
+def test_a_message_that_is_not_walked_is_refused_whole(outcomes: list[Outcome]) -> None:
     """A message that this dialect begins to read is to be added to the resources."""
+    walked = set().union(*(kinds_in(message) for message, _ in RESOURCES.values()))
+    results: dict[str, set[str]] = defaultdict(set)
+    for each in outcomes:
+        results[each.inner].add(each.result)
+    known = {each.full_name: each for each in registry.messages() if not each.full_name.startswith(_OTHERS)}
+    refused = _reachable((name for name, seen in results.items() if seen <= {"refused", "ignored"}), known)
+    left = {
+        name
+        for name, each in known.items()
+        if name not in walked | refused and each.fields and not each.GetOptions().map_entry
+    }
+    assert left == set(NOT_WALKED)
+
+
+def test_the_counts_by_message(outcomes: list[Outcome]) -> None:
     counts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for each in outcomes:
         counts[each.message][each.result].add(each.field)

@@ -69,6 +69,18 @@ LOGS = [
         additional_request_headers_to_log=["x"],
     ),
 ]
+COMPARED = {"comparison": {"op": "GE", "value": {"default_value": 500, "runtime_key": "k"}}}
+NO_CHECK: dict[str, Any] = {"not_health_check_filter": {}}
+FAILED = {"response_flag_filter": {"flags": ["UF"]}}
+FILTERED = [
+    {**typed("envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"), "filter": chosen}
+    for chosen in (
+        {"status_code_filter": COMPARED},
+        {"duration_filter": COMPARED},
+        {"and_filter": {"filters": [NO_CHECK, FAILED]}},
+        {"or_filter": {"filters": [NO_CHECK, FAILED]}},
+    )
+]
 CERTIFICATE = {
     "certificate_chain": inline(_LEAF.chain_pem),
     "private_key": inline(_LEAF.key_pem),
@@ -160,7 +172,7 @@ TCP = typed(
     tunneling_config={"hostname": "h:1", "headers_to_add": HEADERS},
     hash_policy=[{"source_ip": {}}],
     backoff_options={"base_interval": "1s", "max_interval": "2s"},
-    access_log=LOGS,
+    access_log=[*LOGS, *FILTERED],
 )
 CONNECT = [{"upgrade_type": "CONNECT", "connect_config": {"allow_post": False}}]
 ROUTES = {
@@ -178,6 +190,7 @@ ROUTES = {
                     "route": {
                         "weighted_clusters": {"clusters": [{"name": "c", "weight": 1}]},
                         "upgrade_configs": CONNECT,
+                        "retry_policy": {"num_retries": 2},
                     },
                     "decorator": {"operation": "o"},
                     "metadata": STRUCT,
@@ -223,6 +236,12 @@ def listed(predicate: dict[str, Any]) -> dict[str, Any]:
 PORT = {"name": "port", "typed_config": {"@type": T + NETWORK + "DestinationPortInput"}}
 SOURCE = {"name": "source", "typed_config": {"@type": T + NETWORK + "SourceIPInput"}}
 SERVER_NAME = {"name": "sni", "typed_config": {"@type": T + NETWORK + "ServerNameInput"}}
+STATE_INPUT = {"name": "state", "typed_config": {"@type": T + NETWORK + "FilterStateInput", "key": "k"}}
+METADATA_INPUT = {
+    "name": "metadata",
+    "typed_config": {"@type": T + NETWORK + "DynamicMetadataInput", "filter": "f", "path": [{"key": "k"}]},
+}
+A = {"exact": "a"}
 SINGLE = {"single_predicate": {"input": PORT, "value_match": {"safe_regex": {"google_re2": {}, "regex": "a"}}}}
 IPS = {
     "name": "ip",
@@ -252,6 +271,8 @@ MATCHER = {
                                 listed(SINGLE),
                                 listed({"or_matcher": {"predicate": [SINGLE, SINGLE]}}),
                                 listed({"not_matcher": SINGLE}),
+                                listed({"single_predicate": {"input": STATE_INPUT, "value_match": A}}),
+                                listed({"single_predicate": {"input": METADATA_INPUT, "value_match": A}}),
                             ]
                         }
                     }

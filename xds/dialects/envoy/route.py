@@ -114,8 +114,11 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         "idle_timeout",
         "cluster_not_found_response_code",
         "upgrade_configs",
-        "retry_policy",  # a CONNECT is never retried once its answer is out
+        "retry_policy",
     )
+    if action.retry_policy.retry_on:
+        # Envoy tries a CONNECT elsewhere when the host could not be reached.
+        raise Unsupported("this proxy tries no request again", "retry_policy.retry_on")
     tunnel = allow_post = False
     for index, upgrade in enumerate(action.upgrade_configs):
         with at("upgrade_configs", index):
