@@ -410,6 +410,32 @@ def test_what_the_model_says_is_obeyed() -> None:
     assert unread == set()
 
 
+_LOGGED = {"info", "warning", "error", "critical"}
+
+
+def _prints_an_error_of_the_system(handler: ast.ExceptHandler) -> Iterator[int]:
+    """Yield the lines of a handler at which an OSError is logged as it is, which shows ``[Errno 2]``."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    if not any(isinstance(kind, ast.Name) and kind.id in ("OSError", "ConnectionError") for kind in kinds):
+        return
+    for call in (node for statement in handler.body for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOGGED
+        if logs and any(isinstance(each, ast.Name) and each.id == handler.name for each in call.args):
+            yield call.lineno
+
+
+def test_the_log_has_words_for_errors_of_the_system() -> None:
+    """See ``plain_reason``; a library takes ``strerror``."""
+    found = [
+        f"{relative(path)}:{line}"
+        for path in modules("hbone", "tproxy", "xds", "ztunnel")
+        for handler in ast.walk(ast.parse(path.read_text()))
+        if isinstance(handler, ast.ExceptHandler)
+        for line in _prints_an_error_of_the_system(handler)
+    ]
+    assert found == []
+
+
 def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     """The data path and everything it calls per connection reads the model, never a message."""
     readers = (

@@ -18,6 +18,11 @@ from hbone.tls_context import TlsContext
 _LEAST_ROOM = 16 * 1024
 
 
+def _broken(error: OSError | LinkClosed) -> ConnectionBroken:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return ConnectionBroken(f"during the TLS handshake: {reason}")
+
+
 class TlsSocket(End):
     """Owns a connected, non-blocking socket; call :meth:`establish` before a relay.
 
@@ -98,7 +103,7 @@ class TlsSocket(End):
             self.facts = tls.facts()
             self._early = bytes(self.link.left_over())
         except OSError as error:  # the peer has sent RST meanwhile
-            self._established.set_exception(ConnectionBroken(f"during the TLS handshake: {error}"))
+            self._established.set_exception(_broken(error))
             self._established.exception()
             return
         except Exception as error:  # noqa: BLE001  the verify hook may raise what it wants
@@ -146,7 +151,7 @@ class TlsSocket(End):
                 tls.receive(self.poller.ciphertext[:size])
                 self._handshake_step()
         except (OSError, LinkClosed) as error:
-            self._established.set_exception(ConnectionBroken(f"during the TLS handshake: {error}"))
+            self._established.set_exception(_broken(error))
             self._established.exception()
 
     # As a source

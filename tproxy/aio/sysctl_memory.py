@@ -47,8 +47,11 @@ class SysctlMemory:
             return {SysctlKey(family, device, leaf): str(value) for family, device, leaf, value in entries}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("memory of sysctls not readable file=%s error=%s", self._path, error)
+        except OSError as error:
+            log.warning("memory of sysctls not readable file=%s error=%s", self._path, error.strerror)
+            return {}
+        except (ValueError, TypeError):
+            log.warning("memory of sysctls not readable file=%s error=it is none", self._path)
             return {}
 
     def save(self, values: Mapping[SysctlKey, str]) -> None:
@@ -76,4 +79,4 @@ class SysctlMemory:
                 with contextlib.suppress(OSError):  # others are in it
                     path.parent.rmdir()
         except OSError as error:
-            log.info("memory of sysctls not written file=%s error=%s", path, error)
+            log.info("memory of sysctls not written file=%s error=%s", path, error.strerror)

@@ -269,7 +269,7 @@ class KeptTable:
                 return
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
-                    log.error("watching nftables failed error=%s", error)
+                    log.error("watching nftables failed error=%s", error.strerror)
                 self._disturb()  # some were dropped, and may have been about our table
                 return
             if self._foreign(data):

@@ -34,6 +34,7 @@ from ztunnel.agent.phase import Phase
 from ztunnel.istio.zds.pods import PodUid
 from ztunnel.kube.kinds import NODE, POD
 from ztunnel.kube.objects import EventSink, ObjectKey
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Auditor:
         try:
             hint = ebpf_hint(await self._in_thread(device_names))
         except (TproxyError, OSError) as error:
-            log.warning("the node's devices are not known error=%s", error)
+            log.warning("the node's devices are not known error=%s", plain_reason(error))
         else:
             if hint:
                 log.warning("kubelet's probes of captured pods are at risk: %s", hint)
@@ -200,7 +201,7 @@ class Auditor:
                 foreign = await self._in_thread(partial(foreign_rules, space))
                 changes = await self._in_thread(partial(wrong_rules, space, status.description))
         except (TproxyError, OSError) as error:
-            log.warning("pod not compared uid=%s error=%s", uid, error)
+            log.warning("pod not compared uid=%s error=%s", uid, plain_reason(error))
             return False, 0, []
         # A pod that does not say that it is in the mesh promises nothing yet.
         settled = pod.annotation == "enabled"
@@ -221,7 +222,7 @@ class Auditor:
                         body = await _get(netns, _ADMIN_PORT, "/config_dump")
                 views.append(await self._in_thread(partial(read_dump, body)))
             except (TproxyError, OSError, ValueError, TimeoutError) as error:
-                log.warning("the proxy's dump cannot be read uid=%s error=%s", uid, error or "no answer in time")
+                log.warning("the proxy's dump cannot be read uid=%s error=%s", uid, plain_reason(error))
         return views
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ import msgspec
 
 from ztunnel.agent.enroller import Added
 from ztunnel.agent.errors import CannotAdd
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class CniServer:
                     writer.write(connection.send(event) or b"")
                 await writer.drain()
         except (OSError, h11.LocalProtocolError) as error:
-            log.info("a plugin went away error=%s", error)
+            log.info("a plugin went away error=%s", plain_reason(error))
         finally:
             writer.close()
 

@@ -35,6 +35,7 @@ from ztunnel.kube.errors import ApiRefused, KubeError
 from ztunnel.kube.kinds import NAMESPACE, POD, Selection
 from ztunnel.kube.objects import Changes, EventSink, Object, ObjectKey, ObjectSource
 from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -376,7 +377,7 @@ class Enroller:
                     self.steps[what.value, "failed"] += 1
                     if what is Step.ENROL:
                         entry.failures += 1
-                    self._say(entry, "MeshEnrollFailed", f"{what.value}: {error}")
+                    self._say(entry, "MeshEnrollFailed", f"{what.value}: {plain_reason(error)}")
                     try:
                         await asyncio.wait_for(entry.wake.wait(), waits.next())
                     except TimeoutError:
@@ -490,7 +491,7 @@ class Enroller:
             try:
                 found = await self._in_thread(partial(pod_namespaces, wanted, self._proc))
             except OSError as error:
-                log.error("the node's processes cannot be read proc=%s error=%s", self._proc, error)
+                log.error("the node's processes cannot be read proc=%s error=%s", self._proc, plain_reason(error))
                 found = {}
             for uid, future in asked.items():
                 del self._looking[uid]

@@ -41,6 +41,7 @@ from ztunnel.agent.record import Enrolled, read_record, write_record
 from ztunnel.agent.server import Announced, ZdsServer
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.text_file import read_text
 
@@ -270,7 +271,7 @@ class NodeAgent:
             await self._in_thread(apply_rules, netns, description)
         except (TproxyError, OSError) as error:
             await self._forget(description.uid, netns)
-            raise EnrolFailed(_named(description), str(error)) from error
+            raise EnrolFailed(_named(description), plain_reason(error)) from error
         pod = self._pods[description.uid] = _Pod(description, netns)
         self._unseen.discard(description.uid)
         log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
@@ -281,7 +282,7 @@ class NodeAgent:
             found = await self._in_thread(addresses, pod.netns)
             await self._in_thread(apply_rules, pod.netns, description)
         except (TproxyError, OSError) as error:
-            raise EnrolFailed(_named(description), str(error)) from error
+            raise EnrolFailed(_named(description), plain_reason(error)) from error
         pod.description = description
         probed = Probed(uid=description.uid, addresses=found)
         if self._probed.get(description.uid) != probed:
@@ -356,7 +357,7 @@ class NodeAgent:
             try:
                 await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
             except (TproxyError, OSError) as error:
-                log.warning("pod's redirects not taken away uid=%s error=%s", uid, error)
+                log.warning("pod's redirects not taken away uid=%s error=%s", uid, plain_reason(error))
             else:
                 await self._ended(pod)
         if pod.recalled:
@@ -394,7 +395,7 @@ class NodeAgent:
             try:
                 await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
             except (TproxyError, OSError) as error:
-                log.error("kubelet's probes will be captured error=%s", error)
+                log.error("kubelet's probes will be captured error=%s", plain_reason(error))
 
     async def _ended(self, pod: _Pod) -> None:
         """Wait until no connection through the proxy is left in the pod, it must go, or it is wanted again."""
@@ -437,7 +438,7 @@ class NodeAgent:
             try:
                 await self._in_thread(remove_rules, netns)
             except (TproxyError, OSError) as error:
-                log.error("pod's rules not taken away uid=%s error=%s", uid, error)
+                log.error("pod's rules not taken away uid=%s error=%s", uid, plain_reason(error))
         if self._probed.pop(uid, None) is not None:
             await self._let_probe()
         self._recorded.pop(uid, None)
@@ -448,7 +449,7 @@ class NodeAgent:
             try:
                 write_record(self._record, self._recorded)
             except OSError as error:
-                log.error("record of enrolled pods not written error=%s", error)
+                log.error("record of enrolled pods not written error=%s", plain_reason(error))
 
     def _notify_watchers(self, uid: PodUid) -> None:
         for event in self._watchers:
@@ -586,7 +587,7 @@ class NodeAgent:
                         self.repaired += 1
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:
-                    log.error("pod's rules not repaired uid=%s error=%s", uid, error)
+                    log.error("pod's rules not repaired uid=%s error=%s", uid, plain_reason(error))
 
 
 class _File:

@@ -32,6 +32,7 @@ from ztunnel.istio.zds.messages import (
     request_bytes,
 )
 from ztunnel.istio.zds.pods import PodInfo, PodUid
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class ZdsServer:
             try:
                 channel = await listener.accept()
             except OSError as error:
-                log.error("cannot accept a ztunnel error=%s", error)
+                log.error("cannot accept a ztunnel error=%s", plain_reason(error))
                 await asyncio.sleep(_NO_DESCRIPTORS_S)
                 continue
             self._welcome(channel)
@@ -213,7 +214,7 @@ class ZdsServer:
             with packet:
                 read_hello(packet.data)
         except (ZdsError, OSError) as error:
-            log.warning("not a ztunnel error=%s", str(error) or "no hello")
+            log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
         # The snapshot takes the turn before the connection is listed, so that changes queue up behind it.
@@ -228,7 +229,7 @@ class ZdsServer:
         except ZdsError as error:
             log.error("the ztunnel broke the protocol error=%s", error)
         except OSError as error:
-            log.info("ztunnel disconnected error=%s", error)
+            log.info("ztunnel disconnected error=%s", plain_reason(error))
         finally:
             self._connections.remove(connection)
             connection.end()

@@ -118,9 +118,7 @@ def serve_command(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_serve(args, listen, dial, terminate, metrics, admin))
     except (ServeError, OSError) as error:
-        print(
-            f"ztunnel authz serve: {plain_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr
-        )
+        print(f"ztunnel authz serve: {plain_reason(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from xds.model.address import canonical
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.watched_file import FileState, file_state
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Resolver:
             try:
                 answer = await self._first(name, kind)
             except (dns.exception.DNSException, OSError) as error:
-                reason = str(error)
+                reason = plain_reason(error)
                 continue
             found.extend(canonical(record.address) for record in answer)
             ttls.append(float(answer.rrset.ttl) if answer.rrset is not None else 0.0)

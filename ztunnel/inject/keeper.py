@@ -18,6 +18,7 @@ from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import MUTATING_WEBHOOK, Selection
 from ztunnel.kube.objects import Object
 from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
                 if error.status not in (404, 422):
                     fault = str(error)
             except (KubeError, BadBundle, OSError) as error:
-                fault = f"{ca_file} {error}" if isinstance(error, BadBundle) else str(error)
+                fault = f"{ca_file} {error}" if isinstance(error, BadBundle) else plain_reason(error)
             if fault and fault != said:
                 log.error("inject: the CA of %s is not kept: %s", name, fault)
             said = fault

@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 import h11
 
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.tap.request import (
     DROPPED,
     DROPPED_BYTES,
@@ -160,7 +161,7 @@ def _captured(
             except BrokenPipeError:
                 return  # it has enough, as tshark -c 10
     except (OSError, h11.RemoteProtocolError) as error:
-        raise TapFailed(f"the capture broke off after {size} bytes: {error}") from None
+        raise TapFailed(f"the capture broke off after {size} bytes: {plain_reason(error)}") from None
     if not isinstance(event, h11.EndOfMessage):
         raise TapFailed(f"the capture broke off after {size} bytes")
     found = _fields(event.headers)

@@ -91,7 +91,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
             case _:
                 return await _remove(args, out)
     except (TproxyError, BadDescription, OSError) as error:
-        print(f"ztunnel intercept: {plain_reason(error) if isinstance(error, OSError) else error}", file=err)
+        print(f"ztunnel intercept: {plain_reason(error)}", file=err)
         return FAILED
 
 
@@ -141,7 +141,7 @@ async def _watch(
         try:
             parsed = parse(_read_file(args), flags_from(args))
         except (BadDescription, OSError) as error:
-            reason = plain_reason(error) if isinstance(error, OSError) else error
+            reason = plain_reason(error)
             print(f"ztunnel intercept: description not taken up: {reason}", file=err, flush=True)
         else:
             if parsed != current:

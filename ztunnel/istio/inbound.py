@@ -667,4 +667,4 @@ def _unreachable(error: Exception) -> Failed:
         return Failed("connection failed: deadline has elapsed")
     if isinstance(error, ConnectFailed):
         return Failed(f"connection failed: {io_text(error.error)}")
-    return Failed(f"connection failed: {error}")
+    return Failed(f"connection failed: {io_text(error) if isinstance(error, OSError) else error}")

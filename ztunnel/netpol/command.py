@@ -145,7 +145,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
             case _:
                 return await _cleanup(args, out)
     except (TproxyError, KubeError, BadQuestion, ValueError, OSError) as error:
-        print(f"ztunnel netpol: {plain_reason(error) if isinstance(error, OSError) else error}", file=err)
+        print(f"ztunnel netpol: {plain_reason(error)}", file=err)
         return FAILED
 
 

@@ -22,6 +22,7 @@ from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.calico.compile import Compiled
 from ztunnel.policysync.flows import Flows
 from ztunnel.policysync.view import View, by_names, changes, view_of
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Binder:
             try:
                 read[file] = state, endpoint_of_credentials(file.read_bytes())
             except (OSError, ValueError, RecursionError) as error:
-                log.error("credentials of pod not usable file=%s error=%s", file, error)
+                log.error("credentials of pod not usable file=%s error=%s", file, plain_reason(error))
                 read[file] = state, None
         self._credentials = read
         return {
@@ -242,7 +243,7 @@ class Binder:
             await self._server.open(path, lambda compiled: (endpoint,))
         except (ServeError, OSError) as error:
             if path not in self._failed:
-                log.error("socket of pod not served pod=%s error=%s", endpoint.workload, error)
+                log.error("socket of pod not served pod=%s error=%s", endpoint.workload, plain_reason(error))
             self._failed.add(path)
         else:
             self._failed.discard(path)

@@ -30,6 +30,7 @@ from typing import Final, Protocol
 from hbone.aio.poller import HUNG_UP, Poller
 from hbone.flow import Budget
 from ztunnel.runtime.client_hello import FirstBytes, first_bytes
+from ztunnel.runtime.settings import plain_reason
 
 log = logging.getLogger(__name__)
 
@@ -374,7 +375,7 @@ class Entrance:
         except BlockingIOError:
             return
         except OSError as error:
-            self.turn_away(arrival, f"network failed: {error} during the TLS handshake")
+            self.turn_away(arrival, f"network failed: {plain_reason(error)} during the TLS handshake")
             return
         found = first_bytes(room[:size], most) if size else FirstBytes.PART
         if found is FirstBytes.PART:

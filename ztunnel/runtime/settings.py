@@ -43,8 +43,10 @@ class SettingsError(Exception):
         return "\n".join(self.faults)
 
 
-def plain_reason(error: OSError) -> str:
-    """Return what went wrong with a file or socket, for a person: the name and the kernel's words, no number."""
+def plain_reason(error: Exception) -> str:
+    """Return what went wrong, for a person: of a file or socket its name and the kernel's words, no number."""
+    if not isinstance(error, OSError):
+        return str(error)
     inner = getattr(error, "reason", None)  # of urllib.error.URLError
     if isinstance(inner, OSError):
         return plain_reason(inner)

@@ -83,7 +83,7 @@ def test_what_is_right_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureF
                 ca.write_bytes(b"no certificate")
                 await until(lambda: "holds no certificates" in caplog.text)
                 ca.unlink()
-                await until(lambda: "No such file" in caplog.text)
+                await until(lambda: "no such file" in caplog.text)
             assert api.bodies == []
 
     asyncio.run(check())

@@ -181,7 +181,7 @@ def test_requests_that_are_denied_early(
     [
         (None, "connection failed: Connection refused (os error 111)"),
         (ConnectTimedOut((SERVER, APP_PORT), 10.0), "connection failed: deadline has elapsed"),
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "connection failed: [Errno 24] Too many open files"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "connection failed: Too many open files (os error 24)"),
         (KernelRefused("bind", errno.EACCES), "connection failed: "),
     ],
     ids=["refused", "timed out", "no files", "kernel"],

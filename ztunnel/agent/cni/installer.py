@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_TO, RenameWatcher
 from ztunnel.agent.cni.conflist import TYPE, BadConfiguration, read, with_plugin, without_plugin, written
+from ztunnel.runtime.settings import plain_reason
+from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 
@@ -160,9 +162,9 @@ class Installer:
             done = install(self._wanted)
         except (NoNetwork, OSError) as error:
             self.installed = False
-            if str(error) != self._fault:
-                self._fault = str(error)
-                log.warning("cni: not installed: %s", error)
+            if plain_reason(error) != self._fault:
+                self._fault = plain_reason(error)
+                log.warning("cni: not installed: %s", plain_reason(error))
             return []
         self.installed, self._fault = True, ""
         return done
@@ -186,9 +188,9 @@ def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
     faults = []
     for path in _candidates(wanted.configurations):
         try:
-            return path, read(path.read_text())
-        except (BadConfiguration, OSError, UnicodeDecodeError) as error:
-            faults.append(f"{path.name}: {error}")
+            return path, read(read_text(path))
+        except (BadConfiguration, OSError) as error:
+            faults.append(f"{path.name}: {plain_reason(error)}")
     reason = "; ".join(faults) or "it has none"
     raise NoNetwork(f"no network configuration in {wanted.configurations}: {reason}")
 

@@ -75,7 +75,9 @@ def add(config: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException) as error:
-        raise Refused(TRY_AGAIN, f"the node agent does not answer at {path}: {error}") from None
+        raise Refused(
+            TRY_AGAIN, f"the node agent does not answer at {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     finally:
         connection.close()
     if answer.status != 200:

@@ -209,7 +209,8 @@ class ListenerManager:
                 await self._apply(resource)
                 self.failures.pop(resource.name, None)
             except (ConfigError, TproxyError, OSError) as error:
-                reason = str(error)
+                # With Envoy's capitals: the control plane reads it.
+                reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
                 self._failed(resource.name, resource.body, reason, resource.version)

@@ -20,6 +20,7 @@ from xds.aio.health import serves
 from xds.grpc.status import RpcFailed
 from ztunnel.http.page import PLAIN, Page, text
 from ztunnel.istio.app_probes import AppProbe
+from ztunnel.runtime.settings import plain_reason
 
 _BODY: Final = 10 * 1024
 #: As kubelet.
@@ -56,7 +57,7 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     except TimeoutError:
         return text(f"the application did not answer within {probe.timeout_s:g} s\n", 500, PLAIN)
     except (_Failed, OSError, h11.RemoteProtocolError) as error:
-        return text(f"the application cannot be asked: {error}\n", 500, PLAIN)
+        return text(f"the application cannot be asked: {plain_reason(error)}\n", 500, PLAIN)
 
 
 @contextlib.asynccontextmanager

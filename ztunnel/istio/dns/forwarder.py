@@ -30,6 +30,7 @@ from ztunnel.istio.dns.message import (
     rcode,
     with_id,
 )
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,9 @@ class Forwarder:
                 if not self._servers:
                     raise ForwardFailed(f"cannot read {self._path}: {error.strerror}") from error
                 log.warning(
-                    "name servers unreadable, the old ones stay in use path=%s error=%s", self._path, error
+                    "name servers unreadable, the old ones stay in use path=%s error=%s",
+                    self._path,
+                    plain_reason(error),
                 )
             else:
                 if not read and not self._servers:

@@ -36,6 +36,7 @@ from ztunnel.istio.dns.message import (
     read_query,
     server_failure,
 )
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class DnsServer:
                 # EMFILE and ENFILE last until other connections end. The pending connection stays in the queue and
                 # keeps the listener readable, so without a pause this would loop at full speed.
                 if error.errno != errno.ECONNABORTED:
-                    log.warning("dns accept paused error=%s", error)
+                    log.warning("dns accept paused error=%s", plain_reason(error))
                     await asyncio.sleep(_FD_PAUSE_S)
                 continue
             if self._connections >= self._most_connections:

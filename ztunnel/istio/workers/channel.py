@@ -31,6 +31,7 @@ from ztunnel.istio.workers.messages import (
     Value,
     encode,
 )
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import ready
 from ztunnel.runtime.tasks import Tasks
 
@@ -275,7 +276,7 @@ class IpcChannel:
                 self.send(Outgoing(Response(number=number, value=part, more=True)))
                 await asyncio.sleep(0)
         except (IdentityError, TproxyError, OSError, Refused) as error:
-            refused = str(error)
+            refused = plain_reason(error)
         except Exception as error:  # a bug of ours; the other process must not wait for ever
             log.exception("a request between processes failed: %s", type(body).__name__)
             refused = repr(error)

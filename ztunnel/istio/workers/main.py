@@ -74,6 +74,7 @@ from ztunnel.istio.workers.messages import (
 from ztunnel.istio.workers.process import ANSWER_S, WorkerProcess, spawn
 from ztunnel.istio.zds.pods import RunningPod
 from ztunnel.runtime.backoff import Backoff
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.tap.request import TapRequest, Totals
 
@@ -242,7 +243,7 @@ class Workers:
             try:
                 await self._run(index)
             except OSError as error:
-                log.error("worker not started worker=%d error=%s", index, error)
+                log.error("worker not started worker=%d error=%s", index, plain_reason(error))
             if loop.time() - began_s > backoff.limit_s:
                 backoff.reset()
             wait_s = backoff.next()
@@ -316,7 +317,9 @@ class Workers:
         except ChannelClosed:
             return
         except OSError as error:
-            log.error("worker cannot be given the pods, ending it worker=%d error=%s", worker.index, error)
+            log.error(
+                "worker cannot be given the pods, ending it worker=%d error=%s", worker.index, plain_reason(error)
+            )
             worker.kill()
             return
         worker.serves = True

@@ -33,6 +33,7 @@ from ztunnel.istio.zds.reconcile import (
 )
 from ztunnel.runtime.backoff import Backoff
 from ztunnel.runtime.latch import Latch
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class PodManager:
                     'failed to connect to the Istio CNI node agent over "%s", is the node agent healthy? '
                     "details: %s, retrying in %.2fs",
                     self._path,
-                    error,
+                    plain_reason(error),
                     wait_s,
                 )
                 await asyncio.sleep(wait_s)
@@ -242,7 +243,7 @@ class PodManager:
                 pass  # the connection is gone, and the agent notices that, too
             return False
         except OSError as error:
-            log.info("the node agent is gone path=%s error=%s", self._path, error)
+            log.info("the node agent is gone path=%s error=%s", self._path, plain_reason(error))
         return served
 
     async def _process(self, packet: Packet) -> str:
@@ -323,8 +324,10 @@ class PodManager:
         try:
             running = await self._start(proxy.uid, proxy.info, proxy.netns)
         except (TproxyError, OSError) as error:
-            log.warning("pod proxy not started uid=%s pod=%s error=%s", proxy.uid, _named(proxy.info), error)
-            failure = str(error)
+            log.warning(
+                "pod proxy not started uid=%s pod=%s error=%s", proxy.uid, _named(proxy.info), plain_reason(error)
+            )
+            failure = plain_reason(error)
         except Exception as error:
             # A bug of ours; the agent waits for an answer nevertheless.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
