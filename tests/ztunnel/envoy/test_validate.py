@@ -54,6 +54,62 @@ def test_every_fault_is_listed_with_its_path(tmp_path: Path) -> None:
     ]
 
 
+NETWORK = "type.googleapis.com/envoy.extensions.filters.network"
+HCM = f'"@type": {NETWORK}.http_connection_manager.v3.HttpConnectionManager'
+TLS = '"@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext'
+STDOUT = '"@type": type.googleapis.com/envoy.extensions.access_loggers.stream.v3.StdoutAccessLog'
+LOG = f"[{{name: l, typed_config: {{{STDOUT}, log_format: {{text_format: '%NOPE%'}}}}}}]"
+PARTS = f"""
+static_resources:
+  listeners:
+  - name: in
+    address: {{socket_address: {{address: nowhere, port_value: 1}}}}
+    access_log: {LOG}
+    filter_chains:
+    - transport_socket:
+        name: tls
+        typed_config:
+          {TLS}
+          common_tls_context:
+            tls_certificates:
+            - {{certificate_chain: {{filename: /nonexistent/a}}, private_key: {{filename: /nonexistent/b}}}}
+            validation_context: {{trusted_ca: {{filename: /nonexistent/c}}}}
+      filters:
+      - name: h
+        typed_config:
+          {HCM}
+          stat_prefix: h
+          http2_protocol_options: {{hpack_table_size: 1}}
+          access_log: {LOG}
+          route_config:
+            virtual_hosts:
+            - name: v
+              domains: ["*"]
+              routes:
+              - {{match: {{connect_matcher: {{}}}}, route: {{cluster: c, retry_policy: {{retry_on: 5xx}}}}}}
+"""
+
+
+def test_a_fault_of_one_part_hides_none_of_another(tmp_path: Path) -> None:
+    file = tmp_path / "bootstrap.yaml"
+    file.write_text(PARTS)
+    where = f"{file}: static_resources.listeners[0] (in): "
+    manager = "filter_chains[0].filters[0].typed_config"
+    tls = "filter_chains[0].transport_socket.typed_config.common_tls_context"
+    places = [fault.removeprefix(where).split(": ")[0] for fault in findings_of_file(str(file)).faults]
+    assert places == [
+        f"{manager}.http_filters",
+        f"{manager}.http2_protocol_options.hpack_table_size",
+        f"{manager}.route_config.virtual_hosts[0].routes[0].route.retry_policy.retry_on",
+        f"{manager}.access_log[0].typed_config.log_format",
+        f"{tls}.validation_context.trusted_ca.filename",
+        f"{tls}.tls_certificates[0].certificate_chain.filename",
+        f"{tls}.tls_certificates[0].private_key.filename",
+        "address.socket_address.address",
+        "access_log[0].typed_config.log_format",
+    ]
+
+
 T = "type.googleapis.com/envoy.extensions.filters"
 RBAC = f'"@type": {T}.network.rbac.v3.RBAC'
 

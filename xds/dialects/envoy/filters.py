@@ -307,9 +307,11 @@ def _connection_manager(
     common = message.common_http_protocol_options
     with at("common_http_protocol_options"):
         only(common, "idle_timeout")
+    routes = _routes(message, surroundings)
+    access_log = compile_access_logs(message.access_log, surroundings)
     return http_model.HttpConnectionManager(
         stat_prefix=message.stat_prefix,
-        routes=_routes(message, surroundings),
+        routes=routes,
         http2=http2,
         allows_connect=upgrade and http2.allow_connect,
         server_name=message.server_name or "envoy",
@@ -318,7 +320,7 @@ def _connection_manager(
         ),
         idle_timeout_s=seconds(common, "idle_timeout", 3600.0),
         max_request_headers_kb=_request_headers_kb(message),
-        access_log=compile_access_logs(message.access_log, surroundings),
+        access_log=access_log,
     )
 
 
@@ -357,7 +359,8 @@ def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
             if not isinstance(message, Router):
                 raise Unsupported(f"no such HTTP filter: {message.DESCRIPTOR.full_name}")
     if not present:
-        raise ConfigError("no terminal HTTP filter (envoy.filters.http.router)", "http_filters")
+        with at("http_filters"):
+            raise ConfigError("no terminal HTTP filter (envoy.filters.http.router)")
 
 
 def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Settings:

@@ -288,16 +288,16 @@ def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str)
                     state.append(found)
                 case _:
                     terminal = found
-    if terminal is None:
-        raise ConfigError(
-            "a filter chain needs tcp_proxy or http_connection_manager as its last filter", "filters"
-        )
     match_ = _ANY
     if message.HasField("filter_chain_match"):
         with at("filter_chain_match"):
             match_ = _match(message.filter_chain_match)
     with at("transport_socket"):
         tls = _transport_socket(message, surroundings)
+    if terminal is None:
+        raise ConfigError(
+            "a filter chain needs tcp_proxy or http_connection_manager as its last filter", "filters"
+        )
     return model.FilterChain(
         name=message.name,
         match=match_,

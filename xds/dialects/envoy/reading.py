@@ -68,9 +68,8 @@ class _Collector:
     """Faults of one compilation, with their whole paths.
 
     Attributes:
-        gaps: items of lists that were left out. What is found wrong behind one, in the same place, may be wrong
-        for
-            that reason only ("needs a last filter"), and is not told.
+        gaps: parts that were left out. What is found wrong behind one, in the same place, may be wrong for that
+            reason only ("needs a last filter"), and is not told.
     """
 
     __slots__ = ("_places", "faults", "gaps")
@@ -90,23 +89,28 @@ class _Collector:
             error = error.under(_path(steps))
         self.faults.append(error)
 
-    def leave(self, error: ConfigError | None) -> bool:
-        """End the current place; return whether what is around it goes on in spite of the error."""
-        steps, gaps = self._places[-1]
-        is_item = isinstance(steps[-1], int)
-        if error is not None and is_item:
+    def leave(self, error: BaseException | None) -> bool:
+        """End the current place; return whether what is around it goes on in spite of the error.
+
+        An error of another kind ends a place that has a gap: there a name is not bound, or has a part too few.
+        """
+        _, gaps = self._places[-1]
+        goes_on = isinstance(error, ConfigError)
+        if isinstance(error, ConfigError):
             if self.gaps == gaps:
                 self.add(error)
             self.gaps += 1
+        elif isinstance(error, Exception):
+            goes_on = self.gaps != gaps
         self._places.pop()
-        return is_item
+        return goes_on
 
 
 _collector: _Collector | None = None
 
 
 def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list[ConfigError]]:
-    """Compile, and go on behind an item of a list that is at fault, to find the faults of the others.
+    """Compile, and go on behind a part that is at fault, to find the faults of the others.
 
     For people who check a configuration: without this a compilation ends at its first fault. Not reentrant.
 
@@ -144,13 +148,11 @@ class _At:
             _collector.enter(self._steps)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        found = _collector
-        at_fault = error if isinstance(error, ConfigError) else None
-        if found is not None and found.leave(at_fault) and at_fault is not None:
+        if _collector is not None and _collector.leave(error):
             # Type checkers are right for all whose result is used: outside of every_fault nothing is swallowed.
             return True  # type: ignore[return-value]
-        if at_fault is not None:
-            raise at_fault.under(_path(self._steps)) from at_fault.__cause__
+        if isinstance(error, ConfigError):
+            raise error.under(_path(self._steps)) from error.__cause__
         return None
 
 
