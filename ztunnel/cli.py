@@ -177,6 +177,11 @@ def _proxy(args: argparse.Namespace) -> int:
             print(f"ztunnel: {fault}", file=sys.stderr)
         return 2
     _configure_logging(settings.log_level)
+    for warning in settings.warnings:
+        if args.validate:
+            print(f"Warning: {warning}", file=sys.stderr)
+        else:
+            log.warning(warning)
     return run_proxy(settings, validate=args.validate)
 
 

@@ -304,6 +304,20 @@ def test_a_valid_bootstrap_says_what_was_checked(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "configuration is valid: 2 resources, 0 TLS contexts\n")
 
 
+def test_a_variable_that_is_nearly_one_of_envoys_dialect_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "bootstrap.yaml"
+    path.write_text("static_resources: {}\n")
+    monkeypatch.setenv("ZTUNEL_TUNNEL_SOURCE", "envoy")
+    done = ztunnel("proxy", "--bootstrap", str(path), "--validate")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "Warning: environment variable ZTUNEL_TUNNEL_SOURCE is not known; did you mean ZTUNNEL_TUNNEL_SOURCE?",
+        "configuration is valid: 0 resources, 0 TLS contexts",
+    ]
+
+
 def test_the_proxy_reports_every_fault_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXY_MODE", "neither")
     monkeypatch.setenv("RUST_LOG", "loud")

@@ -1,6 +1,6 @@
 """Reads flags and environment into one frozen value, and reports all bad values together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -65,6 +65,7 @@ class Settings:
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
         otlp: where metrics are sent; ``None``: nowhere.
         ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
+        warnings: messages for the log, which opens later.
     """
 
     bootstrap: str = ""
@@ -85,6 +86,7 @@ class Settings:
     otlp: OtlpSettings | None = None
     ui: bool | None = None
     switches: Switches = Switches()
+    warnings: tuple[str, ...] = ()
 
 
 def _address(text: str) -> SocketAddress | None:
@@ -210,4 +212,14 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
         faults.append(f"--bootstrap {path}: no such file")
     if faults:
         raise SettingsError(faults)
-    return Settings(**values, switches=Switches(**switches))
+    return Settings(**values, switches=Switches(**switches), warnings=tuple(_misspelt(env, known)))
+
+
+def _misspelt(env: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
+    """Yield a warning for each variable that is nearly one of ours; ``ZTUNNEL_*`` that are none are refused."""
+    import difflib  # imported here: nothing else needs it
+
+    for name in sorted(env.keys() - known):
+        like = [each for each in known if each[:1] == name[:1] and abs(len(each) - len(name)) < 3]
+        for near in difflib.get_close_matches(name, like, n=1, cutoff=0.88):
+            yield f"environment variable {name} is not known; did you mean {near}?"
