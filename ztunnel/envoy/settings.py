@@ -10,7 +10,7 @@ from xds.model.address import SocketAddress
 from ztunnel.calico.settings import PolicySettings, policy_settings, sync_target, unknown_pods
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
-from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, count, duration_s, socket_path
+from ztunnel.runtime.settings import SERVICE_LINK, SPIN_US, SettingsError, boolean, count, duration_s, socket_path
 from ztunnel.ui.setting import page_setting
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
@@ -199,7 +199,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
         for name in sorted(env)
-        if name.startswith("ZTUNNEL_") and name not in known
+        if name.startswith("ZTUNNEL_") and name not in known and not SERVICE_LINK.match(name)
     )
     if not values.get("bootstrap") and not values.get("control_plane"):
         faults.append("give --bootstrap FILE, or --control-plane ADDRESS with --node NAME")

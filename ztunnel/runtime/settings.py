@@ -28,6 +28,10 @@ _PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
+#: What Kubernetes gives every pod beside a Service of the name ztunnel.
+SERVICE_LINK: Final = re.compile(r"ZTUNNEL_(SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?)$")
+
+
 class SettingsError(Exception):
     """The faults of settings, which are unusable.
 

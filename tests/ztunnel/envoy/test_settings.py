@@ -222,3 +222,14 @@ def test_help_names_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for variable in ("ZTUNNEL_BOOTSTRAP", "ZTUNNEL_TUNNEL_SOURCE", "NODE_NAME", "ZTUNNEL_SPIN_US"):
         assert variable in text
+
+
+def test_variables_of_a_service_are_no_settings() -> None:
+    """Kubernetes gives them to every pod of a namespace that has a Service of this name."""
+    links = {
+        "ZTUNNEL_SERVICE_HOST": "10.96.0.7",
+        "ZTUNNEL_SERVICE_PORT_HBONE": "15008",
+        "ZTUNNEL_PORT": "tcp://10.96.0.7:15008",
+        "ZTUNNEL_PORT_15008_TCP_ADDR": "10.96.0.7",
+    }
+    assert settings_from({}, {**CONTROL, **links}).warnings == ()
