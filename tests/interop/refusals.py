@@ -56,7 +56,7 @@ def with_cluster(**more: Any) -> Json:
     return static(clusters=[cluster(**more)[1]])
 
 
-def routed(action: Json | None = None, **match: Any) -> Json:
+def routed(action: Json | None = None, host: Json | None = None, **match: Any) -> Json:
     manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
     upgrade = [{"upgrade_type": "CONNECT", "connect_config": {}}]
     taken = {"cluster": "app", "upgrade_configs": upgrade, **(action or {})}
@@ -64,7 +64,7 @@ def routed(action: Json | None = None, **match: Any) -> Json:
     config = {
         "@type": T + manager,
         "stat_prefix": "h",
-        "route_config": {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route]}]},
+        "route_config": {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route], **(host or {})}]},
         "http_filters": [
             {"name": "router", "typed_config": {"@type": T + "envoy.extensions.filters.http.router.v3.Router"}}
         ],
@@ -284,6 +284,12 @@ ROWS: dict[str, Row] = {
         lambda: routed(query_parameters=[{"name": "q", "present_match": True}]), True, False, NOT_HERE
     ),
     "route by TLS": Row(lambda: routed(tls_context={"presented": True}), True, False, NOT_HERE),
+    "virtual clusters": Row(
+        lambda: routed(host={"virtual_clusters": [{"name": "a", "headers": [{"name": "x"}]}]}),
+        True,
+        False,
+        NOT_HERE,
+    ),
     "route tried again": Row(
         lambda: routed({"retry_policy": {"retry_on": "connect-failure"}}), True, False, NOT_HERE
     ),

@@ -22,7 +22,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 HARMLESS = {
     "envoy.config.route.v3.Route.stat_prefix": "names statistics of a route, which are not kept",
     "envoy.config.route.v3.RouteConfiguration.metadata": "a description for the control plane and for logs",
-    "envoy.config.route.v3.VirtualHost.virtual_clusters": "groups requests in statistics, which are not kept",
 }
 
 
