@@ -461,8 +461,8 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     ("module", "heavy"),
     [
         ("ztunnel.istio.workers.worker", {"h2", "grpc", "google.protobuf", "yaml", "prometheus_client", "h11"}),
-        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn"}),
-        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn"}),
+        ("ztunnel.istio.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"}),
+        ("ztunnel.envoy.app", {"yaml", "prometheus_client", "grpc", "lightkube", "httpx2", "uvicorn", "rich"}),
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:
@@ -479,7 +479,7 @@ def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> No
     [
         ("gate --timeout=0.01", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml", "google.protobuf"}),
         ("drain --port=1", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml", "google.protobuf"}),
-        ("status --file=/dev/null", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml"}),
+        ("status --file=/dev/null", {"hbone", "cryptography", "pyroute2", "h2", "grpc", "yaml", "rich"}),
         ("policy check /dev/null", {"hbone", "cryptography", "pyroute2", "h2", "grpc"}),
         ("init --print", {"hbone", "cryptography", "h2", "grpc", "yaml", "google.protobuf"}),
     ],

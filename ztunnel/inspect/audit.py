@@ -6,11 +6,11 @@ Exit status: 0 when nothing is wrong, 1 when something is (after a repair: still
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ztunnel.inspect.source import AskFailed, add_source, ask, reaching
-from ztunnel.runtime.text_table import aligned
+from ztunnel.runtime.terminal import print_outline, print_table
 
 ADDRESS: Final = "127.0.0.1:15014"
 #: A comparison reads the dump of the node's proxies, a repair waits for what it has begun.
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         text = ask(args.address, "/audit", method="POST" if args.repair else "GET", limit_s=_LIMIT_S)
         answer = json.loads(text)
-        lines = list(_lines(answer))
+        table, lines = list(_table(answer)), list(_lines(answer))
         wrong = any(each["findings"] for each in answer["pods"])
     except AskFailed as error:
         said = str(error).replace("a proxy's admin server", "the node agent (ztunnel agent --kube --metrics PORT)")
@@ -48,18 +48,25 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, KeyError):
         print(f"ztunnel audit: {args.address}: the answer is no audit; is a node agent there?", file=sys.stderr)
         return 2
-    print(text.rstrip() if args.json else "\n".join(lines))
+    if args.json:
+        print(text.rstrip())
+    else:
+        print_table(table)
+        print_outline(lines)
     return 1 if wrong else 0
 
 
-def _lines(answer: Any) -> Iterator[str]:
-    """Yield the table, what was repaired, each difference, and a line that sums up."""
-    pods = answer["pods"]
-    rows = [["POD", "IN THE MESH", *(name.upper() for name in _CHECKS)]]
-    for pod in pods:
+def _table(answer: Any) -> Iterator[Sequence[str]]:
+    """Yield a row per pod, after the heading."""
+    yield ("POD", "IN THE MESH", *(name.upper() for name in _CHECKS))
+    for pod in answer["pods"]:
         wanted = f"{'yes' if pod['wanted'] else 'no'}, {pod['because']}"
-        rows.append([pod["pod"], wanted, *(_cell(pod, name) for name in _CHECKS)])
-    yield from aligned(rows)
+        yield (pod["pod"], wanted, *(_cell(pod, name) for name in _CHECKS))
+
+
+def _lines(answer: Any) -> Iterator[str]:
+    """Yield what was repaired, each difference, and a line that sums up."""
+    pods = answer["pods"]
     yield ""
     for each in answer["repaired"]:
         yield f"repaired: {each['pod']}: {each['reason']}: {each['text']}"

@@ -19,7 +19,7 @@ from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, mesh_du
 from ztunnel.inspect.watch import watch
 from ztunnel.runtime.arguments import some_seconds
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.text_table import aligned
+from ztunnel.runtime.terminal import print_table
 
 _NOT_FOUND: Final = 404
 #: Between two looks of ``--watch``.
@@ -89,7 +89,7 @@ def _table(args: argparse.Namespace) -> int:
     except (TypeError, AttributeError, KeyError) as error:
         return failed(args, f"{args.file or args.address}: not a config_dump: {error}")
     if not args.json:
-        print("\n".join(aligned(rows)))
+        print_table(rows, heading=args.command != "status")
     elif args.command == "status":
         print(json.dumps([{"name": name, "state": state} for name, state in rows], indent=2))
     else:

@@ -14,6 +14,7 @@ from ztunnel.inspect.outline import outline
 from ztunnel.inspect.seen import BadLine, Seen, live, logged, told_of
 from ztunnel.inspect.source import AskFailed, add_source, ask_json, failed, reaching, read_json
 from ztunnel.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
+from ztunnel.runtime.terminal import print_outline
 
 if TYPE_CHECKING:
     from ztunnel.inspect.saved import SavedMesh
@@ -216,7 +217,8 @@ def _print(args: argparse.Namespace, whole: object, answers: list[Answer]) -> No
     if args.json:
         print(json.dumps(whole, indent=2))
     else:
-        print("\n\n".join("\n".join(outline(answer)) for answer in answers))
+        for number, answer in enumerate(answers):
+            print_outline(["", *outline(answer)] if number else outline(answer))
 
 
 def _is_refusal(answer: Mapping[str, Any]) -> bool:

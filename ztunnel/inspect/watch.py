@@ -16,6 +16,7 @@ from typing import Final, TextIO
 
 from ztunnel.inspect.source import AskFailed
 from ztunnel.inspect.tables import Row
+from ztunnel.runtime.terminal import printable
 from ztunnel.runtime.text_table import aligned
 
 #: What of a row changes while the connection stays the same one.
@@ -88,7 +89,7 @@ class _Screen:
         if len(lines) > size.lines - 1:
             left_out = len(lines) - (size.lines - 2)
             lines = [*lines[: size.lines - 2], f"and {left_out} more"]
-        print(_CLEAR + "\n".join(line[: size.columns] for line in lines), file=self._out, flush=True)
+        print(_CLEAR + "\n".join(printable(line)[: size.columns] for line in lines), file=self._out, flush=True)
 
 
 def watch(

@@ -18,7 +18,7 @@ from ztunnel.limits.table import COLUMNS, Limit, limits
 from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.memory import memory_limit_bytes
 from ztunnel.runtime.settings import SettingsError
-from ztunnel.runtime.text_table import aligned
+from ztunnel.runtime.terminal import print_table
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -29,6 +29,13 @@ def add_arguments(subparsers: Any) -> None:
         description="Print every limit, with its value here, its variable, its metric and what happens beyond it.",
     )
     command.add_argument("--format", choices=("table", "markdown", "json"), default="table")
+    command.add_argument(
+        "--json",
+        action="store_const",
+        const="json",
+        dest="format",
+        help="print JSON, as --format json: a line each",
+    )
     command.set_defaults(run=run)
 
 
@@ -41,21 +48,20 @@ def run(args: argparse.Namespace) -> int:
             print(f"Error: {fault}", file=sys.stderr)
         return 1
     found = limits(config, descriptors=limit_of_process(), memory_bytes=memory_limit_bytes())
-    print("\n".join(printed(found, args.format)))
+    if args.format == "table":
+        print_table([COLUMNS, *(tuple(cell.replace("`", "") for cell in limit.cells) for limit in found)])
+    else:
+        print("\n".join(printed(found, args.format)))
     return 0
 
 
 def printed(found: Iterable[Limit], form: str) -> Iterable[str]:
-    """Yield the lines of the limits: ``table``, ``markdown`` or ``json``, which is one line each."""
+    """Yield the lines of the limits: ``markdown``, or ``json``, which is one line each."""
     if form == "json":
         for limit in found:
             yield json.dumps(asdict(limit))
         return
-    rows = [COLUMNS, *(limit.cells for limit in found)]
-    if form == "markdown":
-        yield f"| {' | '.join(rows[0])} |"
-        yield "|---" * len(COLUMNS) + "|"
-        for row in rows[1:]:
-            yield f"| {' | '.join(row)} |"
-        return
-    yield from aligned(rows)
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for limit in found:
+        yield f"| {' | '.join(limit.cells)} |"

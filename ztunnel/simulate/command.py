@@ -17,8 +17,8 @@ from xds.model.workload import Protocol
 from ztunnel.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
 from ztunnel.inspect.tables import NotAMesh, mesh_dump
 from ztunnel.runtime.settings import duration_s, plain_reason
+from ztunnel.runtime.terminal import print_table, progress
 from ztunnel.runtime.text_file import read_text
-from ztunnel.runtime.text_table import aligned
 from ztunnel.simulate.changes import Change, Simulation, allowed, simulate
 from ztunnel.simulate.policies import applied, mesh_of, read_policies
 from ztunnel.simulate.seen import Log, Seen, open_now, read_log
@@ -121,7 +121,7 @@ def _read(file: str) -> str:
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
     """Look at the live connections for a time; each is counted once."""
     try:
-        until_s = time.monotonic() + duration_s(args.live)
+        limit_s = duration_s(args.live)
     except ValueError as error:
         raise _Failed(f"--live {args.live}: {error}") from None
     if args.file:
@@ -133,17 +133,20 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
         for address in workload.addresses
     }
     sockets: dict[tuple[str, str, str], Seen] = {}
-    while True:
-        pods: Mapping[str, Any] = ask_json(args.address, "/connections")
-        for uid, state in pods.items():
-            for each in (state.get("connections") or {}).get("inbound") or []:
-                alone = {uid: {"connections": {"inbound": [each]}}}
-                for seen in open_now(alone, identities):
-                    sockets[uid, str(each.get("src")), str(each.get("actualDst"))] = seen
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            break
-        time.sleep(min(_LOOK_S, left_s))
+    began_s = time.monotonic()
+    with progress("watching connections", limit_s) as advance:
+        while True:
+            pods: Mapping[str, Any] = ask_json(args.address, "/connections")
+            for uid, state in pods.items():
+                for each in (state.get("connections") or {}).get("inbound") or []:
+                    alone = {uid: {"connections": {"inbound": [each]}}}
+                    for seen in open_now(alone, identities):
+                        sockets[uid, str(each.get("src")), str(each.get("actualDst"))] = seen
+            passed_s = time.monotonic() - began_s
+            advance(passed_s, f"{len(sockets)} seen")
+            if passed_s >= limit_s:
+                break
+            time.sleep(min(_LOOK_S, limit_s - passed_s))
     found: dict[Seen, int] = {}
     for seen in sockets.values():
         found[seen] = found.get(seen, 0) + 1
@@ -157,7 +160,7 @@ def _print(answer: Simulation, log: Log) -> None:
             (each.change.value, each.source, each.identity or "-", each.destination, str(each.times), each.because)
             for each in answer.rows
         ]
-        print("\n".join(aligned(rows)))
+        print_table(rows)
     counts = ", ".join(f"{answer.total(change)} {change.value}" for change in Change)
     print(f"{sum(log.seen.values())} connections: {counts}")
     if answer.unknown:

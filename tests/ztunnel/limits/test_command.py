@@ -44,8 +44,12 @@ def test_the_command_prints_what_is_in_force(
     rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert rows["handshake"]["value"] == [3.0]
     assert rows["metric series"]["value"] == [777]
+    assert main(["limits", "--json"]) == 0
+    assert {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())} == rows
     assert main(["limits"]) == 0
-    assert capsys.readouterr().out.startswith("limit ")
+    table = capsys.readouterr().out
+    assert table.startswith("limit ")
+    assert "`" not in table, "marks of the documentation"
 
 
 def test_settings_that_cannot_be_used_are_named(
