@@ -8,9 +8,11 @@ not known here; the question may name the listener.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
 
 from xds.model.address import InternalAddress, SocketAddress, canonical
 from xds.model.cluster import Discovery, Endpoint, InternalUpstream
@@ -18,23 +20,30 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import RouteTable
 from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
 from xds.model.matcher import IpTree, Matcher, MatcherList, hits
+from xds.model.policy import PolicyList
 from xds.model.secret import Validation
 from xds.model.tls import SecretRef, TlsContext
 from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.outcome import UpstreamFailed
+from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.terminate import route_for
 from ztunnel.envoy.upstream.cluster import LiveCluster
 from ztunnel.envoy.upstream.connect import tunnel_request
 from ztunnel.envoy.upstream.host import Host
-from ztunnel.policy.engine import judge
+from ztunnel.envoy.verdict import verdict_of
+from ztunnel.policy.engine import holds, judge
+from ztunnel.policy.reasons import reason
 
 Answer = dict[str, Any]
 
 #: The limit of nested internal listeners, which ends a loop of them.
 _MOST_HOPS = 4
+#: Policies of a filter that are told; of more, only their number.
+_MOST_TOLD: Final = 32
+_DAY_S: Final = 86400
 _BYTELESS = (OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata)
 
 
@@ -59,9 +68,11 @@ class SavedSecrets:
 
     Attributes:
         identities: in certificates, by the name of the secret.
+        ends: when those certificates expire.
     """
 
     identities: Mapping[str, tuple[str, ...]]
+    ends: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +82,14 @@ class Configuration:
     Attributes:
         listeners: active ones, in order.
         cluster: by name.
+        now_s: seconds of the wall clock, for the days that certificates have left.
         keep_client_address: tunnels behind an internal listener keep the client's address too.
         saved: the secrets of a dump, in the place of contexts.
     """
 
     listeners: Sequence[LiveListener]
     cluster: Callable[[str], LiveCluster | None]
+    now_s: float
     keep_client_address: bool = True
     saved: SavedSecrets | None = None
 
@@ -88,24 +101,34 @@ def explain(question: Question, configuration: Configuration) -> Answer:
         LookupError: the question names a listener that is not there, or there is none that could take it.
     """
     found, why = first_listener(question, configuration.listeners)
+    hop = _Explainer(configuration).hop(found, _accepted(question, found), depth=0)
+    answer: Answer = {"verdict": verdict_of(hop)}
+    answer |= {"source": str(question.source), "destination": str(question.destination)}
+    if question.identity:
+        answer["identity"] = question.identity
+    answer["listener_because"] = why
+    answer["hop"] = hop
+    return answer
+
+
+def _accepted(question: Question, listener: LiveListener) -> StreamInfo:
+    """Return what is known of a connection when a listener has accepted it."""
     destination = question.destination
-    terminates = any(chain.manager is not None for chain in found.live_chains)
-    if terminates and found.model.addresses:
+    if _ends_tunnels(listener) and listener.model.addresses:
         # The tunnel goes to the listener's port; the destination is what its request names.
-        destination = SocketAddress(destination.host, found.model.addresses[0].port)
+        destination = SocketAddress(destination.host, listener.model.addresses[0].port)
     facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
     if question.identity:
         facts.peer = PeerCertificate(uri_sans=(question.identity,))
     info = StreamInfo(
-        connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=found.name, restored=True
+        connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name, restored=True
     )
     info.authority = str(question.destination)
-    answer: Answer = {"source": str(question.source), "destination": str(question.destination)}
-    if question.identity:
-        answer["identity"] = question.identity
-    answer["listener_because"] = why
-    answer["hop"] = _Explainer(configuration).hop(found, info, depth=0)
-    return answer
+    return info
+
+
+def _ends_tunnels(listener: LiveListener) -> bool:
+    return any(chain.manager is not None for chain in listener.live_chains)
 
 
 def client_address(given: str) -> SocketAddress:
@@ -134,7 +157,7 @@ def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tup
         raise LookupError(f"no listener {question.listener}")
     if question.identity:
         for listener in outside:
-            if any(chain.manager is not None for chain in listener.live_chains):
+            if _ends_tunnels(listener):
                 return listener, "the question has an identity, and this listener ends tunnels"
     for listener in outside:
         if question.destination in listener.model.addresses:
@@ -174,11 +197,11 @@ class _Explainer:
         if policies:
             answer["policies"] = policies
         if chain.tls is not None:
-            answer["tls"] = _server_tls(chain, self._configuration.saved)
+            answer["tls"] = _server_tls(chain, self._configuration)
         if denied is not None:
             return answer | {"verdict": denied}
         if chain.manager is not None:
-            return answer | self._terminated(chain, info)
+            return answer | self._terminated(chain, info, depth)
         assert chain.proxy is not None
         chain.set_filter_state(info)
         return answer | self._proxied(chain.proxy, info, depth)
@@ -199,7 +222,7 @@ class _Explainer:
             answer["clusters"].append(entry)
         return answer
 
-    def _terminated(self, chain: LiveChain, info: StreamInfo) -> Answer:
+    def _terminated(self, chain: LiveChain, info: StreamInfo, depth: int) -> Answer:
         """Explain a tunnel that ends here: its route, and the application behind it."""
         manager = chain.manager
         assert manager is not None
@@ -212,7 +235,7 @@ class _Explainer:
         if not (route.tunnel and manager.model.allows_connect):
             return {"verdict": "403: the route does not end tunnels"}
         info.request_headers = (("x-envoy-original-dst-host", info.authority),)
-        clusters = [self._cluster(choice.name, info, None, depth=0) for choice in route.clusters]
+        clusters = [self._cluster(choice.name, info, None, depth) for choice in route.clusters]
         return {"authority": info.authority, "route": route.name, "clusters": clusters}
 
     # Upstream
@@ -258,14 +281,34 @@ class _Explainer:
         if proxy is not None and proxy.hostname is not None:
             answer |= _tunnel(proxy, info, str(endpoint.address))
         if isinstance(inner, TlsContext):
-            answer["tls"] = _client_tls(cluster, inner, self._configuration.saved)
+            answer["tls"] = _client_tls(cluster, inner, self._configuration)
         else:
             answer["tls"] = None
         if info.options.source is not None:
             answer["leaves_from"] = info.options.source
         if info.options.mark:
             answer["mark"] = info.options.mark
+        identities = (answer["tls"] or {}).get("identity")
+        if identities and "tunnel" in answer and depth < _MOST_HOPS:
+            inbound = self._inbound(answer["tunnel"]["authority"], identities[0], info, depth)
+            if inbound is not None:
+                answer["inbound"] = inbound
         return answer
+
+    def _inbound(self, authority: str, identity: str, outer: StreamInfo, depth: int) -> Answer | None:
+        """Explain the far end of a tunnel, where it is this proxy; ``None``: it is another node's."""
+        try:
+            destination = SocketAddress.parse(authority)
+        except ValueError:
+            return None  # a name, which the far end resolves
+        question = Question(source=outer.facts.source, destination=destination, identity=identity)
+        for listener in self._configuration.listeners:
+            if not listener.model.internal and _ends_tunnels(listener):
+                info = _accepted(question, listener)
+                chain = listener.chain_for(info.facts)
+                if chain is not None and chain.manager is not None:  # others close what no pod here takes
+                    return self.hop(listener, info, depth + 1)
+        return None
 
     def _inner(self, cluster: LiveCluster, host: Host, transport: object, outer: StreamInfo, depth: int) -> Answer:
         """Continue at an internal listener, as :meth:`ztunnel.envoy.internal.InternalListeners.enter` does."""
@@ -366,10 +409,37 @@ def _policies(chain: LiveChain, info: StreamInfo) -> tuple[list[Answer], str | N
         if rules is None:
             continue
         decision = judge(rules, info.facts)
-        shown.append({"allowed": decision.allowed, "policy": decision.policy or None})
+        shown.append(
+            {"allowed": decision.allowed, "policy": decision.policy or None, **_judged(rules, info.facts)}
+        )
+        if rbac.model.shadow is not None:
+            shadow = judge(rbac.model.shadow, info.facts)
+            told = _judged(rbac.model.shadow, info.facts)
+            shown[-1]["shadow"] = {"allowed": shadow.allowed, "policy": shadow.policy or None, **told}
         if not decision.allowed and not rbac.model.log_only:
             return shown, f"closed: rbac_access_denied_matched_policy[{decision.policy or 'none'}]"
     return shown, None
+
+
+def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
+    """Return what each policy of a filter says, and by which of its clauses."""
+    listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
+    # Those that hold decide; of the others the first are told.
+    listed.sort(key=lambda each: not each[1])
+    told: Answer = {
+        "judged": [
+            {
+                "policy": policy.name,
+                "action": str(policy.verdict),
+                "holds": held,
+                "because": reason(policy.condition, facts),
+            }
+            for policy, held in listed[:_MOST_TOLD]
+        ]
+    }
+    if len(listed) > _MOST_TOLD:
+        told["more_policies"] = len(listed) - _MOST_TOLD
+    return told
 
 
 def _candidates(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
@@ -403,38 +473,50 @@ def _tunnel(proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
     return {"tunnel": {"address": address, "authority": authority, "headers": shown}}
 
 
-def _client_tls(cluster: LiveCluster, model: TlsContext, saved: SavedSecrets | None) -> Answer:
+def _client_tls(cluster: LiveCluster, model: TlsContext, configuration: Configuration) -> Answer:
     context = cluster.context(model)
-    if saved is not None:
-        return {"identity": _own(context.model, saved), "verifies": _wanted(context.model)}
+    if configuration.saved is not None:
+        return {**_own(context.model, configuration), "verifies": _wanted(context.model)}
     if context.current is None:
         return {"verdict": "closed: secrets are missing", "awaits": [ref.name for ref in model.secret_refs]}
-    return {"identity": list(context.local_uri_sans), "verifies": _verification(context.validation)}
+    return {**_presented(context, configuration.now_s), "verifies": _verification(context.validation)}
 
 
-def _server_tls(chain: LiveChain, saved: SavedSecrets | None) -> Answer:
+def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
     context = chain.tls
     assert context is not None
-    if saved is not None:
-        return {
-            "identity": _own(context.model, saved),
-            "requires_client_certificate": context.model.require_peer_certificate,
-            "verifies": _wanted(context.model),
-        }
+    requires = {"requires_client_certificate": context.model.require_peer_certificate}
+    if configuration.saved is not None:
+        return {**_own(context.model, configuration), **requires, "verifies": _wanted(context.model)}
     if context.current is None:
         awaited = [ref.name for ref in chain.model.secret_refs]
         return {"verdict": "closed: secrets are missing", "awaits": awaited}
-    return {
-        "identity": list(context.local_uri_sans),
-        "requires_client_certificate": context.model.require_peer_certificate,
-        "verifies": _verification(context.validation),
-    }
+    own = _presented(context, configuration.now_s)
+    return {**own, **requires, "verifies": _verification(context.validation)}
 
 
-def _own(model: TlsContext, saved: SavedSecrets) -> list[str]:
-    """Return the identities of a context's own certificate, by the dump's secrets."""
-    source = model.certificate
-    return list(saved.identities.get(source.name, ())) if isinstance(source, SecretRef) else []
+def _presented(context: LiveContext, now_s: float) -> Answer:
+    """Return the identities of a context's own certificate, and how long it is valid."""
+    leaf = context.presented.leaf
+    ends = leaf.not_valid_after_utc if leaf is not None else None
+    return {"identity": list(context.local_uri_sans), **_validity(ends, now_s)}
+
+
+def _own(model: TlsContext, configuration: Configuration) -> Answer:
+    """Return the same by the dump's secrets."""
+    source, saved = model.certificate, configuration.saved
+    assert saved is not None
+    if not isinstance(source, SecretRef):
+        return {"identity": []}
+    ends = saved.ends.get(source.name)
+    return {"identity": list(saved.identities.get(source.name, ())), **_validity(ends, configuration.now_s)}
+
+
+def _validity(ends: datetime | None, now_s: float) -> Answer:
+    if ends is None:
+        return {}
+    days = math.floor(10 * (ends.timestamp() - now_s) / _DAY_S) / 10
+    return {"valid_until": f"{ends:%Y-%m-%dT%H:%M:%SZ}", "days_left": days}
 
 
 def _wanted(model: TlsContext) -> list[str] | None:

@@ -109,11 +109,11 @@ def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configura
     clusters = reader.clusters(found["clusters"], assignments)
     extensions = reader.extensions(found["extensions"])
     listeners = reader.listeners(found["listeners"], found["routes"], extensions)
-    secrets = SavedSecrets(reader.identities(found["secrets"]))
+    secrets = reader.certificates(found["secrets"])
     more = len(lacks) - _MOST_TOLD
     if more > 0:
         lacks[_MOST_TOLD:] = [f"and {more} entries more that cannot be read"]
-    return Configuration(listeners, clusters.get, saved=secrets), lacks
+    return Configuration(listeners, clusters.get, clock.wall(), saved=secrets), lacks
 
 
 #: Kind of resource: section, lists in it, and where an entry has the resource.
@@ -289,19 +289,20 @@ class _Reader:
             found.append(made)
         return found
 
-    def identities(self, values: list[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-        """Return the identities in the certificates of the secrets, by the secret's name."""
-        found = {}
+    def certificates(self, values: list[Mapping[str, Any]]) -> SavedSecrets:
+        """Return what answers say of the certificates of the secrets."""
+        identities, ends = {}, {}
         for value in values:
             chain = (value.get("tls_certificate") or {}).get("certificate_chain") or {}
             try:
                 pem = str(chain.get("inline_string") or "").encode() or b64decode(chain.get("inline_bytes") or "")
                 if pem:
-                    names = subject_alt_names(x509.load_pem_x509_certificates(pem)[0])
-                    found[str(value.get("name"))] = tuple(text for kind, text in names if kind == "uri")
+                    leaf, name = x509.load_pem_x509_certificates(pem)[0], str(value.get("name"))
+                    identities[name] = tuple(text for kind, text in subject_alt_names(leaf) if kind == "uri")
+                    ends[name] = leaf.not_valid_after_utc
             except ValueError as error:
                 self._unread("secret", value, error)
-        return found
+        return SavedSecrets(identities, ends)
 
 
 def _without_zero_weights(value: Any) -> Any:

@@ -7,9 +7,10 @@ answer.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.envoy.verdict import verdict_of
 from ztunnel.inspect.outline import outline
 from ztunnel.inspect.seen import BadLine, Seen, live, logged, told_of
 from ztunnel.inspect.source import AskFailed, add_source, ask_json, failed, reaching, read_json
@@ -36,14 +37,19 @@ def add_arguments(subparsers: Any) -> None:
         "Exit status 1 where one would be refused, 2 where there is no answer.",
     )
     explain.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="an address; in an Istio mesh also NAMESPACE/POD"
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="an address; in an Istio mesh also NAMESPACE/POD or a SPIFFE id",
     )
     explain.add_argument(
         "destination",
         nargs="?",
         metavar="DESTINATION",
-        help="ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE:PORT and NAMESPACE/POD:PORT",
+        help="ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE[:PORT] and NAMESPACE/POD:PORT",
     )
+    explain.add_argument("--from", dest="given_source", metavar="SOURCE", help="the same as the first word")
+    explain.add_argument("--to", dest="given_destination", metavar="DESTINATION", help="the same as the second")
     explain.add_argument(
         "--connection",
         metavar="SRC:PORT[-DST:PORT]",
@@ -56,6 +62,14 @@ def add_arguments(subparsers: Any) -> None:
         "--identity", metavar="ID", help="SPIFFE id that the client shows, if not the source's own"
     )
     explain.add_argument("--listener", metavar="NAME", help="that accepts it (Envoy's dialect)")
+    explain.add_argument(
+        "--far",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="admin server of another node's proxy, which adds its verdict about tunnels that end there "
+        "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
+    )
     add_source(explain)
     explain.add_argument("-f", "--file", metavar="FILE", help="a saved config_dump instead; - is standard input")
     explain.set_defaults(run=reaching(run))
@@ -63,8 +77,12 @@ def add_arguments(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
+    words = [each for each in (args.source, args.destination) if each is not None]
+    # What is not given as a flag are the words, in their order.
+    args.source = args.given_source or (words.pop(0) if words else None)
+    args.destination = args.given_destination or (words.pop(0) if words else None)
     ways = (args.source is not None, args.connection is not None, args.log_line is not None)
-    if sum(ways) != 1 or (args.source is None) != (args.destination is None):
+    if words or sum(ways) != 1 or (args.source is None) != (args.destination is None):
         return failed(args, "give SOURCE and DESTINATION, or --connection, or --log-line; see --help")
     if args.file == "-" and args.log_line == "-":
         return failed(args, "standard input is either --file or --log-line")
@@ -94,6 +112,7 @@ class _Answers:
         self._address = args.address
         self._file = args.file
         self._given = {"identity": args.identity, "listener": args.listener}
+        self._far: Sequence[str] = args.far
         self._dump: Mapping[str, Any] = {}
         self._identity_at: Mapping[str, str] = {}
         self._saved: SavedMesh | SavedEnvoy | None = None
@@ -107,6 +126,14 @@ class _Answers:
             AskFailed: there is none; with a status where another question may have one.
         """
         asked = {**{name: value for name, value in self._given.items() if value}, **question}
+        answer = self._near(asked)
+        if "hop" in answer and self._far:
+            for end in _tunnel_ends(answer["hop"]):
+                self._ask_far(answer["source"], end)
+            answer["verdict"] = verdict_of(answer["hop"])
+        return answer
+
+    def _near(self, asked: Mapping[str, str]) -> Answer:
         if self._saved is None:
             try:
                 answer: Answer = ask_json(self._address, "/explain", asked)
@@ -120,6 +147,19 @@ class _Answers:
             return self._saved.ask(asked)
         except ValueError as error:  # a BadQuestion, each dialect has its own
             raise AskFailed(str(error), status=400) from None
+
+    def _ask_far(self, source: str, end: Answer) -> None:
+        """Add what the proxy says that ends a tunnel; one that has no such pod ends no TLS for it."""
+        asked = {
+            "source": source,
+            "destination": end["tunnel"]["authority"],
+            "identity": end["tls"]["identity"][0],
+        }
+        for address in self._far:
+            told = ask_json(address, "/explain", asked)
+            if "tls" in told.get("hop", {}):
+                end["inbound"] = told["hop"]
+                return
 
     def live(self, wanted: str) -> Iterator[Seen]:
         """Yield the live connections that are meant.
@@ -168,6 +208,16 @@ class _Answers:
                 self._identity_at = mesh.identity_at
         except (NotAMesh, ConfigError) as error:
             raise AskFailed(f"{name}: {error}") from None
+
+
+def _tunnel_ends(hop: Mapping[str, Any]) -> Iterator[Answer]:
+    """Yield the endpoints of tunnels whose far end has not been judged yet (Envoy's dialect)."""
+    for cluster in hop.get("clusters") or ():
+        for endpoint in cluster.get("endpoints") or ():
+            if "hop" in endpoint:
+                yield from _tunnel_ends(endpoint["hop"])
+            elif "tunnel" in endpoint and "inbound" not in endpoint and (endpoint["tls"] or {}).get("identity"):
+                yield endpoint
 
 
 def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
@@ -222,6 +272,5 @@ def _print(args: argparse.Namespace, whole: object, answers: list[Answer]) -> No
 
 
 def _is_refusal(answer: Mapping[str, Any]) -> bool:
-    """Return whether an answer has a verdict that is not "allowed"; in Envoy's dialect the first hop has it."""
-    verdict: str = answer.get("verdict") or answer.get("hop", {}).get("verdict", "allowed")
-    return not verdict.startswith("allowed")
+    """Return whether an answer has a verdict that is not "allowed"."""
+    return not str(answer.get("verdict", "allowed")).startswith("allowed")

@@ -90,9 +90,10 @@ def question(
     """Return the question that these words ask.
 
     Args:
-        source: an address, with or without a port, ``namespace/pod`` or a workload's uid.
+        source: an address, with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id: of several
+            workloads that have it, the first.
         destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
-            ``namespace/pod``. With an endpoint also a service's name without a port.
+            ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
         identity: a SPIFFE id; empty: the source's own, and of an inbound question, plain text.
         around: where the names are looked up.
         inbound: see :class:`Question`.
@@ -108,9 +109,12 @@ def question(
     namespace = workload.namespace if workload is not None else ""
     name, colon, port = destination.rpartition(":")
     if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        if not endpoint or colon:
+        if colon:
             raise BadQuestion(f"destination {destination!r}: not HOST:PORT")
-        dialled = _behind(destination, namespace, endpoint, around)
+        if endpoint:
+            dialled = _behind(destination, namespace, endpoint, around)
+        else:
+            dialled = _only_port(destination, namespace, around)
     else:
         dialled = SocketAddress(_destination(name, namespace, around), int(port))
     captured = captured or bool(identity) or (workload is not None and workload.protocol is Protocol.HBONE)
@@ -171,6 +175,12 @@ def _source(text: str, around: Surroundings) -> tuple[Workload | None, str]:
     host = _address(text) or _address(text.rpartition(":")[0])
     if host is not None:
         return around.mesh.workload_at(around.network, host), host
+    if text.startswith("spiffe://"):
+        having = (each for each in around.mesh.workloads() if each.addresses and str(each.identity) == text)
+        workload = min(having, key=lambda each: each.uid, default=None)
+        if workload is None:
+            raise BadQuestion(f"source {text!r}: no workload has this identity")
+        return workload, workload.addresses[0]
     workload = around.mesh.workload(text) or _pod(text, around.mesh)
     if workload is None:
         raise BadQuestion(f"source {text!r}: no workload of this name, and no address")
@@ -201,6 +211,17 @@ def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, 
     if not own:
         raise BadQuestion(f"destination {name!r}: the service has no address in network {around.network!r}")
     return service, own[0]
+
+
+def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress:
+    """Return what is dialled of a service that has one port."""
+    if _address(name) is not None or _pod(name, around.mesh) is not None:
+        raise BadQuestion(f"destination {name!r}: not HOST:PORT")
+    service, host = _service(name, namespace, around)
+    if len(service.ports) != 1:
+        ports = ", ".join(map(str, sorted(service.ports))) or "none"
+        raise BadQuestion(f"destination {name!r}: not HOST:PORT; the service's ports are {ports}")
+    return SocketAddress(host, *service.ports)
 
 
 def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:

@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import threading
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -493,6 +494,62 @@ def test_a_live_connection_in_envoys_dialect_is_explained(reference: Reference, 
         serve(reference, check)
 
 
+def test_the_far_ends_proxy_says_its_part(capsys: Said) -> None:
+    """Of several proxies that one which has the pod: the others end no TLS for it."""
+    identity = "spiffe://cluster.local/ns/a/sa/a"
+    tunnel = {"tunnel": {"authority": "10.0.0.2:80"}, "tls": {"identity": [identity]}}
+    inner = {"hop": {"clusters": [{"cluster": "t", "endpoints": [tunnel]}]}}
+    near = {
+        "verdict": "allowed here",
+        "source": "10.0.0.1:0",
+        "hop": {"clusters": [{"cluster": "s", "endpoints": [inner]}]},
+    }
+    other = {"hop": {"clusters": [{"cluster": "blackhole", "verdict": "closed: there is no such cluster (NC)"}]}}
+    refuses = {"hop": {"tls": {"identity": ["b"]}, "verdict": "closed: no policy allows it"}}
+    asked: list[str] = []
+    with (
+        pages({"/explain": json.dumps(near).encode()}) as here,
+        pages({"/explain": json.dumps(other).encode()}) as there,
+        pages({"/explain": json.dumps(refuses).encode()}, asked=asked) as elsewhere,
+    ):
+        words = ["explain", "10.0.0.1", "10.9.9.9:80", "--address", here, "--json"]
+        assert main(words) == 0
+        assert json.loads(capsys.readouterr().out) == near
+        assert main([*words, "--far", there, "--far", elsewhere]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert main([*words, "--far", "127.0.0.1:1"]) == 2
+        assert "127.0.0.1:1: Connection refused" in capsys.readouterr().err
+    assert told["verdict"] == "refused: closed: no policy allows it"
+    end = told["hop"]["clusters"][0]["endpoints"][0]["hop"]["clusters"][0]["endpoints"][0]
+    assert end["inbound"] == refuses["hop"]
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(asked[0]).query)
+    assert query == {"source": ["10.0.0.1:0"], "destination": ["10.0.0.2:80"], "identity": [identity]}
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["--from", "a/b", "--to", "c.d:80"], {"source": ["a/b"], "destination": ["c.d:80"]}),
+        (["a/b", "--to", "c.d:80"], {"source": ["a/b"], "destination": ["c.d:80"]}),
+        (["--from=a/b", "c.d:80"], {"source": ["a/b"], "destination": ["c.d:80"]}),
+    ],
+)
+def test_the_ends_may_be_flags(words: list[str], asked: dict[str, list[str]], capsys: Said) -> None:
+    queries: list[str] = []
+    with pages({"/explain": b'{"verdict": "allowed"}'}, asked=queries) as address:
+        assert main(["explain", *words, "--address", address]) == 0
+    (query,) = queries
+    assert urllib.parse.parse_qs(urllib.parse.urlsplit(query).query) == asked
+
+
+@pytest.mark.parametrize(
+    "words", [["a", "b:1", "--from", "c"], ["a", "b:1", "--to", "c:1"], ["--from", "a"], ["--to", "a:1"], ["a"]]
+)
+def test_two_ends_are_wanted(words: list[str], capsys: Said) -> None:
+    assert main(["explain", *words]) == 2
+    assert "give SOURCE and DESTINATION" in capsys.readouterr().err
+
+
 # Of a dump of the Rust ztunnel, saved or from the proxy, which has no /explain
 
 
@@ -636,12 +693,21 @@ def test_a_question_that_is_none(words: list[str], error: str, capsys: Said) -> 
 
 @contextmanager
 def pages(
-    bodies: Mapping[str, bytes], *, other: bytes | None = None, missing: bytes = b"not found\n"
+    bodies: Mapping[str, bytes],
+    *,
+    other: bytes | None = None,
+    missing: bytes = b"not found\n",
+    asked: list[str] | None = None,
 ) -> Iterator[str]:
-    """Serve pages by path, and ``other`` or 404 elsewhere; yields the address."""
+    """Serve pages by path, and ``other`` or 404 elsewhere; yields the address.
+
+    ``asked`` gets the target of each request.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if asked is not None:
+                asked.append(self.path)
             body = bodies.get(self.path.partition("?")[0], other)
             self.send_response(404 if body is None else 200)
             self.end_headers()

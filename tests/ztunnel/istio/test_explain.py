@@ -73,12 +73,24 @@ def test_a_service_is_found_by_what_applications_call_it(name: str) -> None:
         ("10.0.0.1", "10.1.0.1:0", "not HOST:PORT"),
         ("10.0.0.1", "nobody:80", "destination 'nobody': no service or workload"),
         ("10.0.0.1", "elsewhere.example:80", "the service has no address in network ''"),
+        ("10.0.0.1", "nobody", "destination 'nobody': no service or workload"),
+        ("10.0.0.1", "shop/client", "destination 'shop/client': not HOST:PORT"),
+        ("10.0.0.1", "cart.example", "not HOST:PORT; the service's ports are 80, 443"),
+        ("spiffe://cluster.local/ns/shop/sa/nobody", VIP, "no workload has this identity"),
+        ("spiffe://cluster.local/ns/shop/sa/nowhere", VIP, "no workload has this identity"),
     ],
 )
 def test_unknown_parties_are_named(source: str, destination: str, error: str) -> None:
     elsewhere = Service(name="elsewhere", namespace="shop", hostname="elsewhere.example")
     with pytest.raises(BadQuestion, match=error.replace("(", r"\(")):
-        ask(source, destination, pod("nowhere"), elsewhere)
+        ask(source, destination, pod("nowhere"), elsewhere, cart(ports={443: 443, 80: 80}))
+
+
+def test_a_source_may_be_an_identity_and_a_service_needs_no_port_if_it_has_one() -> None:
+    others = (pod("a-client", "10.0.0.7", service_account="other"), pod("z", "10.0.0.8", service_account="client"))
+    answer = ask("spiffe://cluster.local/ns/shop/sa/client", "cart.example", cart(), BACK, *others)
+    assert answer["source"]["workload"] == "client"
+    assert answer == ask("shop/client", "cart.example:80", cart(), BACK, *others)
 
 
 # Of connections that were seen

@@ -83,6 +83,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
     configuration = Configuration(
         proxy.listeners.active,
         proxy.clusters.get,
+        proxy.clock.wall(),
         proxy.settings.switches.tunnel_source is TunnelSource.CLIENT_POD,
     )
     try:

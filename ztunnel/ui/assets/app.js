@@ -361,19 +361,9 @@
     const list = child(item, "ul");
     for (const [key, each] of entries) tree(list, each, key);
   }
-  // In Envoy's dialect the hop has the verdict, and none means that it goes on: the far side still decides. What is
-  // further on may differ by endpoint.
-  function judged(verdict, answer) {
-    const words = verdict ?? answer.hop?.verdict;
-    if (words !== undefined) return [String(words), String(words).startsWith("allowed") ? "good" : "bad"];
-    const deeper = nested(answer);
-    return deeper === undefined ? ["goes on: nothing on this side refuses it", "good"]
-      : [`goes on; for some endpoint: ${deeper}`, "warn"];
-  }
-  function nested(value) {
-    if (value === null || typeof value !== "object") return undefined;
-    if (!Array.isArray(value) && typeof value.verdict === "string") return value.verdict;
-    return Object.values(value).map(nested).find((each) => each !== undefined);
+  function kindOf(verdict) {
+    if (verdict.startsWith("allowed, but")) return "warn";  // not by each endpoint
+    return verdict.startsWith("allowed") ? "good" : "bad";
   }
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -399,8 +389,7 @@
       return;
     }
     const { verdict, ...others } = JSON.parse(text);
-    const [words, kind] = judged(verdict, others);
-    child(box, "p", `verdict ${kind}`, `Verdict: ${words}`);
+    child(box, "p", `verdict ${kindOf(String(verdict))}`, `Verdict: ${verdict}`);
     const list = child(box, "ul", "tree");
     for (const [name, value] of Object.entries(others)) tree(list, value, name);
   });

@@ -244,16 +244,30 @@ def test_explain_follows_a_pod_to_a_service(answers: Callable[..., list[Answer]]
     assert tunnel["tunnel"]["address"] == "10.244.1.23:15008"
     assert tunnel["tunnel"]["authority"] == "10.244.1.23:9080"
     assert tunnel["tls"]["identity"] == [f"{IDENTITY}productpage"]
+    assert tunnel["tls"]["days_left"] > 0
     assert tunnel["tls"]["verifies"] == ["a trusted root", "uri prefix spiffe://cluster.local/"]
     assert (tunnel["leaves_from"], tunnel["mark"]) == ("10.244.2.3", 1234)
     assert passthrough.json["hop"]["clusters"][0]["cluster"] == "PassthroughCluster"
     assert passthrough.json["hop"]["clusters"][0]["endpoints"][0]["address"] == "1.2.3.4:80"
     assert inbound.json["hop"]["chain"] == "inbound_10.244.2.23"
-    assert inbound.json["hop"]["policies"] == [
-        {"allowed": True, "policy": "ns[default]-policy[reviews-viewer]-rule[0]"}
-    ]
+    policy = {"policy": "ns[default]-policy[reviews-viewer]-rule[0]", "action": "allow"}
+    because = f"a name of the peer is {IDENTITY}productpage"
+    (filter_,) = inbound.json["hop"]["policies"]
+    assert (filter_["allowed"], filter_["policy"]) == (True, policy["policy"])
+    assert filter_["judged"] == [{**policy, "holds": True, "because": because}]
+    (filter_,) = denied.json["hop"]["policies"]
+    assert (filter_["allowed"], filter_["policy"]) == (False, None)
+    because += f": no, it is {IDENTITY}ratings"
+    assert filter_["judged"] == [{**policy, "holds": False, "because": because}]
     assert inbound.json["hop"]["clusters"][0]["endpoints"][0]["address"] == "10.244.2.23:9080"
     assert denied.json["hop"]["verdict"] == "closed: rbac_access_denied_matched_policy[none]"
+    assert denied.json["verdict"] == "refused: closed: rbac_access_denied_matched_policy[none]"
+    assert service.json["verdict"] == "allowed here; the tunnel's far end decides, which is another proxy's"
+    assert "inbound" not in tunnel
+    assert (passthrough.json["verdict"], inbound.json["verdict"]) == ("allowed", "allowed")
+    local = cluster["endpoints"][1]["hop"]["clusters"][0]["endpoints"][0]
+    assert local["inbound"]["chain"] == "inbound_10.244.2.23"
+    assert local["inbound"]["policies"] == inbound.json["hop"]["policies"]
     assert (usage.status, unknown.status) == (400, 404)
 
 

@@ -143,7 +143,8 @@ def test_a_default_serves_until_it_arrives_and_when_it_is_gone(tmp_path: Path) -
             assert await ask(rig.port("l")) == b"ping"
             told = from_a_dump(rig)
             assert told == json.loads(page(rig, "/explain", question))
-            assert told["hop"]["policies"] == [{"allowed": True, "policy": "rule"}]
+            judged = {"policy": "rule", "action": "allow", "holds": True, "because": "always"}
+            assert told["hop"]["policies"] == [{"allowed": True, "policy": "rule", "judged": [judged]}]
 
     run(tmp_path, body)
 
