@@ -183,8 +183,7 @@ class NodeDemo(Demo):
         inside = enter(self.lab.worker("worker2").ztunnel)
         pod = enter(self.lab.pod("productpage"))
         ztunnel = " ".join(ZTUNNEL_COMMAND)
-        source, there = self.lab.pod("intruder").ipv4, self.lab.pod("reviews-v2").ipv4
-        intruder = "--identity spiffe://cluster.local/ns/default/sa/intruder"
+        intruder = self.lab.pod("intruder").ipv4
         self.print_hints(
             {
                 "mesh file": f"{self.folder / 'mesh.yaml'}   (edit it: the proxies follow)",
@@ -194,7 +193,8 @@ class NodeDemo(Demo):
                 **self.live_page(self.lab.worker("worker2").ztunnel),
                 "connections": f"{inside} {ztunnel} connections",
                 "plain text": self.tap("worker2", str(self.lab.pod("productpage").ipv4)),
-                "why, why not": f"{inside} {ztunnel} explain {source} {there}:{PORT} {intruder}",
+                "why, why not": f"{inside} {ztunnel} explain {intruder} {VIP}:{PORT}",
+                "its state": f"{inside} {ztunnel} status   (policies, certificates, ...)",
             }
         )
 

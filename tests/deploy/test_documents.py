@@ -50,8 +50,10 @@ def test_every_file_that_is_named_is_there(document: Path) -> None:
     assert [name for name in linked if not (document.parent / name).exists()] == []
 
 
-def test_the_first_screen_has_the_two_commands_and_both_modes() -> None:
+def test_the_first_screen_has_a_picture_the_commands_and_both_modes() -> None:
     first = README[: README.index("## ")]
+    assert first.index("<picture>") < first.index("```sh")
+    assert all(line in first for line in ("pip install .", "docker build ", "helm upgrade "))
     assert "make demo " in first
     assert "make test " in first
     assert "make demo MODE=inpod" in first

@@ -122,8 +122,8 @@ def cannot_run(prefix: tuple[str, ...]) -> str:
 SHOWN = {
     "a pod calls": "called by",
     "its rules": "table inet",
-    "why, why not": "refused|denied",
-    "its state": "productpage|Up",
+    "why, why not": "verdict: refused",
+    "its state": "3 Up|denied .*intruder",
     "connections": "10.96.183.192:9080",
     "plain text": "GET /reviews/0" if shutil.which("tshark") else "packets",
     "what if": "intruder.default",

@@ -107,8 +107,8 @@ def pictures(page: Browser, name: str) -> None:
         for view in VIEWS:
             page.show(view)
             page.screenshot(PICTURES / f"{name}-{view}-{look}.png")
-        overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        assert overflow <= 0, f"{look}: the page is {overflow} px wider than the window"
+            overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert overflow <= 0, f"{look}: {view} is {overflow} px wider than the window"
     page.look()
 
 

@@ -448,7 +448,10 @@ def _candidates(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host
         return _original(cluster, info)
     hosts = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
     usable = sum(host.healthy for host, _ in hosts)
-    return hosts, f"{len(hosts)} endpoints, {usable} healthy, one is chosen per connection"
+    return (
+        hosts,
+        f"{len(hosts)} endpoint{'' if len(hosts) == 1 else 's'}, {usable} healthy, one is chosen per connection",
+    )
 
 
 def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:

@@ -45,6 +45,7 @@ _SIDECAR: Final = "istio-proxy"
 #: For a question to the API server, and for the port to be open; a guess for clusters far away.
 _ANSWER_S: Final = 20.0
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
+_KLOG: Final = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d")
 
 
 class Unreachable(Exception):
@@ -70,7 +71,7 @@ class Kubectl:
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{' '.join(command)}: no answer in {limit_s:g} s") from None
         if done.returncode:
-            raise Unreachable(_first_line(done.stderr) or f"{' '.join(command)}: exit status {done.returncode}")
+            raise Unreachable(_complaint(done.stderr) or f"{' '.join(command)}: exit status {done.returncode}")
         try:
             return json.loads(done.stdout)
         except ValueError:
@@ -179,7 +180,7 @@ def _opened(ports: queue.SimpleQueue[int | None], errors: IO[bytes], pod: str) -
         if port is not None:
             return port
         errors.seek(0)
-        reason = _first_line(errors.read().decode(errors="replace")) or "it ended"
+        reason = _complaint(errors.read().decode(errors="replace")) or "it ended"
     raise Unreachable(f"kubectl port-forward to {pod}: {reason}")
 
 
@@ -196,5 +197,7 @@ def _label(pod: Mapping[str, Any]) -> str:
     return str(labels.get("app", ""))
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def _complaint(text: str) -> str:
+    """Return what kubectl says to people: before it come attempts, as log lines of klog."""
+    lines = [line for line in text.strip().splitlines() if line]
+    return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

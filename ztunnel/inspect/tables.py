@@ -14,7 +14,11 @@ Row = tuple[str, ...]
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
 #: The lists of a dump that other tables count.
-_COUNTED = ("workloads", "services", "policies")
+_COUNTED: Final = {
+    "workloads": ("workload", "workloads"),
+    "services": ("service", "services"),
+    "policies": ("policy", "policies"),
+}
 
 
 class NotAMesh(ValueError):
@@ -121,7 +125,7 @@ def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
     yield ("connections", f"{numbers['inbound']} inbound, {numbers['outbound']} outbound")
     held = dump.get("certificates") or []
     yield ("certificates", counted(cell(each, "state").partition(":")[0] for each in held))
-    yield ("the mesh", ", ".join(f"{len(dump.get(name) or [])} {name}" for name in _COUNTED))
+    yield ("the mesh", ", ".join(_number(len(dump.get(name) or []), *words) for name, words in _COUNTED.items()))
     for each in held:
         if cell(each, "state").startswith("Unavailable"):
             yield (
@@ -139,6 +143,10 @@ def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
         yield ("denied", shown_denial(each, cell(each, "destination")))
     if len(denials) > _MOST_DENIALS:
         yield ("denied", f"and {len(denials) - _MOST_DENIALS} pairs more: see /denials")
+
+
+def _number(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def _concerns(denial: Dump, namespace: str) -> bool:

@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"ztunnel simulate: {error}", file=sys.stderr)
         return 2
     if args.suggest:
+        if not log.seen:
+            print("ztunnel simulate: no connection was seen, so there is nothing to suggest", file=sys.stderr)
         print(suggest(allowed(after, log.seen)), end="")
         return 0
     answer = simulate(before, after, log.seen)
@@ -166,7 +168,7 @@ def _print(answer: Simulation, log: Log) -> None:
     if answer.unknown:
         print(f"{answer.unknown} went to addresses that are no workload of the mesh: not judged")
     if log.unread:
-        print(f"{log.unread} lines of the log do not say enough: not judged")
+        print(f"lines of the log that do not say enough, not judged: {log.unread}")
 
 
 def _shown(answer: Simulation, log: Log) -> Mapping[str, Any]:

@@ -184,7 +184,7 @@ TRANSCRIPTS = {
         "pods            1 Pending, 1 Up",
         "connections     1 inbound, 1 outbound",
         "certificates    1 Available, 1 Unavailable",
-        "the mesh        2 workloads, 1 services, 2 policies",
+        "the mesh        2 workloads, 1 service, 2 policies",
         "no certificate  spiffe://cluster.local/ns/other/sa/b: no way",
         "not up          b.other: Pending",
     ],

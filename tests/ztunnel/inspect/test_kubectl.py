@@ -180,6 +180,16 @@ def test_what_is_not_there_is_named(words: list[str], error: str, made: Cluster,
     assert error in capsys.readouterr().err
 
 
+def test_what_kubectl_logs_is_left_out(made: Cluster, capsys: Said) -> None:
+    """Without an API server it logs each attempt before the sentence for people."""
+    said = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+    (made.folder / "refuse").write_text(
+        f'E1125 08:16:14.901096    1761 memcache.go:265] "Unhandled Error"\n{said}\n'
+    )
+    assert main(["status", "--node", "n1"]) == 2
+    assert capsys.readouterr().err.endswith(f": {said}\n")
+
+
 def test_a_port_that_is_not_opened(made: Cluster, capsys: Said) -> None:
     (made.folder / "refuse").write_text("error: unable to forward port: the pod does not run\nmore\n")
     assert main(["status", "--node", "n1"]) == 2

@@ -38,7 +38,7 @@ def test_what_would_be_newly_refused(files: list[str], tmp_path: Path, capsys: S
         "newly refused  10.0.0.1  spiffe://cluster.local/ns/shop/sa/client  back.shop:8080  3            "
         "allow policies exist, but none allowed",
         "3 connections: 3 newly refused, 0 newly allowed, 0 allowed as before, 0 refused as before",
-        "1 lines of the log do not say enough: not judged",
+        "lines of the log that do not say enough, not judged: 1",
     ]
 
 
@@ -55,6 +55,12 @@ def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys:
     (tmp_path / "new.yaml").write_text(capsys.readouterr().out)
     assert main([*files, "-p", str(tmp_path / "new.yaml")]) == 0
     assert "allowed as before  10.0.0.1" in capsys.readouterr().out
+
+
+def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "access.log").write_text("")
+    assert main([*files, "--suggest"]) == 0
+    assert "no connection was seen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@
     rest("denials", data.denials, "pairs");
     fill("policies-table", data.policies.shown.map((each) => [
       each.name, each.action || "–", each.scope || "–", each.mode,
-      num(number(each.allowed)), num(number(each.denied), each.denied && each.mode === "enforced"), num(number(each.ended)),
+      num(number(each.allowed)), num(number(each.denied), each.denied && ["enforced", "implied"].includes(each.mode)), num(number(each.ended)),
       { text: ago(each.last_s, data.time_s), title: moment(each.last_s), className: "nowrap" },
       each.faults.length ? { text: each.faults.join("; "), className: "warn" } : "–",
     ]), "There are no policies.");
