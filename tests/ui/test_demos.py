@@ -236,10 +236,14 @@ def test_envoys_dialect() -> None:
         )
         assert ask(page, source=productpage, destination=f"{VIP}:{PORT}")
         assert "usage: /explain" in ask(page, source="nobody", destination=f"{VIP}:{PORT}")
-        assert "nothing on this side refuses it" in ask(page, source=intruder, destination=f"{reviews}:{PORT}")
+        far = str(lab.pod("reviews-v1").ipv4)
+        assert ask(page, source=productpage, destination=f"{far}:{PORT}").startswith("Verdict: allowed here; ")
+        refused = ask(page, source=intruder, destination=f"{reviews}:{PORT}")
+        assert "Verdict: refused: closed: rbac_access_denied_matched_policy[none]" in refused, "this proxy's pod"
+        assert "no, it is spiffe://cluster.local/ns/default/sa/intruder" in refused
         identity = "spiffe://cluster.local/ns/default/sa/intruder"
         refused = ask(page, source=intruder, destination=f"{reviews}:15008", identity=identity)
-        assert "Verdict: closed: rbac_access_denied_matched_policy[none]" in refused
+        assert "Verdict: refused: closed: rbac_access_denied_matched_policy[none]" in refused
 
         page.show("policies")
         page.until("!document.querySelector('#denials td.empty')")

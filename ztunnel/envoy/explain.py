@@ -31,7 +31,7 @@ from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.terminate import route_for
 from ztunnel.envoy.upstream.cluster import LiveCluster
-from ztunnel.envoy.upstream.connect import tunnel_request
+from ztunnel.envoy.upstream.connect import tunnel_request, tunnels
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.envoy.verdict import verdict_of
 from ztunnel.policy.engine import holds, judge
@@ -85,6 +85,8 @@ class Configuration:
         now_s: seconds of the wall clock, for the days that certificates have left.
         keep_client_address: tunnels behind an internal listener keep the client's address too.
         saved: the secrets of a dump, in the place of contexts.
+        calico: what Calico's policies say where a socket is opened, see :func:`ztunnel.envoy.guarded.told`;
+            ``None``: there are none.
     """
 
     listeners: Sequence[LiveListener]
@@ -92,6 +94,7 @@ class Configuration:
     now_s: float
     keep_client_address: bool = True
     saved: SavedSecrets | None = None
+    calico: Callable[[StreamInfo, LiveTcpProxy | None, SocketAddress, Sequence[str]], Answer] | None = None
 
 
 def explain(question: Question, configuration: Configuration) -> Answer:
@@ -235,12 +238,15 @@ class _Explainer:
         if not (route.tunnel and manager.model.allows_connect):
             return {"verdict": "403: the route does not end tunnels"}
         info.request_headers = (("x-envoy-original-dst-host", info.authority),)
-        clusters = [self._cluster(choice.name, info, None, depth) for choice in route.clusters]
+        own = chain.tls.local_uri_sans if chain.tls is not None else ()
+        clusters = [self._cluster(choice.name, info, None, depth, own) for choice in route.clusters]
         return {"authority": info.authority, "route": route.name, "clusters": clusters}
 
     # Upstream
 
-    def _cluster(self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int) -> Answer:
+    def _cluster(
+        self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, own: Sequence[str] = ()
+    ) -> Answer:
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
         if cluster is None:
@@ -250,7 +256,7 @@ class _Explainer:
         hosts, because = _candidates(cluster, info)
         answer["endpoints_because"] = because
         answer["endpoints"] = [
-            self._endpoint(cluster, host, priority, info, proxy, depth) for host, priority in hosts
+            self._endpoint(cluster, host, priority, info, proxy, depth, own) for host, priority in hosts
         ]
         if not hosts:
             answer["verdict"] = "closed: no endpoint (UH)"
@@ -264,6 +270,7 @@ class _Explainer:
         info: StreamInfo,
         proxy: LiveTcpProxy | None,
         depth: int,
+        own: Sequence[str],
     ) -> Answer:
         endpoint = host.endpoint
         answer: Answer = {
@@ -278,7 +285,7 @@ class _Explainer:
         inner = transport.inner if isinstance(transport, InternalUpstream) else transport
         if isinstance(endpoint.address, InternalAddress):
             return answer | self._inner(cluster, host, transport, info, depth)
-        if proxy is not None and proxy.hostname is not None:
+        if proxy is not None and tunnels(proxy, info):
             answer |= _tunnel(proxy, info, str(endpoint.address))
         if isinstance(inner, TlsContext):
             answer["tls"] = _client_tls(cluster, inner, self._configuration)
@@ -288,6 +295,9 @@ class _Explainer:
             answer["leaves_from"] = info.options.source
         if info.options.mark:
             answer["mark"] = info.options.mark
+        calico = self._configuration.calico
+        if calico is not None and isinstance(endpoint.address, SocketAddress) and "verdict" not in answer:
+            answer |= calico(info, proxy, endpoint.address, own)
         identities = (answer["tls"] or {}).get("identity")
         if identities and "tunnel" in answer and depth < _MOST_HOPS:
             inbound = self._inbound(answer["tunnel"]["authority"], identities[0], info, depth)

@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.cluster import TransportSocket
-from ztunnel.calico.guard import Decision, connection
+from ztunnel.calico.guard import Decision, Guard, connection
 from ztunnel.calico.live import LivePolicies
 from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
 from ztunnel.envoy.internal import InternalListeners
@@ -39,7 +40,7 @@ from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Counter, Stats
 from ztunnel.envoy.upstream.cluster import LiveCluster
-from ztunnel.envoy.upstream.connect import DISABLE_TUNNELING, Connector, tunnel_request
+from ztunnel.envoy.upstream.connect import Connector, tunnel_request, tunnels
 from ztunnel.envoy.upstream.dial import ClusterUpstream, Dialler
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.envoy.upstream.manager import ClusterManager
@@ -163,15 +164,10 @@ class InboundDialler(Dialler):
         Raises:
             Denied: the pod's ingress policies do not allow it.
         """
-        peer, principal = info.facts.peer, ""
-        if peer is not None:
-            # Not empty without an identity: that would be plain text, for which addresses may be enough.
-            principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
         own = info.tls.local_uri_sans if info.tls is not None else ()
-        flow = connection(info.source, address, principal, own[0] if own else "")
         dial = super().dial
         return await self._enforcer.open(
-            info, ((c.Direction.INGRESS, flow),), lambda: dial(info, cluster, host, address, transport)
+            info, _at_its_end(info, address, own), lambda: dial(info, cluster, host, address, transport)
         )
 
 
@@ -210,26 +206,60 @@ class GuardedConnector(Connector):
             return await attempt(hop, proxy, cluster, host, client)  # it has no address yet, or never has one
         info = hop.info
         info.upstream_host = str(address)
-        tunnels = proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
-        questions = self._of_tunnel(info, proxy, address) if tunnels else self._of_plain(info, address)
+        questions = _where_it_begins(info, proxy, address, self._enforcer.knows)
         return await self._enforcer.open(info, questions, lambda: attempt(hop, proxy, cluster, host, client))
 
-    @staticmethod
-    def _of_tunnel(info: StreamInfo, proxy: LiveTcpProxy, address: SocketAddress) -> tuple[_Question, ...]:
+
+def told(
+    guard: Guard, info: StreamInfo, proxy: LiveTcpProxy | None, address: SocketAddress, own: Sequence[str]
+) -> dict[str, Any]:
+    """Return what an explanation says of Calico's policies; nothing is counted.
+
+    Args:
+        guard: has the policies.
+        info: the connection.
+        proxy: that opens it; ``None`` at the end of a tunnel.
+        address: of the next socket.
+        own: the identities that the end of a tunnel shows.
+    """
+    asked = (
+        _at_its_end(info, address, own) if proxy is None else _where_it_begins(info, proxy, address, guard.knows)
+    )
+    lines = []
+    for direction, flow in asked:
+        decision = guard.check(direction, flow, counted=False)
+        verdict = decision.verdict
+        if not decision.allowed:
+            lines.append(f"{direction}: {verdict.message}")
+            answer = {"calico": {"allowed": False, "lines": lines}}
+            return {**answer, "verdict": f"closed: {_denied(decision).details}"}
+        lines.append(f"{direction}: allowed by {verdict.rule or 'no rule: none is asked'}")
+    return {"calico": {"allowed": True, "lines": lines}}
+
+
+def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
+    peer, principal = info.facts.peer, ""
+    if peer is not None:
+        # Not empty without an identity: that would be plain text, for which addresses may be enough.
+        principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
+    return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
+
+
+def _where_it_begins(
+    info: StreamInfo, proxy: LiveTcpProxy, address: SocketAddress, knows: Callable[[str], bool]
+) -> tuple[_Question, ...]:
+    if tunnels(proxy, info):
         authority, _ = tunnel_request(proxy, info)
         port = authority.rpartition(":")[2]
         there = SocketAddress(address.host, int(port)) if port.isascii() and port.isdigit() else address
         return ((c.Direction.EGRESS, connection(info.source, there, _own(info), "")),)
-
-    def _of_plain(self, info: StreamInfo, address: SocketAddress) -> tuple[_Question, ...]:
-        knows = self._enforcer.knows
-        flow = connection(info.source, address, "", "")
-        found = []
-        if knows(info.source.host) or not knows(address.host):
-            found.append((c.Direction.EGRESS, flow))
-        if knows(address.host):
-            found.append((c.Direction.INGRESS, flow))
-        return tuple(found)
+    flow = connection(info.source, address, "", "")
+    found = []
+    if knows(info.source.host) or not knows(address.host):
+        found.append((c.Direction.EGRESS, flow))
+    if knows(address.host):
+        found.append((c.Direction.INGRESS, flow))
+    return tuple(found)
 
 
 def _own(info: StreamInfo) -> str:

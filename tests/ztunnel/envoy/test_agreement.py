@@ -24,8 +24,11 @@ from tests.ztunnel.envoy.rig import (
     tcp,
     tunnel,
 )
+from tests.ztunnel.envoy.test_guarded import BY_CLIENT, BY_OTHER, Guarded, guarded
+from tests.ztunnel.envoy.test_guarded import policies as policies_of_calico
 
 CASES = 40
+ALL = "[{action: Allow}]"
 RBAC = T + "envoy.extensions.filters.network.rbac.v3.RBAC"
 
 
@@ -79,6 +82,36 @@ def policies(rng: random.Random, *ports: int) -> list[Json]:
         }
         for _ in range(rng.randint(0, 2))
     ]
+
+
+def test_calicos_policies(tmp_path: Path) -> None:
+    """Plain and in a tunnel, where it begins and where it ends, each with some of the identity and the ports."""
+
+    async def body(made: Guarded) -> None:
+        rng, rig = random.Random(7), made.rig
+        outcomes: set[bool] = set()
+        async with application() as port:
+            await tunnel(rig, port, Identities())
+            before = ""
+            for _ in range(CASES // 2):
+                ports = f"[{rng.choice((port, rig.port('inbound'), 80, 1))}]"
+                allow = f"[{{action: Allow, protocol: TCP, destination: {{ports: {ports}}}}}]"
+                ingress, egress = rng.choice((BY_CLIENT, BY_OTHER)), rng.choice((ALL, allow))
+                text = policies_of_calico(ingress, egress)
+                if text == before:
+                    continue
+                await made.change(before := text)
+                # The tunnel names the application, so that its end has to be asked by itself.
+                ends = [
+                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:{rig.port('l')}&listener=l"),
+                    told(rig, f"source=127.0.0.1&destination=127.0.0.1:80&identity={CLIENT}&listener=inbound"),
+                ]
+                worked = await ask(rig.port("l")) == b"ping"
+                assert all(end["verdict"].startswith("allowed") for end in ends) == worked, (text, ends)
+                outcomes.add(worked)
+        assert outcomes == {True, False}
+
+    guarded(tmp_path, policies_of_calico(ingress=BY_CLIENT), body)
 
 
 def told(rig: Rig, question: str) -> Json:

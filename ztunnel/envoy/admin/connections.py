@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xds.model.address import SocketAddress
@@ -80,11 +81,17 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         )
     except ValueError as error:
         return text(f"{error}\n{_USAGE}", 400)
+    calico = None
+    if proxy.policies is not None:
+        from ztunnel.envoy.guarded import told  # most proxies have no Calico policies, and save the memory
+
+        calico = partial(told, proxy.policies.guard)
     configuration = Configuration(
         proxy.listeners.active,
         proxy.clusters.get,
         proxy.clock.wall(),
         proxy.settings.switches.tunnel_source is TunnelSource.CLIENT_POD,
+        calico=calico,
     )
     try:
         answer = explain(question, configuration)

@@ -368,6 +368,11 @@ def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSett
     )
 
 
+def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
+    """Return whether a proxy opens a tunnel for a connection."""
+    return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
+
+
 def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:
     """Return the ``:authority`` and the added headers of a tunnel request, in order.
 
