@@ -209,6 +209,7 @@ def test_an_istio_mesh() -> None:
         page.show("certificates")
         titles = " ".join(column(page, "#certificates-table", 0))
         assert all(each["identity"] in titles for each in dump["certificates"])
+        assert {"default/productpage", "default/intruder"} <= column(page, "#certificates-table", 6)
         page.show("connections")
         live = {
             connection["src"]

@@ -39,6 +39,8 @@ from ztunnel.ui.seen import (
 _SLICE: Final = 100
 #: Connections that are kept while all are read; the view cuts them again.
 _MOST_CONNECTIONS: Final = 200
+#: Workloads that are named beside their certificate.
+_MOST_USERS: Final = 3
 _REPORTER, _SERVICE, _POLICY = (
     TRAFFIC_LABELS.index(name) for name in ("reporter", "destination_service", "connection_security_policy")
 )
@@ -321,15 +323,21 @@ def _policy(policy: AuthorizationPolicy, use: PolicyUse | None, dry: dict[str, i
 
 def _certificates(proxy: InspectedProxy) -> Iterable[Certificate]:
     states = proxy.certificates.states()
+    users: dict[str, list[str]] = {}
+    for workload in _pods(proxy):
+        users.setdefault(workload.identity, []).append(workload.key)
     for identity in sorted(states, key=str):
-        state = states[identity]
+        state, users_here = states[identity], sorted(set(users.get(str(identity), ())))
+        more = len(users_here) - _MOST_USERS
+        used_by = ", ".join(users_here[:_MOST_USERS]) + (f" and {more} more" if more > 0 else "")
         if not isinstance(state, WorkloadCertificate):
-            yield Certificate(identity=str(identity), state=state)
+            yield Certificate(identity=str(identity), state=state, used_by=used_by)
             continue
         leaf = state.issued.chain[0]
         yield Certificate(
             identity=str(identity),
             state="Available",
+            used_by=used_by,
             serial=f"{leaf.serial_number:x}",
             valid_from_s=leaf.not_valid_before_utc.timestamp(),
             expires_s=leaf.not_valid_after_utc.timestamp(),
