@@ -246,6 +246,8 @@ def test_envoys_dialect() -> None:
         refused = ask(page, source=intruder, destination=f"{reviews}:15008", identity=identity)
         assert "Verdict: refused: closed: rbac_access_denied_matched_policy[none]" in refused
 
+        page.show("mesh")
+        page.until("document.getElementById('graph').textContent.includes(' denied')")
         page.show("policies")
         page.until("!document.querySelector('#denials td.empty')")
         assert {each["policy"] for each in asked(demo, "/rbac")["policies"]} - {"none"} <= column(

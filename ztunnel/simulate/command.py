@@ -15,7 +15,7 @@ from xds.dialects.istio.local_file import LocalMesh
 from xds.errors import ConfigError
 from xds.model.workload import Protocol
 from ztunnel.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
-from ztunnel.inspect.tables import NotAMesh, mesh_dump
+from ztunnel.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.terminal import print_table, progress
 from ztunnel.runtime.text_file import read_text
@@ -26,6 +26,10 @@ from ztunnel.simulate.suggest import suggest
 
 #: Between two looks at the live connections: those that are shorter may be missed, as the help says.
 _LOOK_S: Final = 0.5
+_OTHER_DIALECT: Final = (
+    "simulates the policies of an Istio mesh; in Envoy's dialect shadow_rules of an RBAC filter show what others "
+    "would do, and `ztunnel policies` counts that"
+)
 
 
 class _Failed(Exception):
@@ -88,7 +92,10 @@ def add_arguments(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer, and return the exit status."""
     try:
-        dump = mesh_dump(read_json(args.file) if args.file else ask_json(args.address, "/config_dump"))
+        found = read_json(args.file) if args.file else ask_json(args.address, "/config_dump")
+        if is_envoy_dump(found):
+            raise _Failed(f"{args.file or args.address}: {_OTHER_DIALECT}")
+        dump = mesh_dump(found)
         before = mesh_of(dump)
         proposals = [
             each for file in args.policy for each in read_policies(_read(file), file, args.root_namespace)

@@ -57,6 +57,12 @@ def test_a_suggestion_can_be_simulated(files: list[str], tmp_path: Path, capsys:
     assert "allowed as before  10.0.0.1" in capsys.readouterr().out
 
 
+def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "dump.json").write_text('{"configs": []}')
+    assert main([*files, "--suggest"]) == 2
+    assert "in Envoy's dialect shadow_rules" in capsys.readouterr().err
+
+
 def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "access.log").write_text("")
     assert main([*files, "--suggest"]) == 0

@@ -29,6 +29,7 @@ from ztunnel.envoy.telemetry.decisions import (
     NONE_MATCHED,
     SHADOW_ALLOWED,
     SHADOW_DENIED,
+    DeniedBy,
     PolicyUse,
 )
 from ztunnel.ui.seen import (
@@ -83,16 +84,18 @@ class Traffic:
         self.since_s = 0.0
         self.counts: dict[_Ends, _Counts] = {}
         self.identities: dict[str, str] = {}
+        self._denied_before: dict[DeniedBy, int] = {}
 
     def begin(self) -> None:
         """Start to count."""
         self.since_s = self._proxy.clock.wall()
+        self._denied_before = {denial.pair: denial.times for denial in self._proxy.decisions.denials}
         self._proxy.connections.watcher = self._ended
 
     def end(self) -> None:
         """Stop, and forget what was counted."""
         self._proxy.connections.watcher = None
-        self.counts, self.identities, self.since_s = {}, {}, 0.0
+        self.counts, self.identities, self.since_s, self._denied_before = {}, {}, 0.0, {}
 
     def _ended(self, connection: LiveConnection) -> None:
         info = connection.info
@@ -103,6 +106,20 @@ class Traffic:
         sent, received = _moved(connection)
         counts.sent += sent
         counts.received += received
+
+    def add_denied(self) -> None:
+        """Count what was denied where a tunnel ends: within the node it is no connection of its own."""
+        denied: dict[_Ends, int] = {}
+        for pair, times, _, _ in self._proxy.decisions.denials if self.since_s else ():
+            if pair.identity:  # of others the connection itself is counted
+                host = pair.destination.rpartition(":")[0].strip("[]")
+                ends = _Ends(pair.source, host, "", "destination", Security.MUTUAL_TLS)
+                denied[ends] = denied.get(ends, 0) + max(0, times - self._denied_before.get(pair, 0))
+        for ends, times in denied.items():
+            if times:
+                counts = self.at(ends)
+                counts.denied, counts.failed = max(counts.denied, times), max(counts.failed, times)
+                counts.opened = max(counts.opened, times)
 
     def at(self, ends: _Ends) -> _Counts:
         """Return the counts of a pair, or of all further ones where too many are counted."""
@@ -187,6 +204,7 @@ async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
             counted[2] += received
             more.append(_shown(proxy, entry, ends, now_s))
         shown = heapq.nlargest(_MOST_CONNECTIONS, [*shown, *more], key=_bytes)
+    traffic.add_denied()
     flows = [_flow(ends, traffic.counts.get(ends), open_now.get(ends)) for ends in {**traffic.counts, **open_now}]
     hosts = dict.fromkeys(host for flow in flows for host in (flow.source, flow.destination))
     here = {flow.source for flow in flows if flow.reporter == "source"}

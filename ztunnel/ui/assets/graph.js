@@ -152,7 +152,7 @@ const Graph = (() => {
       for (const [key, drawn] of nodes) if (!byKey.has(key)) { drawn.group.remove(); nodes.delete(key); }
       for (const key of columns.flat().filter((each) => byKey.has(each))) {
         const workload = byKey.get(key), drawn = nodeFor(key), { x, y } = at.get(key);
-        const letters = Math.floor((width - 50) / 8.4);
+        const letters = Math.floor((width - 60) / 8.4);
         drawn.group.setAttribute("transform", `translate(${x} ${y})`);
         drawn.group.classList.toggle("local", workload.here);
         drawn.group.classList.toggle("troubled", Boolean(workload.state));

@@ -17,6 +17,8 @@ from ztunnel.envoy.admin.live_page import Traffic
 from ztunnel.envoy.connections import LiveConnection
 from ztunnel.envoy.settings import settings_from
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
+from ztunnel.envoy.telemetry.decisions import DeniedBy
+from ztunnel.policy.denials import Denials
 from ztunnel.runtime.settings import SettingsError
 from ztunnel.ui import setting
 
@@ -74,7 +76,9 @@ class Clusters:
 def traffic() -> Traffic:
     clock = SimpleNamespace(wall=lambda: 5.0)
     connections = SimpleNamespace(watcher=None)
-    return Traffic(cast(Any, SimpleNamespace(clusters=Clusters(), clock=clock, connections=connections)))
+    decisions = SimpleNamespace(denials=Denials[DeniedBy]())
+    proxy = SimpleNamespace(clusters=Clusters(), clock=clock, connections=connections, decisions=decisions)
+    return Traffic(cast(Any, proxy))
 
 
 def info(**changes: Any) -> StreamInfo:
@@ -134,6 +138,30 @@ def test_failures_and_denials_are_told_apart() -> None:
         counted._ended(live(info(termination_details=reason, flags={Flag.NO_ROUTE})))
     (counts,) = counted.counts.values()
     assert (counts.opened, counts.failed, counts.denied) == (3, 3, 2)
+
+
+def test_what_is_denied_where_a_tunnel_ends_within_the_node_is_counted() -> None:
+    """It is no connection of its own there; of plain text the connection itself is counted."""
+    counted = traffic()
+    denials = counted._proxy.decisions.denials
+    by = DeniedBy(
+        "inbound", "one", "10.0.0.1", CLIENT, "10.0.0.2:15008", "rbac_access_denied_matched_policy[none]"
+    )
+    denials.note(by, "10.0.0.1:1", 1.0)
+    counted.add_denied()
+    assert counted.counts == {}, "nothing is counted yet"
+    counted.begin()
+    for pair in (by, by, by._replace(destination="10.0.0.2:80"), by._replace(identity="")):
+        denials.note(pair, "10.0.0.1:2", 2.0)
+    for _ in range(2):  # as for two events
+        counted.add_denied()
+    ((ends, counts),) = counted.counts.items()
+    assert (ends.source, ends.destination, ends.reporter) == ("10.0.0.1", "10.0.0.2", "destination")
+    assert (counts.opened, counts.failed, counts.denied) == (3, 3, 3)
+    counted.end()
+    counted.begin()
+    counted.add_denied()
+    assert counted.counts == {}
 
 
 def test_pairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
