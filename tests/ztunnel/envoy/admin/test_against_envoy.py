@@ -265,10 +265,18 @@ def test_commands_that_ask_an_envoy(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "[reviews-viewer]-rule[0]" in capsys.readouterr().out
         assert main(["connections", "--address", address]) == 2
         assert "/connections: 404" in capsys.readouterr().err
-    first, second = (json.loads(json.dumps(each)) for each in said)
-    for each in (first, second):
-        each["hop"].pop("address")  # a free port of its own
+    first, second = map(_without_its_own, said)
     assert second == first
+
+
+def _without_its_own(told: Any) -> Any:
+    """An answer without what each proxy has of its own: free ports of listeners, the time of certificates."""
+    if isinstance(told, list):
+        return [_without_its_own(each) for each in told]
+    if not isinstance(told, dict):
+        return told
+    own = {"valid_until", "days_left", *(["address"] if "listener" in told else [])}
+    return {key: _without_its_own(value) for key, value in told.items() if key not in own}
 
 
 def _made(folder: Path) -> Path:
