@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import difflib
 import importlib
 import json
 import logging
@@ -123,6 +122,8 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     if not given[0].startswith("-") and given[0] not in subcommands(parser):
+        import difflib
+
         near = difflib.get_close_matches(given[0], subcommands(parser), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         print(f"unknown command: {given[0]}; {hint}`ztunnel help` lists them", file=sys.stderr)
