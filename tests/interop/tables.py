@@ -5,7 +5,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.interop import checklist, chosen, conditions, control, files, log_filters, loopback, operators, tunnels
+from tests.interop import (
+    checklist,
+    chosen,
+    conditions,
+    control,
+    files,
+    log_filters,
+    loopback,
+    operators,
+    request_headers,
+    tunnels,
+)
 from tests.interop import istio_inbound as ambient_inbound
 from tests.interop import istio_outbound as ambient_outbound
 from tests.interop import istio_waypoints as ambient_waypoints
@@ -44,5 +55,6 @@ LOOPBACK = (
     Table("Certificates and discovered filters", chosen.CASES, *_SIDE_BY_SIDE, chosen.Chosen),
     Table("Ends of connections", loopback.BEHAVIOUR_CASES, *_SIDE_BY_SIDE, loopback.Behaviours),
     Table("Filters of access logs", log_filters.CASES, *_SIDE_BY_SIDE, log_filters.Filters),
+    Table("Headers of requests", request_headers.CASES, *_SIDE_BY_SIDE, request_headers.Requests),
     Table("Operators of access logs", operators.CASES, ("beside",), ("ours beside Envoy's",), operators.Operators),
 )

@@ -91,6 +91,9 @@ class HttpConnectionManager:
         allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
         stream_idle_timeout_s: 0 is off, ``None`` unset (Envoy: 300 s).
         max_request_headers_kb: of one request; ``None`` unset (Envoy: 60, this proxy: 64).
+        generates_request_id: a request without ``x-request-id`` is given one.
+        preserves_request_id: the client's is kept also where ``uses_remote_address``.
+        uses_remote_address: the manager is at the edge of a mesh, and believes no header about a request's origin.
     """
 
     stat_prefix: str
@@ -101,4 +104,7 @@ class HttpConnectionManager:
     stream_idle_timeout_s: float | None = None
     idle_timeout_s: float = 3600.0
     max_request_headers_kb: int | None = None
+    generates_request_id: bool = True
+    preserves_request_id: bool = False
+    uses_remote_address: bool = False
     access_log: tuple[AnyAccessLog, ...] = ()

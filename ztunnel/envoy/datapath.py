@@ -553,6 +553,7 @@ class Datapath:
             authority=(head.authority or b"").decode("latin-1"),
             path=(head.path or b"").decode("latin-1"),
             request_headers=tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers]),
+            manager=manager.model,
         )
         hop = Hop(info, self._clock, filter_sinks=manager.sinks)
         manager.rq_total.value += 1

@@ -229,7 +229,7 @@ class _Explainer:
         """Explain a tunnel that ends here: its route, and the application behind it."""
         manager = chain.manager
         assert manager is not None
-        info.method = "CONNECT"
+        info.method, info.manager = "CONNECT", manager.model
         if not isinstance(manager.routes, RouteTable):
             return {"verdict": "404: the route table has not arrived"}
         route = route_for(manager.routes, info)

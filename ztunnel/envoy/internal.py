@@ -183,6 +183,7 @@ class InternalListeners:
             method="CONNECT",
             authority=authority,
             request_headers=tuple(headers),
+            manager=chain.manager.model if chain.manager is not None else None,
         )
         return Hop(info, self.clock, listener_sinks=(), filter_sinks=chain.sinks)
 

@@ -11,6 +11,7 @@ from hbone.tls import PeerFacts
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
+from xds.model.http import HttpConnectionManager
 from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.secret import Certificate
 
@@ -98,6 +99,8 @@ class StreamInfo:
         restored: the destination is an original one, not just the socket's own name.
         started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
         upstream_tls: what the upstream's handshake proved; ``upstream_certificate`` is ours there.
+        request_headers: as the client sent them; see :mod:`ztunnel.envoy.request_headers` for the others.
+        manager: the connection manager that a request came to.
         stream_id: made when a log asks for it.
         direct_local: the accepted socket's own name, or the internal address; never restored.
         endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
@@ -124,6 +127,7 @@ class StreamInfo:
     authority: str = ""
     path: str = ""
     request_headers: tuple[tuple[str, str], ...] = ()
+    manager: HttpConnectionManager | None = None
     response_headers: tuple[tuple[str, str], ...] = ()
     response_code: int = 0
     response_details: str = ""

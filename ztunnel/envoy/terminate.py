@@ -12,6 +12,7 @@ from xds.model.cluster import Discovery
 from xds.model.http import Route, RouteTable, VirtualHost
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.envoy.outcome import Denied, Hop, NoHealthyHost, Refused, UpstreamFailed
+from ztunnel.envoy.request_headers import header_values
 from ztunnel.envoy.stream_info import Flag, StreamInfo
 from ztunnel.envoy.upstream.cluster import LiveCluster
 from ztunnel.envoy.upstream.dial import ClusterUpstream, Dialler, count_failure, pick_cluster
@@ -248,7 +249,7 @@ def _matches(route: Route, info: StreamInfo) -> bool:
     elif not info.path or not route.path.matches(info.path.partition("?")[0]):
         return False
     for wanted in route.headers:
-        values = [value for name, value in info.request_headers if name == wanted.name]
+        values = header_values(info, wanted.name)
         hit = bool(values) and (wanted.match is None or wanted.match.matches(",".join(values)))
         if hit == wanted.invert:
             return False

@@ -95,8 +95,6 @@ IGNORED = {
     f"{HCM}.HttpConnectionManager.delayed_close_timeout": _NO_HTTP1,
     f"{HCM}.HttpConnectionManager.drain_timeout": "a PING says when the peer has seen the first GOAWAY",
     f"{HCM}.HttpConnectionManager.forward_client_cert_details": _NO_NEXT_PROXY,
-    f"{HCM}.HttpConnectionManager.generate_request_id": _NO_NEXT_PROXY,
-    f"{HCM}.HttpConnectionManager.use_remote_address": "x-forwarded-for is never believed",
     f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.cert": _NO_NEXT_PROXY,
     f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.chain": _NO_NEXT_PROXY,
     f"{HCM}.HttpConnectionManager.SetCurrentClientCertDetails.dns": _NO_NEXT_PROXY,

@@ -272,9 +272,10 @@ def _connection_manager(
         "server_name",
         "drain_timeout",  # the final GOAWAY follows when the peer has seen the first, which a PING tells
         "access_log",
-        "use_remote_address",  # x-forwarded-for is never believed
-        # A tunnel's request goes no further than here: what would be added to it for the next proxy is for none.
+        "use_remote_address",  # of logs and routes; policies never believe x-forwarded-for
         "generate_request_id",
+        "preserve_external_request_id",
+        # A tunnel's request goes no further than here: what would be added to it for the next proxy is for none.
         "forward_client_cert_details",
         "set_current_client_cert_details",
         "upgrade_configs",
@@ -320,6 +321,9 @@ def _connection_manager(
         ),
         idle_timeout_s=seconds(common, "idle_timeout", 3600.0),
         max_request_headers_kb=_request_headers_kb(message),
+        generates_request_id=wrapped(message, "generate_request_id", True),
+        preserves_request_id=message.preserve_external_request_id,
+        uses_remote_address=wrapped(message, "use_remote_address", False),
         access_log=access_log,
     )
 

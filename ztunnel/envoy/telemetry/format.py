@@ -17,6 +17,7 @@ from xds.model.cluster import Endpoint
 from xds.model.format_string import COMMANDS, Command, FormatString
 from xds.model.metadata import Metadata
 from xds.model.secret import Certificate
+from ztunnel.envoy.request_headers import header_values, stream_id
 from ztunnel.envoy.secrets.verify import leaf_of
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.certificate_values import VALUES, Chain, end_s, start_s
@@ -235,12 +236,6 @@ def _sans(sans: tuple[str, ...] | None) -> str | None:
 
 def _duration(info: StreamInfo) -> str | None:
     return None if info.duration_s is None else str(int(info.duration_s * 1000))
-
-
-def stream_id(info: StreamInfo) -> str:
-    """Return the hop's identifier, made when a log first asks for it."""
-    info.stream_id = info.stream_id or str(uuid.uuid4())
-    return info.stream_id
 
 
 class _Kept(str):
@@ -537,8 +532,7 @@ _PSEUDO: dict[str, Reader] = {
 
 def _header(name: str) -> Reader:
     def read(info: StreamInfo) -> str | None:
-        headers = info.request_headers
-        return ",".join([value for key, value in headers if key == name]) if headers else None
+        return ",".join(header_values(info, name)) or None
 
     return _PSEUDO.get(name, read)
 

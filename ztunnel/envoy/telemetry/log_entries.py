@@ -4,7 +4,7 @@ What Envoy's entries have besides is not measured here, and unset: the times of 
 framing, sizes of headers, TLS session identifiers. Of alternative names an entry has the URIs, as Envoy's.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -14,9 +14,10 @@ from xds.model.metadata import Metadata
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.data.accesslog.v3 import accesslog_pb2 as data
 from xds.proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from ztunnel.envoy.request_headers import header_values, stream_id
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.telemetry.certificate_values import VALUES
-from ztunnel.envoy.telemetry.format import local_address, own_chain, stream_id
+from ztunnel.envoy.telemetry.format import local_address, own_chain
 
 Identifier: TypeAlias = StreamAccessLogsMessage.Identifier
 Entry: TypeAlias = data.TCPAccessLogEntry | data.HTTPAccessLogEntry
@@ -105,12 +106,13 @@ def _http_entry(info: StreamInfo, wanted: Iterable[str]) -> data.HTTPAccessLogEn
         asked.scheme = "http" if info.tls is None else "https"
     asked.authority = info.authority
     asked.path = info.path
-    headers = _joined(info.request_headers)
     for name, field in _REQUEST_FIELDS.items():
-        if name in headers:
-            setattr(asked, field, headers[name])
+        setattr(asked, field, ",".join(header_values(info, name)))
     asked.request_body_bytes = info.bytes_received
-    asked.request_headers.update({name: headers[name] for name in wanted if name in headers})
+    for name in wanted:
+        values = header_values(info, name)
+        if values:  # joined as Envoy's entries have them
+            asked.request_headers[name] = ",".join(values)
     if info.response_code:
         answered.response_code.value = info.response_code
     answered.response_body_bytes = info.bytes_sent
@@ -121,14 +123,6 @@ def _http_entry(info: StreamInfo, wanted: Iterable[str]) -> data.HTTPAccessLogEn
 #: The name of the near end of an internal hop.
 _INTERNAL = "internal_client_address"
 _METHODS = frozenset(core.RequestMethod.keys())
-
-
-def _joined(headers: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-    """Return headers by name, the values of one name joined as Envoy's entries have them."""
-    joined: dict[str, str] = {}
-    for name, value in headers:
-        joined[name] = f"{joined[name]},{value}" if name in joined else value
-    return joined
 
 
 def _common(common: data.AccessLogCommon, info: StreamInfo) -> None:
@@ -161,7 +155,7 @@ def _common(common: data.AccessLogCommon, info: StreamInfo) -> None:
     common.duration.seconds, common.duration.nanos = divmod(nanos, 1_000_000_000)
     common.upstream_request_attempt_count = info.attempts
     common.connection_termination_details = info.termination_details
-    common.stream_id = stream_id(info)
+    common.stream_id = stream_id(info) or ""
     common.access_log_type = data.DownstreamEnd if info.method else data.TcpConnectionEnd
 
 
