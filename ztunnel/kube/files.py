@@ -37,12 +37,25 @@ class FileObjects:
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
         self._told: dict[ObjectKey, Object] = {}
         self._synced = False
+        self._read_ahead = False
         self._faults: dict[str, str] = {}
 
     @property
     def faults(self) -> Mapping[str, str]:
         """Why a file is not followed at this moment, by its path."""
         return self._faults
+
+    def require_all(self) -> None:
+        """Read the files now; what they hold is told by :meth:`next`.
+
+        Raises:
+            ConfigError: some cannot be read; each is named.
+            OSError: the folder cannot be read.
+        """
+        next(self._folder.iterdir(), None)
+        self._read_ahead = self._scan()
+        if self._faults:
+            raise ConfigError("; ".join(f"{path}: {fault}" for path, fault in self._faults.items()))
 
     def everything(self) -> Changes:
         """Return what the files hold now, without waiting; for who asks once, and looks at ``faults`` then.
@@ -57,7 +70,8 @@ class FileObjects:
     async def next(self) -> Changes:
         """See :meth:`~ztunnel.kube.objects.ObjectSource.next`."""
         while True:
-            if self._scan():
+            if self._scan() or self._read_ahead:
+                self._read_ahead = False
                 changes = self._changes()
                 if changes.objects or changes.synced != self._synced:
                     self._synced = changes.synced

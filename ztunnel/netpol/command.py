@@ -126,6 +126,7 @@ def _add_objects(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO | None = None) -> int:
     """Run a parsed command line, and return the exit status; errors are printed, not raised."""
     from tproxy.errors import TproxyError
+    from xds.errors import ConfigError
     from ztunnel.kube.errors import KubeError
     from ztunnel.netpol.explain import BadQuestion
     from ztunnel.runtime.settings import plain_reason
@@ -144,7 +145,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
                 return await _status(args, out)
             case _:
                 return await _cleanup(args, out)
-    except (TproxyError, KubeError, BadQuestion, ValueError, OSError) as error:
+    except (TproxyError, ConfigError, KubeError, BadQuestion, ValueError, OSError) as error:
         print(f"ztunnel netpol: {plain_reason(error)}", file=err)
         return FAILED
 
@@ -229,7 +230,10 @@ async def _source(
 
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
-        return FileObjects(args.objects, KINDS), LoggedEvents(), None
+        files = FileObjects(args.objects, KINDS)
+        if args.once and not args.print:  # which would wait for ever for a file that nobody mends
+            files.require_all()
+        return files, LoggedEvents(), None
     from ztunnel.kube.client import connect
     from ztunnel.kube.events import EventWriter
     from ztunnel.kube.informer import Informer
@@ -339,9 +343,8 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     objects, compiler = PolicyObjects(), Compiler()
     logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # its faults are the answer
     source = FileObjects(args.objects, KINDS)
+    source.require_all()  # a policy of another file might decide otherwise
     compiler.apply(objects.changes(source.everything().objects))
-    if source.faults:  # a policy of that file might decide otherwise
-        raise ValueError("; ".join(f"{path}: {fault}" for path, fault in source.faults.items()))
     for key, problem in objects.problems.items():
         print(f"{key}: {problem}", file=out)
     allowed, lines = explained(

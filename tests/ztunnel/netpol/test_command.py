@@ -150,6 +150,15 @@ def test_a_socket_for_proxies_that_cannot_be_served_is_one_line(tmp_path: Path) 
     assert text.count("\n") == 1
 
 
+def test_once_ends_at_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """It may hold the policy that closes a pod, and whoever runs it once does not wait for it to be mended."""
+    (tmp_path / "good.yaml").write_text("kind: Namespace\nmetadata: {name: x}\n")
+    (tmp_path / "bad.yaml").write_text("kind: {")
+    status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--once"))
+    assert status == FAILED
+    assert text.startswith(f"ztunnel netpol: {tmp_path}/bad.yaml: ")
+
+
 def test_of_a_pod_the_part_that_policies_are_about_is_kept() -> None:
     assert kept_pod({"apiVersion": "v1", "kind": "Pod", **POD}) == {
         "apiVersion": "v1",
