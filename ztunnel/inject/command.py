@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ztunnel.runtime.arguments import port, port_or_any, seconds
 
@@ -144,13 +144,26 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0
 
 
+_NO_SERVICE: Final = "must be NAME.NAMESPACE, small letters, digits and hyphens each"
+
+
+def _is_service(text: str) -> bool:
+    """Return whether a text is the name of a Service and that of its namespace, with a dot between."""
+    from ztunnel.inject.config import is_dns_label
+
+    service, dot, namespace = text.partition(".")
+    return bool(dot) and is_dns_label(service) and is_dns_label(namespace)
+
+
 def _faulty(args: argparse.Namespace) -> str | None:
     """Return what is wrong with the options together."""
     if args.own_ca is not None:
         if any(each is not None for each in (args.certificate, args.key, args.ca)):
             return "--own-ca stands instead of --certificate, --key and --ca"
-        if args.service is None or not all(args.service.partition(".")):
+        if args.service is None:
             return "--own-ca needs --service NAME.NAMESPACE"
+        if not _is_service(args.service):
+            return f"--own-ca needs --service NAME.NAMESPACE, not {args.service}"
         return None
     if args.certificate is None or args.key is None:
         return "needs --certificate and --key, or --own-ca"
@@ -205,16 +218,16 @@ def run_webhooks(args: argparse.Namespace) -> int:
     """Print the configurations; the exit status."""
     import yaml
 
-    from ztunnel.inject.config import TEMPLATES, is_revision
+    from ztunnel.inject.config import TEMPLATES, is_dns_label
     from ztunnel.inject.webhooks import ambient, sidecars, tag
 
     service, _, namespace = args.service.partition(".")
-    faults = [f"--service {args.service}: must be NAME.NAMESPACE"] if not (service and namespace) else []
+    faults = [] if _is_service(args.service) else [f"--service {args.service}: {_NO_SERVICE}"]
     names = [("--revision", args.revision), *(("--tag", name) for name in args.tag)]
     faults += [
         f"{flag} {name}: must be small letters, digits and hyphens"
         for flag, name in names
-        if not is_revision(name)
+        if not is_dns_label(name)
     ]
     if args.template not in TEMPLATES:
         faults.append(f"--template {args.template}: known are {', '.join(TEMPLATES)}")

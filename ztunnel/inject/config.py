@@ -90,12 +90,12 @@ _NUMBERS: Final = {"tokenSeconds": ("token_s", 600), "drainSeconds": ("drain_s",
 _MAY_BE_EMPTY: Final = ("caAddress", "network")
 _SIDECAR_KEYS: Final = (*_TEXTS, *_FLAGS, *_NUMBERS, *_LISTS, "resources", "env")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_REVISION: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
-def is_revision(name: str) -> bool:
-    """Return whether a name can be a revision's: a label of DNS."""
-    return _REVISION.fullmatch(name) is not None
+def is_dns_label(name: str) -> bool:
+    """Return whether a name can be that of a revision, a Service or a namespace (RFC 1123)."""
+    return _DNS_LABEL.fullmatch(name) is not None
 
 
 class ConfigFaults(Faults):
@@ -217,7 +217,7 @@ class _Reader(ConfigReader):
 
     def revision(self, document: Mapping[str, Any]) -> str:
         revision = self.text(document, "revision", "", "default")
-        if not is_revision(revision):
+        if not is_dns_label(revision):
             self.fault("revision", f"must be small letters, digits and hyphens, not {revision!r}")
         return revision
 

@@ -142,6 +142,9 @@ def test_what_is_deployed_is_what_is_printed() -> None:
     ("words", "said"),
     [
         (["--service=x"], "--service x: must be NAME.NAMESPACE"),
+        (["--service=/tmp/x.yaml"], "--service /tmp/x.yaml: must be NAME.NAMESPACE, small letters"),
+        (["--service=x.Mesh"], "--service x.Mesh: must be NAME.NAMESPACE"),
+        (["--service=x.mesh.svc"], "--service x.mesh.svc: must be NAME.NAMESPACE"),
         (["--revision=A_B"], "--revision A_B: must be small letters"),
         (["--tag=-"], "--tag -: must be small letters"),
         (["--template=x"], "--template x: known are ambient, sidecar, sidecar-classic"),
