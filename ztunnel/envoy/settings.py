@@ -10,7 +10,15 @@ from xds.model.address import SocketAddress
 from ztunnel.calico.settings import PolicySettings, policy_settings, sync_target, unknown_pods
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS
-from ztunnel.runtime.settings import SERVICE_LINK, SPIN_US, SettingsError, boolean, count, duration_s, socket_path
+from ztunnel.runtime.settings import (
+    SPIN_US,
+    SettingsError,
+    boolean,
+    count,
+    duration_s,
+    is_service_link,
+    socket_path,
+)
 from ztunnel.ui.setting import page_setting
 
 _ADMIN = SocketAddress("127.0.0.1", 15000)
@@ -198,8 +206,8 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     known = {variable for variable, _ in (*FLAGS.values(), *SWITCH_FLAGS.values())} | {COMPAT_VARIABLE}
     faults.extend(
         f"{name}: no such variable; see ztunnel proxy --help"
-        for name in sorted(env)
-        if name.startswith("ZTUNNEL_") and name not in known and not SERVICE_LINK.match(name)
+        for name, value in sorted(env.items())
+        if name.startswith("ZTUNNEL_") and name not in known and not is_service_link(name, value)
     )
     if not values.get("bootstrap") and not values.get("control_plane"):
         faults.append("give --bootstrap FILE, or --control-plane ADDRESS with --node NAME")
@@ -220,6 +228,8 @@ def _misspelt(env: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
     import difflib  # imported here: nothing else needs it
 
     for name in sorted(env.keys() - known):
+        if is_service_link(name, env[name]):
+            continue
         like = [each for each in known if each[:1] == name[:1] and abs(len(each) - len(name)) < 3]
         for near in difflib.get_close_matches(name, like, n=1, cutoff=0.88):
             yield f"environment variable {name} is not known; did you mean {near}?"

@@ -43,7 +43,7 @@ from ztunnel.istio.metrics import EXPIRY_S, REMOVABLE_LABELS
 from ztunnel.otlp.settings import OTHERS as OTHERS_OF_OTLP
 from ztunnel.otlp.settings import VARIABLES as OTLP
 from ztunnel.otlp.settings import OtlpSettings, otlp_settings
-from ztunnel.runtime.settings import SERVICE_LINK, SPIN_US, SettingsError, boolean, duration_s, socket_path
+from ztunnel.runtime.settings import SPIN_US, SettingsError, boolean, duration_s, is_service_link, socket_path
 from ztunnel.ui.setting import VARIABLE as UI
 from ztunnel.ui.setting import page_setting
 
@@ -528,7 +528,7 @@ def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
     known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):
-        if name.startswith(_PREFIXES) or SERVICE_LINK.match(name):
+        if name.startswith(_PREFIXES) or is_service_link(name, env[name]):
             continue
         # A matcher of all names takes 20 ms where Kubernetes gives variables of thirty services.
         like = [

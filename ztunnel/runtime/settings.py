@@ -28,8 +28,13 @@ _PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
-#: What Kubernetes gives every pod beside a Service of the name ztunnel.
-SERVICE_LINK: Final = re.compile(r"ZTUNNEL_(SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?)$")
+#: Names of the variables for a Service ``ztunnel`` or ``ztunnel-*``; ``url`` are those that hold one, and whose
+#: name alone could be that of a setting.
+_SERVICE_LINK: Final = re.compile(
+    r"ZTUNNEL(_[A-Z0-9_]+?)??_"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?P<url>PORT))"
+)
+_SERVICE_URL: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
 class SettingsError(Exception):
@@ -56,6 +61,12 @@ def plain_reason(error: Exception) -> str:
         return plain_reason(inner)
     words = (error.strerror or str(error) or "no answer in time").lower()
     return f"{error.filename}: {words}" if error.filename else words
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Return whether a variable is one that Kubernetes makes of a Service ``ztunnel`` or ``ztunnel-*``."""
+    found = _SERVICE_LINK.fullmatch(name)
+    return found is not None and (found["url"] is None or _SERVICE_URL.match(value) is not None)
 
 
 def count(text: str) -> int:

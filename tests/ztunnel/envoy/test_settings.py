@@ -225,11 +225,26 @@ def test_help_names_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_variables_of_a_service_are_no_settings() -> None:
-    """Kubernetes gives them to every pod of a namespace that has a Service of this name."""
+    """Kubernetes gives them to every pod of a namespace that has a Service whose name begins so."""
     links = {
         "ZTUNNEL_SERVICE_HOST": "10.96.0.7",
         "ZTUNNEL_SERVICE_PORT_HBONE": "15008",
         "ZTUNNEL_PORT": "tcp://10.96.0.7:15008",
         "ZTUNNEL_PORT_15008_TCP_ADDR": "10.96.0.7",
+        "ZTUNNEL_METRICS_SERVICE_HOST": "10.96.0.8",
+        "ZTUNNEL_METRICS_SERVICE_PORT": "15020",
+        "ZTUNNEL_METRICS_PORT": "tcp://10.96.0.8:15020",
+        "ZTUNNEL_METRICS_PORT_15020_TCP": "tcp://10.96.0.8:15020",
+        "ZTUNNEL_METRICS_PORT_15020_TCP_ADDR": "10.96.0.8",
+        "ZTUNNEL_DNS_2_PORT_53_UDP_PROTO": "udp",
+        "ZTUNNEL_SPIN_SERVICE_PORT_HTTP": "1",
     }
     assert settings_from({}, {**CONTROL, **links}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["ZTUNNEL_METRICS_PORT", "ZTUNNEL_PORT", "ZTUNNEL_METRICS_ADDRES", "ZTUNNEL_SERVICE_HOSTS"]
+)
+def test_a_setting_that_looks_like_a_service_is_told(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}: no such variable"):
+        settings_from({}, {**CONTROL, name: "15020"})

@@ -359,7 +359,11 @@ def test_names_that_were_probably_meant_for_us(name: str, warning: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PATH", "HOME", "INPOD_ENABLED", "RUST_BACKTRACE", "ZTUNNEL_SERVICE_HOST", "ZTUNNEL_PORT_15012_TCP"]
+    "name",
+    [
+        *("PATH", "HOME", "INPOD_ENABLED", "RUST_BACKTRACE", "ZTUNNEL_SERVICE_HOST", "ZTUNNEL_PORT_15012_TCP"),
+        *("ZTUNNEL_METRICS_SERVICE_HOST", "ZTUNNEL_METRICS_PORT_15020_TCP_ADDR"),
+    ],
 )
 def test_names_of_others_are_no_concern(name: str) -> None:
     assert config({name: "1"}).warnings == ()
