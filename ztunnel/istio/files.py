@@ -13,7 +13,7 @@ class Findings:
 
     Attributes:
         faults, warnings: a line each, which begins with the variable. A file that is not there is a warning,
-            because the proxy waits for one that is mounted late; that of a default is none.
+            because the proxy waits for one that is mounted late.
         contexts: how many TLS contexts can be built.
     """
 
@@ -33,8 +33,7 @@ class Findings:
             return
         roots, policy = Roots(value), self._config.tls_policy
         if roots.kind == "File" and not Path(value).exists():
-            if value != ROOT_CERT:
-                self._absent(variable, value)
+            self._absent(variable, f"{value} (the default)" if value == ROOT_CERT else value)
             return
         names = [endpoint.host, *filter(None, [other_name])]
         try:
