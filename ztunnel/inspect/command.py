@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from xds.errors import ConfigError
 from ztunnel.inspect import audit, explain, tap
+from ztunnel.inspect.ages import for_people
 from ztunnel.inspect.completion import SCRIPTS
 from ztunnel.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.inspect.parts import NoSuchPart, part
@@ -89,7 +90,7 @@ def _table(args: argparse.Namespace) -> int:
     except (TypeError, AttributeError, KeyError) as error:
         return failed(args, f"{args.file or args.address}: not a config_dump: {error}")
     if not args.json:
-        print_table(rows, heading=args.command != "status")
+        print_table(for_people(rows), heading=args.command != "status")
     elif args.command == "status":
         print(json.dumps([{"name": name, "state": state} for name, state in rows], indent=2))
     else:

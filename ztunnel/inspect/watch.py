@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TextIO
 
+from ztunnel.inspect.ages import AGE, for_people
 from ztunnel.inspect.source import AskFailed
 from ztunnel.inspect.tables import Row
 from ztunnel.runtime.terminal import printable
 from ztunnel.runtime.text_table import aligned
 
-#: What of a row changes while the connection stays the same one.
-_CHANGING: Final = "AGE"
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _WORDS: Final = {" ": "open", "+": "opened", "-": "closed"}
 
@@ -36,7 +35,7 @@ def changes(heading: Row, before: Sequence[Row], after: Sequence[Row]) -> Iterat
     if "ID" in heading:
         columns = [heading.index("ID")]
     else:
-        columns = [place for place, name in enumerate(heading) if name != _CHANGING]
+        columns = [place for place, name in enumerate(heading) if name != AGE]  # which changes
 
     def key(row: Row) -> Row:
         return tuple(row[place] for place in columns)
@@ -122,7 +121,7 @@ def watch(
     try:
         while True:
             try:
-                rows = look()
+                rows = look() if as_json else list(for_people(look()))
             except AskFailed as error:
                 if before is None:
                     raise
