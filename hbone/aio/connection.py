@@ -569,6 +569,12 @@ class Connection(TunnelCarrier):
         self._on_change = callback
 
     @property
+    def ended_by_peer(self) -> bool:
+        """Whether the peer or the network ended it; we end one whose peer is silent or breaks the protocol."""
+        ours = (TunnelClosed, PeerSilent, RemoteProtocolError)
+        return self.error is not None and not isinstance(self.error, ours)
+
+    @property
     def open_streams(self) -> int:
         """Number of tunnels that still have an owner or a stream."""
         return max(len(self._tunnels), self.engine.open_streams)

@@ -5,27 +5,41 @@
 
 import json
 import re
+import socket
 import urllib.request
 from typing import Any
 
 import pytest
 
 from tests.interop import loopback
+from tests.interop.loopback import Running
 from tests.interop.operators import Pair
-from tests.interop.proxies import ENVOY
+from tests.interop.proxies import ENVOY, WAIT_S
 from tests.ports import free_port
-from tests.ztunnel.envoy.rig import Json
+from tests.ztunnel.envoy.rig import Json, T
 
 pytestmark = pytest.mark.interop
 
 #: What is not here is of HTTP/1.1, of requests to the admin server, of zones, subsets, retried requests, and much
 #: else that only an L7 proxy has.
-_LEAST_NAMES = 125
+_LEAST_NAMES = 146
 #: Counters of what both did, by listener, cluster and prefix; the number of connections is the client's.
 _EQUAL = """
     cluster.dead.upstream_cx_connect_fail cluster.plain.upstream_cx_total cluster.plain.upstream_cx_active
     cluster.plain.circuit_breakers.default.cx_open cluster.plain.circuit_breakers.default.rq_open
     cluster.plain.circuit_breakers.default.rq_pending_open cluster.plain.upstream_cx_destroy
+    cluster.plain.upstream_cx_destroy_local cluster.plain.upstream_cx_destroy_remote
+    cluster.plain.upstream_cx_destroy_with_active_rq cluster.plain.upstream_cx_destroy_local_with_active_rq
+    cluster.plain.upstream_cx_destroy_remote_with_active_rq cluster.inside.upstream_cx_destroy
+    cluster.inside.upstream_cx_destroy_remote cluster.inside.upstream_cx_destroy_remote_with_active_rq
+    cluster.inside.upstream_cx_total cluster.tls.upstream_cx_total cluster.tls.upstream_cx_destroy
+    cluster.tls.upstream_cx_destroy_local cluster.tls.upstream_cx_destroy_local_with_active_rq
+    cluster.tls.upstream_cx_destroy_remote cluster.dead.upstream_cx_total cluster.dead.upstream_cx_active
+    cluster.dead.upstream_cx_destroy cluster.dead.upstream_cx_destroy_local cluster.dead.upstream_cx_destroy_remote
+    cluster.dead.upstream_cx_destroy_with_active_rq cluster.dead.upstream_cx_connect_attempts_exceeded
+    cluster.plain.bind_errors cluster.plain.lb_healthy_panic cluster.dead.lb_healthy_panic
+    cluster.plain.update_attempt cluster.plain.update_success cluster.plain.update_failure
+    cluster.plain.update_empty cluster.plain.update_no_rebuild cluster.plain.version
     cluster.plain.upstream_cx_rx_bytes_total cluster.plain.upstream_rq_total cluster.plain.upstream_rq_active
     cluster.inside.upstream_cx_rx_bytes_total cluster.inside.upstream_rq_total cluster.tls.upstream_rq_total
     cluster.tls.ssl.handshake cluster.tls.ssl.versions.TLSv1.3 cluster.tls.ssl.fail_verify_error
@@ -34,7 +48,9 @@ _EQUAL = """
     http.inbound.downstream_cx_ssl_total http.inbound.downstream_cx_ssl_active http.inbound.downstream_cx_destroy
     http.inbound.downstream_rq_total http.inbound.downstream_rq_http2_total http.inbound.downstream_rq_completed
     http.inbound.downstream_rq_2xx http.inbound.downstream_rq_4xx http.inbound.downstream_rq_active
-    http.inbound.rq_total
+    http.inbound.rq_total http.inbound.downstream_cx_destroy_local http.inbound.downstream_cx_destroy_remote
+    http.inbound.downstream_cx_destroy_active_rq http.inbound.downstream_cx_destroy_local_active_rq
+    http.inbound.downstream_cx_destroy_remote_active_rq
     http.inbound.downstream_rq_rx_reset http.inbound.no_route
     listener.tls.downstream_cx_total listener.tls.downstream_cx_active listener.tls.downstream_pre_cx_active
     listener.tls.ssl.handshake listener.tls.ssl.no_certificate listener.tls.ssl.versions.TLSv1.3
@@ -46,6 +62,8 @@ _EQUAL = """
 """
 _HISTOGRAMS = (
     "listener.tls.downstream_cx_length_ms",
+    "cluster.tls.upstream_cx_connect_ms",
+    "cluster.tls.upstream_cx_length_ms",
     "http.inbound.downstream_cx_length_ms",
     "http.inbound.downstream_rq_time",
     "server.initialization_time_ms",
@@ -70,6 +88,22 @@ class Counted(Pair):
         loopback.until(lambda: self._read().get("listener.tls.downstream_cx_active") == "0")
         # Envoy's workers hand histograms over every few seconds, when the page is asked for.
         loopback.until(lambda: "P0(" in self._read()[_HISTOGRAMS[0]])
+        return self._read()
+
+    def reset(self) -> dict[str, Any]:
+        """Let clients leave too early; all statistics then.
+
+        One resets a connection that goes through an internal listener, one disconnects with a tunnel open.
+        """
+        with socket.create_connection(("127.0.0.1", self._ports["outer"]), WAIT_S) as sock:
+            sock.sendall(b"hi")
+            assert sock.recv(10)
+            loopback.cut(sock)
+        loopback.until(lambda: self._read().get("cluster.inside.upstream_cx_destroy") == "1")
+        with socket.create_connection(("127.0.0.1", self._tunnel), WAIT_S) as sock:
+            loopback.tunnelled(leave=loopback.disconnects)(loopback.Tunnels(sock))
+        loopback.until(lambda: self._read().get("cluster.plain.upstream_cx_destroy") == "2")
+        loopback.until(lambda: self._read().get("http.inbound.downstream_cx_destroy") == "1")
         return self._read()
 
     def _read(self) -> dict[str, str]:
@@ -112,3 +146,77 @@ def test_names_and_values() -> None:
     assert values["ours"] == values["envoy"]
     assert sum(value != "0" for value in values["ours"].values()) >= 25
     assert [name for name in _HISTOGRAMS if "P0(" not in seen["ours"].get(name, "")] == []
+
+
+class Updated(Counted):
+    """A proxy whose clusters find their endpoints by a file, and by a name that is resolved once."""
+
+    def _open(self) -> None:
+        Running._open(self)
+        self._tls = self._tunnel = 0
+        self._ports = {}
+        self._path = self.folder / "endpoints.json"
+        self.endpoints("1", "127.0.0.1")
+        source = {"resource_api_version": "V3", "path_config_source": {"path": str(self._path)}}
+        clusters = [
+            {"name": "file", "type": "EDS", "eds_cluster_config": {"service_name": "f", "eds_config": source}},
+            *(
+                {"name": kind.lower(), "type": kind, "dns_refresh_rate": "60s", "load_assignment": _assigned(name)}
+                for kind, name in (("STRICT_DNS", "localhost"), ("LOGICAL_DNS", "localhost"))
+            ),
+        ]
+        self.start({"node": {"id": "n", "cluster": "c"}, "static_resources": {"clusters": clusters}}, [])
+        loopback.until(lambda: self._read().get("cluster.logical_dns.update_success") == "1")
+        loopback.until(lambda: self._read().get("cluster.file.update_success") == "1")
+
+    def endpoints(self, version: str, *hosts: str) -> None:
+        """Replace the file; without a host it has no resource."""
+        kind = T + "envoy.config.endpoint.v3.ClusterLoadAssignment"
+        resources = [{"@type": kind, **_assigned(host, "f")} for host in hosts]
+        new = self.folder / "new.json"
+        new.write_text(json.dumps({"version_info": version, "resources": resources}))
+        new.replace(self._path)
+
+    def updates(self) -> dict[str, str]:
+        """What is counted of updates: once with other endpoints, once with the same, once with none."""
+        for number, hosts in enumerate((["127.0.0.2"], ["127.0.0.2"], []), start=2):
+            self.endpoints(str(number), *hosts)
+            loopback.until(lambda n=number: self._read()["cluster.file.update_success"] == str(n))
+        found = self._read()
+        assert int(found["cluster.file.update_time"]) > 1_700_000_000_000
+        kept = re.compile(r"cluster\.\w+\.(update_(?!time|duration).*|version.*|membership_change)")
+        return {name: value for name, value in found.items() if kept.fullmatch(name)}
+
+
+def _assigned(host: str, name: str = "") -> Json:
+    address = {"socket_address": {"address": host, "port_value": 80}}
+    return {"cluster_name": name or host, "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
+def test_updates_of_endpoints() -> None:
+    seen = {}
+    for kind in ("envoy", "ours"):
+        with Updated(kind) as proxy:
+            seen[kind] = proxy.updates()
+    assert seen["ours"] == seen["envoy"]
+    counted = [
+        seen["ours"][f"cluster.file.update_{name}"] for name in ("attempt", "success", "no_rebuild", "empty")
+    ]
+    assert counted == ["4", "4", "1", "1"]
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
+def test_clients_that_leave_too_early() -> None:
+    kept = re.compile(
+        r"cluster\.(inside|plain)\.(upstream_cx_(destroy.*|total|active)|upstream_rq_(total|active))"
+        r"|http\.inbound\.downstream_cx_destroy.*"
+    )
+    seen = {}
+    for kind in ("envoy", "ours"):
+        with Counted(kind) as proxy:
+            seen[kind] = {name: value for name, value in proxy.reset().items() if kept.fullmatch(name)}
+    assert seen["ours"] == seen["envoy"]
+    assert seen["ours"]["cluster.inside.upstream_cx_destroy_local_with_active_rq"] == "1"
+    assert seen["ours"]["cluster.plain.upstream_cx_destroy_local_with_active_rq"] == "2"
+    assert seen["ours"]["http.inbound.downstream_cx_destroy_remote_active_rq"] == "1"

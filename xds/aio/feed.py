@@ -6,6 +6,7 @@ or NACK when all of them have returned.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -197,8 +198,7 @@ class Feed:
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
         subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
-        stats.update_success += 1
-        stats.version_text = update.version
+        stats.accepted(update.version, time.time())
         if self._keeps_bodies:
             self._interest.accepted(update)
         return None

@@ -11,6 +11,7 @@ Many subscriptions may share one file; it is read and parsed once per change.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -165,8 +166,7 @@ class _File:
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
         subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
-        stats.update_success += 1
-        stats.version_text = update.version
+        stats.accepted(update.version, time.time())
 
 
 class FileSource:

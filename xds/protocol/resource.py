@@ -78,6 +78,14 @@ class SubscriptionStats:
     update_rejected: int = 0
     init_fetch_timeout: int = 0
     version_text: str = ""
+    update_time: int = 0
+    """When the last update was accepted, in milliseconds since 1970."""
+
+    def accepted(self, version_text: str, at_s: float) -> None:
+        """Count an update that was applied; ``at_s`` are seconds since 1970."""
+        self.update_success += 1
+        self.version_text = version_text
+        self.update_time = int(at_s * 1000)
 
     @property
     def version(self) -> int:

@@ -372,6 +372,7 @@ class Datapath:
                     cluster.stats.cx_rx_bytes.value += sent
             proxy.rx_bytes.value += received
             proxy.tx_bytes.value += sent
+        upstream.ended_by_peer = _by_peer(ended, downstream, upstream)
         self._note_end(hop, proxy, ended, upstream)
 
     @staticmethod
@@ -507,8 +508,7 @@ class Datapath:
             if arrival is not None:
                 arrival.ended()
             if connection.drain is not None:
-                manager.cx_active.stored -= 1
-                manager.cx_destroy.value += 1
+                manager.connection_ended(by_peer=served[0].ended_by_peer, in_use=served[0].engine.open_streams > 0)
                 manager.cx_ssl_active.stored -= info.tls is not None
                 manager.cx_length.record((self._clock.monotonic() - info.started) * 1000)
                 manager.cx_protocol_error.value += isinstance(served[0].error, RemoteProtocolError)
@@ -633,6 +633,8 @@ class Datapath:
             if cluster is not None:
                 cluster.stats.cx_tx_bytes.value += received
                 cluster.stats.cx_rx_bytes.value += sent
+        upstream.ended_by_peer = _by_peer(ended, tunnel, upstream)
+        upstream.in_use = upstream.end.source is SourceState.CUT or not _in_order(ended, tunnel)
         if ended.timed_out:
             manager.rq_idle_timeout.value += 1
             info.flags.add(Flag.STREAM_IDLE)
@@ -663,6 +665,18 @@ class Datapath:
     async def close(self) -> None:
         """End every connection; idempotent."""
         await self._tasks.close()
+
+
+def _by_peer(ended: RelayEnd, downstream: End, upstream: ClusterUpstream) -> bool:
+    """Return whether the host closed its connection, as Envoy counts it: by a reset, or by ending after we did."""
+    if upstream.end.source is SourceState.CUT:
+        return True
+    return _in_order(ended, downstream) and ended.first is downstream
+
+
+def _in_order(ended: RelayEnd, downstream: End) -> bool:
+    """Return whether the client and we ended both directions, and did not leave the host with one open."""
+    return ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ _COUNTED = (
         Declared(name, Counter, attrgetter(f"stats.{name}"))
         for name in ("update_attempt", "update_success", "update_failure", "update_rejected", "init_fetch_timeout")
     ),
+    Declared("update_time", Gauge, attrgetter("stats.update_time")),
     Declared("version", Gauge, attrgetter("stats.version")),
     Declared("version_text", TextReadout, attrgetter("stats.version_text")),
 )
@@ -71,3 +72,8 @@ class Sources:
     def count(scope: Scope, subscription: Subscription) -> None:
         """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
         scope.declare(_COUNTED, subscription)
+
+    @staticmethod
+    def forget(scope: Scope) -> None:
+        """Take back :meth:`count`; idempotent."""
+        scope.withdraw(_COUNTED)

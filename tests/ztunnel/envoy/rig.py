@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,12 @@ class Open:
         with contextlib.suppress(ConnectionError):
             return await asyncio.wait_for(self._reader.read(1), WAIT_S) == b""
         return True
+
+    def reset(self) -> None:
+        """Close with a RST."""
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()

@@ -126,6 +126,7 @@ def test_an_application_that_resets_is_an_upstream_reset(tmp_path: Path, after_e
             writer.close()
             (line,) = await rig.log()
             assert line["flags"] == "UR"
+            assert rig.count("cluster.app.upstream_cx_destroy_remote_with_active_rq") == 1
 
     run(tmp_path, body)
 

@@ -26,6 +26,7 @@ from tests.ztunnel.envoy.rig import (
     tls,
 )
 from ztunnel.envoy.settings import Switches
+from ztunnel.envoy.telemetry.stats import Histogram
 
 
 def test_bytes_pass_and_are_counted_and_logged(tmp_path: Path) -> None:
@@ -40,6 +41,60 @@ def test_bytes_pass_and_are_counted_and_logged(tmp_path: Path) -> None:
             await rig.until(lambda: rig.count("cluster.app.upstream_cx_active") == 0)
 
     run(tmp_path, body)
+
+
+def ends(rig: Rig, name: str) -> dict[str, float]:
+    """The counters of a cluster's ended connections that are not 0, and what its histograms counted."""
+    prefix = f"cluster.{name}.upstream_cx_"
+    found = {}
+    for metric in rig.proxy.stats:
+        value = metric.count if isinstance(metric, Histogram) else metric.value
+        if metric.name.startswith(prefix) and metric.name.removeprefix(prefix).startswith(WHOLE) and value:
+            found[metric.name.removeprefix(prefix)] = value
+    return found
+
+
+WHOLE = ("destroy", "connect_ms", "length_ms", "active")
+REMOTE = {"destroy": 1, "destroy_remote": 1, "connect_ms": 1, "length_ms": 1}
+LOCAL = {"destroy": 1, "destroy_local": 1, "connect_ms": 1, "length_ms": 1}
+OF_USE = {"destroy_with_active_rq": 1}
+LOCAL_OF_USE = LOCAL | OF_USE | {"destroy_local_with_active_rq": 1}
+REMOTE_OF_USE = REMOTE | OF_USE | {"destroy_remote_with_active_rq": 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("client first", REMOTE_OF_USE), ("client resets", LOCAL_OF_USE), ("idle", LOCAL_OF_USE)],
+)
+def test_who_ended_a_connection_upstream(tmp_path: Path, how: str, expected: dict[str, float]) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            await rig.published(
+                listener(chain(tcp(idle_timeout="0.2s" if how == "idle" else "60s"))), cluster(port)
+            )
+            client = await Open.to(rig.port("l"))
+            assert await client.say(b"a") == b"a"
+            assert ends(rig, "app") == {"active": 1, "connect_ms": 1}
+            match how:
+                case "client first":
+                    await client.close()
+                case "client resets":
+                    client.reset()
+            await rig.until(lambda: rig.count("cluster.app.upstream_cx_destroy"))
+            assert ends(rig, "app") == expected
+            await client.close()
+
+    run(tmp_path, body)
+
+
+def test_a_connection_that_is_not_made_is_counted_too(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        assert await ask(rig.port("l")) == b""
+        assert rig.count("cluster.app.upstream_cx_total") == 1
+        assert ends(rig, "app") == {"destroy": 1, "destroy_remote": 1, "length_ms": 1}
+        assert rig.count("cluster.app.upstream_cx_connect_attempts_exceeded") == 1
+
+    run(tmp_path, body, listener(), cluster(1))
 
 
 @pytest.mark.parametrize(
@@ -404,6 +459,25 @@ def test_endpoints_arrive_and_change_over_eds(tmp_path: Path) -> None:
             )
             await rig.until(lambda: rig.count("cluster.app.update_rejected") == 1)
             assert await ask(rig.port("l"), b"") == b"2"
+
+    run(tmp_path, body)
+
+
+def test_a_cluster_that_is_no_longer_discovered_shows_no_updates_of_then(tmp_path: Path) -> None:
+    document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": {"ads": {}}}}
+
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            hosts = {"cluster_name": "app", "endpoints": [{"lb_endpoints": [endpoint(port)]}]}
+            for step in range(3):
+                discovered = step != 1
+                entries = [("cluster", document), ("endpoints", hosts)] if discovered else [cluster(port)]
+                rig.publish(listener(), *entries)
+                await rig.until(lambda n=step: rig.count("cluster_manager.cluster_modified") == n)  # type: ignore[misc]
+                await rig.until(lambda n=discovered: (rig.count("cluster.app.update_success") > 0) == n)  # type: ignore[misc]
+                names = [metric.name for metric in rig.proxy.stats]
+                assert len(names) == len(set(names))
+                assert ("cluster.app.update_time" in names) == discovered
 
     run(tmp_path, body)
 

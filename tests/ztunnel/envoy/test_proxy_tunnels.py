@@ -75,10 +75,14 @@ def test_a_tunnel_connection_without_streams_ends_when_its_cluster_says(
             assert await ask(rig.port("l"), b"there") == b"hi there"
             (pool,) = rig.proxy.connector.pools.values()
             assert pool.settings.idle_timeout_s == timeout_s
+            prefix = "cluster.tunnel.upstream_cx_"
             if timeout_s < 1:
                 await rig.until(lambda: not pool.statistics.connections)
+                await rig.until(lambda: rig.count(prefix + "destroy_local") == 1)
+                assert rig.count(prefix + "destroy") == rig.count(prefix + "total") == 1
+                assert rig.count(prefix + "destroy_with_active_rq") == rig.count(prefix + "active") == 0
             else:
-                assert pool.statistics.connections == 1
+                assert pool.statistics.connections == rig.count(prefix + "active") == 1
 
     run(tmp_path, body)
 

@@ -182,6 +182,11 @@ class LiveConnectionManager:
         self.cx_active = scope.gauge("downstream_cx_active")
         self.cx_http2 = scope.counter("downstream_cx_http2_total")
         self.cx_destroy = scope.counter("downstream_cx_destroy")
+        self.cx_destroy_local = scope.counter("downstream_cx_destroy_local")
+        self.cx_destroy_remote = scope.counter("downstream_cx_destroy_remote")
+        self.cx_destroy_active = scope.counter("downstream_cx_destroy_active_rq")
+        self.cx_destroy_local_active = scope.counter("downstream_cx_destroy_local_active_rq")
+        self.cx_destroy_remote_active = scope.counter("downstream_cx_destroy_remote_active_rq")
         self.cx_rx_bytes = scope.counter("downstream_cx_rx_bytes_total")
         self.cx_tx_bytes = scope.counter("downstream_cx_tx_bytes_total")
         self.cx_protocol_error = scope.counter("downstream_cx_protocol_error")
@@ -201,6 +206,15 @@ class LiveConnectionManager:
         self.cx_length = scope.histogram("downstream_cx_length_ms")
         counted = _Counted(self.rq_total, self.cx_active, tuple(self.rq_by_class.values()))
         scope.declare(_DERIVED, counted)
+
+    def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
+        """Count the end of a connection, which may have had open requests."""
+        self.cx_active.stored -= 1
+        self.cx_destroy.value += 1
+        (self.cx_destroy_remote if by_peer else self.cx_destroy_local).value += 1
+        if in_use:
+            self.cx_destroy_active.value += 1
+            (self.cx_destroy_remote_active if by_peer else self.cx_destroy_local_active).value += 1
 
     @property
     def wanted_routes(self) -> RouteTableRef | None:

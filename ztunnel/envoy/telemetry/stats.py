@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar, cast
 
 Labels = tuple[tuple[str, str], ...]
-M = TypeVar("M", "Counter", "Gauge")
+M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
 #: Upper bounds of histogram buckets, as Envoy prints them (milliseconds).
 BUCKETS = (
@@ -138,7 +138,8 @@ class OnTouch(Generic[M]):
     """An attribute that makes its metric on first use; the owner has a ``scope`` and a ``__dict__``."""
 
     def __init__(self, kind: type[M], name: str) -> None:
-        self.declared = Declared(name, kind)
+        self.kind: type[Counter] | type[Gauge] | type[Histogram] = kind
+        self.name = name
         self._attribute = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -146,15 +147,22 @@ class OnTouch(Generic[M]):
 
     def __get__(self, owner: Any, kind: type) -> M:
         scope: Scope = owner.scope
-        declared = self.declared
-        metric = scope.counter(declared.name) if declared.kind is Counter else scope.gauge(declared.name)
+        metric: Metric
+        if self.kind is Histogram:
+            metric = scope.histogram(self.name)
+        else:
+            metric = scope.counter(self.name) if self.kind is Counter else scope.gauge(self.name)
         owner.__dict__[self._attribute] = metric  # found before this descriptor from now on
         return cast(M, metric)
 
 
 def declared_in(owner: type) -> tuple[Declared, ...]:
-    """Return every :class:`OnTouch` of a class, for :meth:`Scope.declare`."""
-    return tuple(each.declared for each in vars(owner).values() if isinstance(each, OnTouch))
+    """Return every counter and gauge among a class's :class:`OnTouch`, for :meth:`Scope.declare`.
+
+    Histograms appear with their first value: empty ones would be 22 lines each of Prometheus' text.
+    """
+    touched = [each for each in vars(owner).values() if isinstance(each, OnTouch)]
+    return tuple(Declared(each.name, each.kind) for each in touched if each.kind is Counter or each.kind is Gauge)
 
 
 class Stats:
@@ -281,6 +289,12 @@ class Scope:
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
         """Declare metrics that are made on first use; a later owner of the same scope replaces this one."""
         self._names.add(self._stats.declare(self, declared, owner))
+
+    def withdraw(self, declared: tuple[Declared, ...]) -> None:
+        """Take back :meth:`declare`, whoever the owner is; idempotent."""
+        key = (self.prefix, id(declared))
+        self._names.discard(key)
+        self._stats.remove((key,))
 
     def untouched(self, declared: Declared, owner: object) -> Metric:
         """Return a declared metric for a page, without storing it."""

@@ -25,9 +25,13 @@ class Picker(Protocol):
 
 
 class Balancer:
-    """Chooses hosts of one cluster; its owner calls :meth:`update` after every change of the host set."""
+    """Chooses hosts of one cluster; its owner calls :meth:`update` after every change of the host set.
 
-    __slots__ = ("_hosts", "_loads", "_pickers", "_rng", "_settings")
+    Attributes:
+        panics: the number of choices that ignored health, because too few hosts were healthy.
+    """
+
+    __slots__ = ("_hosts", "_loads", "_pickers", "_rng", "_settings", "panics")
 
     def __init__(self, settings: Balancing, hosts: HostSet, rng: random.Random) -> None:
         self._settings = settings
@@ -35,6 +39,7 @@ class Balancer:
         self._rng = rng
         self._loads: list[LevelLoad] | None = []
         self._pickers: dict[tuple[int, str, int], Picker] = {}
+        self.panics = 0
 
     def update(self) -> None:
         """Apply changed hosts, weights or health."""
@@ -81,6 +86,7 @@ class Balancer:
         if level is None:
             return None
         index, kind = level
+        self.panics += kind == "hosts"
         picker = self._picker(index, kind)
         if picker is None:
             return None

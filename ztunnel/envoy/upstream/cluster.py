@@ -6,6 +6,7 @@ import random
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from hbone.errors import TlsError, TlsReason
@@ -30,7 +31,7 @@ from xds.proto import registry
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.client import Backoff
-from xds.protocol.resource import Subscription, Update, UpdateRejected
+from xds.protocol.resource import Subscription, SubscriptionStats, Update, UpdateRejected
 from ztunnel.dataplane.resolver import ResolveFailed, Resolver
 from ztunnel.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.envoy.secrets.store import SecretStore
@@ -40,6 +41,7 @@ from ztunnel.envoy.telemetry.stats import (
     Counter,
     Declared,
     Gauge,
+    Histogram,
     OnTouch,
     Stats,
     cluster_scope,
@@ -91,8 +93,16 @@ class ClusterStats:
     cx_total = OnTouch(Counter, "upstream_cx_total")
     cx_active = OnTouch(Gauge, "upstream_cx_active")
     cx_destroy = OnTouch(Counter, "upstream_cx_destroy")
+    cx_destroy_local = OnTouch(Counter, "upstream_cx_destroy_local")
+    cx_destroy_remote = OnTouch(Counter, "upstream_cx_destroy_remote")
+    cx_destroy_active = OnTouch(Counter, "upstream_cx_destroy_with_active_rq")
+    cx_destroy_local_active = OnTouch(Counter, "upstream_cx_destroy_local_with_active_rq")
+    cx_destroy_remote_active = OnTouch(Counter, "upstream_cx_destroy_remote_with_active_rq")
+    cx_connect_ms = OnTouch(Histogram, "upstream_cx_connect_ms")
+    cx_length_ms = OnTouch(Histogram, "upstream_cx_length_ms")
     cx_http2 = OnTouch(Counter, "upstream_cx_http2_total")
     cx_connect_fail = OnTouch(Counter, "upstream_cx_connect_fail")
+    cx_attempts_exceeded = OnTouch(Counter, "upstream_cx_connect_attempts_exceeded")
     cx_connect_timeout = OnTouch(Counter, "upstream_cx_connect_timeout")
     cx_overflow = OnTouch(Counter, "upstream_cx_overflow")
     cx_none_healthy = OnTouch(Counter, "upstream_cx_none_healthy")
@@ -111,6 +121,8 @@ class ClusterStats:
     ssl_fail_verify = OnTouch(Counter, "ssl.fail_verify_error")
     ssl_fail_verify_san = OnTouch(Counter, "ssl.fail_verify_san")
     drop_overload = OnTouch(Counter, "upstream_rq_drop_overload")
+    bind_errors = OnTouch(Counter, "bind_errors")
+    lb_healthy_panic = OnTouch(Counter, "lb_healthy_panic")
 
     def __init__(self, stats: Stats, model: Cluster) -> None:
         self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
@@ -193,11 +205,14 @@ class LiveCluster:
         "body",
         "breaker",
         "checker",
+        "empty_updates",
         "hosts",
         "last_updated",
         "model",
         "outlier",
         "stats",
+        "unchanged_updates",
+        "updates",
         "version",
         "warm",
     )
@@ -252,6 +267,10 @@ class LiveCluster:
                 scope=self.stats.scope,
             )
         self.stats.scope.declare(_STATE, self)
+        self.empty_updates = self.unchanged_updates = 0
+        self.updates = _NO_UPDATES
+        if model.discovery in (Discovery.STRICT_DNS, Discovery.LOGICAL_DNS):
+            self.updates = SubscriptionStats()
 
     def _build_contexts(self, surround: Surround) -> None:
         try:
@@ -278,6 +297,12 @@ class LiveCluster:
     def start(self) -> None:
         """Start discovering endpoints and waiting for secrets; :attr:`warm` is set when that is done."""
         model = self.model
+        # An earlier version of the cluster may have been discovered in another way.
+        if model.discovery is Discovery.EDS:
+            self.stats.scope.withdraw(_UPDATES)
+        else:
+            self._surround.sources.forget(self.stats.scope)
+            self.stats.scope.declare(_UPDATES, self)
         match model.discovery:
             case Discovery.STATIC:
                 assert model.assignment is not None
@@ -341,6 +366,7 @@ class LiveCluster:
                 # A state-of-the-world response repeats every assignment when one changes. Of equal bodies the new
                 # one is kept: a body keeps the whole response in memory which it came in.
                 self._assigned = resource.body
+                self.unchanged_updates += 1
                 continue
             try:
                 message = registry.unpack(resource.body)
@@ -355,6 +381,7 @@ class LiveCluster:
                 raise UpdateRejected(f"{self.model.eds_name}: {error}") from error
             self._assigned = resource.body
             self._assign(assignment)
+        self.empty_updates += not update.resources
         if self.model.eds_name in update.removed:
             self._have_endpoints.set()  # the name does not exist: an answer, and the end of the wait
 
@@ -408,16 +435,21 @@ class LiveCluster:
                 if not isinstance(endpoint.address, NamedAddress):
                     continue
                 name = endpoint.address.name
+                self.updates.update_attempt += 1
                 try:
                     answer = await self._surround.resolver.resolve(name, model.dns_family)
                 except ResolveFailed as error:
                     log.debug("cluster %s: %s", model.name, error)
                     failed = True
+                    self.updates.update_failure += 1
                     continue
+                self.updates.update_success += 1
                 addresses = answer.addresses
                 if model.discovery is Discovery.LOGICAL_DNS:
                     kept = known.get(name, ())
                     addresses = kept if kept and kept[0] in addresses else addresses[:1]
+                if known.get(name) == addresses:
+                    self.unchanged_updates += 1
                 known[name] = addresses
                 ttls.append(answer.ttl_s)
             self._assign(_resolved(model.assignment, known))
@@ -497,7 +529,11 @@ class LiveCluster:
         if balancer is None:
             return None
         key = source_hash(info.source.host) if hash_source else None
-        return balancer.choose(now, hash_key=key, avoid=avoid)
+        panics = balancer.panics
+        host = balancer.choose(now, hash_key=key, avoid=avoid)
+        if balancer.panics != panics:
+            self.stats.lb_healthy_panic.value += 1
+        return host
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
         """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""
@@ -577,10 +613,22 @@ _STATE = (
     Declared("membership_total", Gauge, lambda cluster: len(cluster.all_hosts)),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),
     Declared("membership_degraded", Gauge, lambda cluster: cluster.hosts.degraded_count),
+    Declared("update_empty", Counter, lambda cluster: cluster.empty_updates),
+    Declared("update_no_rebuild", Counter, lambda cluster: cluster.unchanged_updates),
     Declared("circuit_breakers.default.cx_open", Gauge, lambda cluster: int(cluster.breaker.connections_open)),
     Declared("circuit_breakers.default.rq_open", Gauge, lambda cluster: int(cluster.breaker.requests_open)),
     Declared("circuit_breakers.default.rq_pending_open", Gauge, lambda cluster: int(cluster.breaker.pending_open)),
 )
+
+#: What Envoy shows of a cluster without a subscription; of names of DNS each resolution is an update.
+_UPDATES = (
+    *(
+        Declared(name, Counter, attrgetter(f"updates.{name}"))
+        for name in ("update_attempt", "update_success", "update_failure")
+    ),
+    Declared("version", Gauge),
+)
+_NO_UPDATES = SubscriptionStats()
 
 
 def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:

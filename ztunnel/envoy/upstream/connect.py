@@ -37,6 +37,7 @@ from ztunnel.envoy.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster
 from ztunnel.envoy.upstream.dial import (
     ClusterUpstream,
+    CountedConnection,
     Dialler,
     account_connection,
     address_of,
@@ -133,6 +134,7 @@ class Connector:
                 verdict = attempts.failed(error, 0.0, host)
                 if isinstance(verdict, GiveUp):
                     if verdict.reason is Reason.NO_RETRIES:
+                        cluster.stats.cx_attempts_exceeded.value += 1
                         info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)
                     raise
                 hop.refused(error)  # as in Envoy, the log says so even if a later attempt succeeds
@@ -200,8 +202,12 @@ class Connector:
             metadata |= {name: cluster_metadata[name] for name in transport.cluster if name in cluster_metadata}
         outer.upstream_local = _CLIENT_ADDRESS
         inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
+        counted = CountedConnection(cluster, self._poller)
         if inner is None:
-            raise UpstreamFailed(INVALID_ARGUMENT)
+            failed = UpstreamFailed(INVALID_ARGUMENT)
+            counted.failed(failed)
+            raise failed
+        counted.connected()  # as in Envoy, before the inner one is
         proxy = inner.proxy
         proxy.cx_total.value += 1
         try:
@@ -210,6 +216,7 @@ class Connector:
             inner.hop.refused(error)
             inner.close()
             inner.hop.finish()
+            counted.ended(by_peer=True, in_use=True)
             if isinstance(error, Denied):
                 raise  # no failure of this host, and another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
@@ -217,10 +224,11 @@ class Connector:
         except BaseException:
             inner.close()
             inner.hop.finish()
+            counted.ended(by_peer=False, in_use=True)
             raise
         upstream.hops.insert(0, inner.hop)
         upstream.on_close(inner.close)
-        account_connection(cluster, host, upstream)
+        account_connection(cluster, host, upstream, counted)
         return upstream
 
     # Tunnels
@@ -318,6 +326,7 @@ class Connector:
     async def _dial_tunnel(self, cluster: LiveCluster, key: _Key, settings: ConnectionSettings) -> Connection:
         """Open one connection for tunnels; the pool calls it."""
         context = key.credentials
+        counted = CountedConnection(cluster, self._poller)
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 connection = await dial_connection(
@@ -326,9 +335,18 @@ class Connector:
                     settings,
                     self._poller,
                 )
-        except TimeoutError:
+        except TimeoutError as error:
+            counted.failed(error)
             raise UpstreamFailed("connection timeout", timed_out=True) from None
-        cluster.stats.cx_total.value += 1
+        except BaseException as error:
+            counted.failed(error)
+            raise
+        counted.connected()
+
+        def ended(_: object) -> None:
+            counted.ended(by_peer=connection.ended_by_peer, in_use=connection.engine.open_streams > 0)
+
+        connection.wait_closed().add_done_callback(ended)
         cluster.stats.cx_http2.value += 1
         if connection.facts is not None:
             cluster.stats.negotiated(connection.facts)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
 
@@ -15,7 +16,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from tproxy.aio import sockets
-from tproxy.errors import ConnectTimedOut, TproxyError
+from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
 from xds.model.address import SocketAddress, canonical
 from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
 from xds.model.tls import TlsContext as ContextModel
@@ -34,13 +35,17 @@ class ClusterUpstream(Upstream):
 
     Attributes:
         hops: the in-process hops behind the caller's, outermost first; they end with it.
+        ended_by_peer: whether the host ended last, or reset; else we did. Set before it closes.
+        in_use: whether the connection was still carrying a request when it ended.
     """
 
-    __slots__ = ("hops",)
+    __slots__ = ("ended_by_peer", "hops", "in_use")
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
         self.hops: list[Hop] = []
+        self.ended_by_peer = False
+        self.in_use = True
 
 
 class Dialler:
@@ -78,13 +83,18 @@ class Dialler:
         # Counted before the first await, so that a burst cannot exceed the limits.
         breaker.connections += 1
         breaker.pending += 1
+        counted = CountedConnection(cluster, self._poller)
         try:
             end = await self._open_socket(info, cluster, address, inner)
+        except BaseException as error:
+            counted.failed(error)
+            raise
         finally:
             breaker.connections -= 1
             breaker.pending -= 1
+        counted.connected()
         upstream = ClusterUpstream(end)
-        account_connection(cluster, host, upstream)
+        account_connection(cluster, host, upstream, counted)
         return upstream
 
     async def _open_socket(
@@ -150,25 +160,73 @@ class Dialler:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
+        counted = CountedConnection(cluster, self._poller)
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 await self._poller.loop.sock_connect(sock, path)
         except OSError as error:  # TimeoutError is one
             sock.close()
+            counted.failed(error)
             raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
-        except BaseException:
+        except BaseException as error:
             sock.close()
+            counted.failed(error)
             raise
+        counted.connected()
         upstream = ClusterUpstream(PlainSocket(sock, self._poller, fresh=True))
-        account_connection(cluster, host, upstream)
+        account_connection(cluster, host, upstream, counted)
         return upstream
 
 
-def account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> None:
+class CountedConnection:
+    """A connection in its cluster's statistics, from the first SYN to its end, which is told once."""
+
+    __slots__ = ("_began_s", "_now_s", "_stats")
+
+    def __init__(self, cluster: LiveCluster, poller: Poller) -> None:
+        self._stats = cluster.stats
+        self._now_s = poller.loop.time
+        self._began_s = self._now_s()
+        self._stats.cx_total.value += 1
+        self._stats.cx_active.stored += 1
+
+    def connected(self) -> None:
+        """Count that it may carry something: after TCP, and TLS if the cluster has it."""
+        self._stats.cx_connect_ms.record((self._now_s() - self._began_s) * 1000)
+
+    def failed(self, error: BaseException) -> None:
+        """Count that it was not made.
+
+        The host ended it, unless we did: when time was up, or we could not bind, or were cancelled.
+        """
+        cause = error.__cause__ if isinstance(error, UpstreamFailed) else error
+        bind = isinstance(cause, KernelRefused) and cause.code in _OF_BIND
+        self._stats.bind_errors.value += bind
+        late = isinstance(error, TimeoutError | ConnectTimedOut | PeerSilent)
+        late = late or (isinstance(error, UpstreamFailed) and error.timed_out)
+        self.ended(by_peer=isinstance(error, Exception) and not (bind or late), in_use=False)
+
+    def ended(self, *, by_peer: bool, in_use: bool) -> None:
+        """Count its end."""
+        stats = self._stats
+        stats.cx_active.stored -= 1
+        stats.cx_destroy.value += 1
+        (stats.cx_destroy_remote if by_peer else stats.cx_destroy_local).value += 1
+        if in_use:
+            stats.cx_destroy_active.value += 1
+            (stats.cx_destroy_remote_active if by_peer else stats.cx_destroy_local_active).value += 1
+        stats.cx_length_ms.record((self._now_s() - self._began_s) * 1000)
+
+
+#: What bind(2) says of an address that is not the host's, or whose ports are all taken.
+_OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+
+
+def account_connection(
+    cluster: LiveCluster, host: Host, upstream: ClusterUpstream, counted: CountedConnection
+) -> None:
     """Count an open connection until its upstream closes; as in Envoy it is one request, too."""
     stats = cluster.stats
-    stats.cx_total.value += 1
-    stats.cx_active.stored += 1
     stats.rq_total.value += 1
     stats.rq_active.stored += 1
     host.cx_total += 1
@@ -176,9 +234,8 @@ def account_connection(cluster: LiveCluster, host: Host, upstream: Upstream) -> 
     cluster.breaker.connections += 1
 
     def closed() -> None:
-        stats.cx_active.stored -= 1
         stats.rq_active.stored -= 1
-        stats.cx_destroy.value += 1
+        counted.ended(by_peer=upstream.ended_by_peer, in_use=upstream.in_use)
         host.cx_active -= 1
         cluster.breaker.connections -= 1
 

@@ -7,6 +7,7 @@ from ztunnel.envoy.telemetry.stats import (
     Counter,
     Declared,
     Gauge,
+    Histogram,
     OnTouch,
     Stats,
     TextReadout,
@@ -22,6 +23,7 @@ class Owner:
 
     total = OnTouch(Counter, "cx_total")
     active = OnTouch(Gauge, "cx_active")
+    length = OnTouch(Histogram, "cx_length_ms")
 
     def __init__(self, stats: Stats, name: str) -> None:
         self.scope = cluster_scope(stats, name)
@@ -76,6 +78,26 @@ def test_nothing_is_made_before_it_is_touched() -> None:
     total = owner.total
     assert owner.total is total
     assert [metric for metric in stats if metric.name == "cluster.c.cx_total"] == [total]
+
+
+def test_a_histogram_appears_with_its_first_value() -> None:
+    stats = Stats()
+    owner = Owner(stats, "c")
+    assert "cx_length_ms" not in page(stats)
+    owner.length.record(3.0)
+    Owner(stats, "c").length.record(4.0)
+    assert owner.length.counts[2] == 2
+    assert page(stats).count("cluster.c.cx_length_ms: P0(nan,3)") == 1
+
+
+def test_what_is_withdrawn_is_shown_no_more() -> None:
+    stats = Stats()
+    owner = Owner(stats, "c")
+    for _ in range(2):
+        owner.scope.withdraw(READ)
+        assert page(stats) == "cluster.c.cx_active: 0\ncluster.c.cx_total: 0\n"
+    owner.scope.close()
+    assert page(stats) == ""
 
 
 def test_two_owners_of_one_scope_share_counters_and_the_later_one_is_read() -> None:

@@ -111,6 +111,7 @@ def test_unusable_hosts_are_passed_over_until_panic() -> None:
     panicking = balancer(none)
     assert panicking.panicking
     assert len(set(picks(panicking, 9))) == 3
+    assert panicking.panics == 9
     assert balancer(none, panic_threshold=0.0).choose(0.0) is None
 
 

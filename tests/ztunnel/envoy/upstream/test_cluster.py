@@ -12,7 +12,7 @@ from xds.proto.well_known import Any as AnyMessage
 from ztunnel.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources
-from ztunnel.envoy.telemetry.stats import Stats
+from ztunnel.envoy.telemetry.stats import Counter, Stats
 from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.runtime.clock import SystemClock
 
@@ -40,6 +40,10 @@ class Waits(list[float]):
         self.append(delay)
         if len(self) == 8:
             await asyncio.Event().wait()
+
+
+#: Of eight resolutions; the last answer is the one before it once more.
+COUNTED = {"attempt": 8, "failure": 5, "success": 3, "empty": 0, "no_rebuild": 1}
 
 
 def found(cluster: LiveCluster) -> list[str]:
@@ -95,6 +99,8 @@ def test_a_name_that_does_not_resolve(
             turn.clear()
         assert slept == waits
         assert found(cluster) == ["10.0.0.2:5432"]
+        names_and_values = {metric.name: metric.value for metric in stats if isinstance(metric, Counter)}
+        assert {name: names_and_values[f"cluster.db.update_{name}"] for name in COUNTED} == COUNTED
         await cluster.close()
 
     asyncio.run(main())

@@ -225,6 +225,9 @@ def test_of_equal_bodies_the_newest_is_kept() -> None:
         repeated = assignment("c", "10.0.0.1", "10.0.0.2")
         await mesh.source.by_name["c"].receive(repeated)
         assert found._assigned is repeated.resources[0].body
+        assert (found.unchanged_updates, found.empty_updates) == (1, 0)
+        await mesh.source.by_name["c"].receive(Update(type_url=EDS, version="3", resources=(), removed=("c",)))
+        assert (found.unchanged_updates, found.empty_updates) == (1, 1)
         await mesh.close()
 
     asyncio.run(main())
