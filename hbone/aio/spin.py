@@ -32,9 +32,9 @@ _LONGEST_HOLD_S: Final = 3.2
 _WINDOW_TURNS: Final = 64
 """Turns of a measurement; a trial is one measurement."""
 _ENOUGH_TURNS: Final = 32  # of a measurement that the next period has cut short
-_PERIOD_S: Final = 0.128
-_MOST_FAILURES: Final = 6  # trials in vain that double the time to the next: every 8 seconds
-_MOST_CONFIRMED: Final = 3  # the same while it spins: every second
+_PERIOD_S: Final = 0.064
+_MOST_FAILURES: Final = 7  # trials in vain that double the time to the next: every 8 seconds
+_MOST_CONFIRMED: Final = 4  # the same while it spins: every second
 _SLOWEST_TURN_S: Final = 0.002  # with more than that from turn to turn there is nothing to gain by spinning
 _BETTER: Final = 0.85
 """What a habit that is tried must cost of what the present one costs."""

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from hbone.aio.spin import Spin, SpinSettings
+from hbone.aio.spin import _PERIOD_S, Spin, SpinSettings
 
 LIMIT_S = 200e-6
 EVENT = [(7, 1)]
@@ -104,7 +104,7 @@ def test_a_spin_ends_at_its_limit(machine: Machine) -> None:
 
 
 def test_a_closed_loop_is_spun_after_a_trial(machine: Machine) -> None:
-    machine.serves(closed_loop, until_s=1000.5)
+    machine.serves(closed_loop, until_s=1000.25)
     assert machine.serves(closed_loop, until_s=1010) > 0.98
 
 
@@ -158,11 +158,11 @@ def test_processes_of_one_machine_try_at_the_same_time(monkeypatch: pytest.Monke
         machine, moments, was_on = Machine(monkeypatch, 1000 + phase_s), set(), False
         while machine.now_s < 1030:
             if machine.works() and not was_on:
-                moments.add(int(machine.now_s / 0.128))
-                assert machine.now_s % 0.128 < 0.005
+                moments.add(int(machine.now_s / _PERIOD_S))
+                assert machine.now_s % _PERIOD_S < 0.005
             was_on = machine.spin.on
             machine.waits(machine.now_s + 300e-6)
-        tried.append({moment for moment in moments if moment * 0.128 > 1010})
+        tried.append({moment for moment in moments if moment * _PERIOD_S > 1010})
     assert tried[0] == tried[1] != set()
 
 
