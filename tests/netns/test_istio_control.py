@@ -63,6 +63,10 @@ def certificates(proxy: NodeProxy) -> dict[str, dict[str, Any]]:
     return {entry["identity"].rpartition("/")[2]: entry for entry in proxy.dump()["certificates"]}
 
 
+def has_certificate(proxy: NodeProxy, account: str) -> bool:
+    return certificates(proxy).get(account, {}).get("state") == "Available"
+
+
 def test_while_the_control_plane_is_away(tmp_path: Path) -> None:
     async def main() -> None:
         options = {"mesh": {"services": services("one")}, "captured": CAPTURED}
@@ -98,6 +102,7 @@ def test_a_proxy_that_starts_while_nobody_is_there(tmp_path: Path) -> None:
     async def main() -> None:
         async with mesh_of(NODES, tmp_path, captured=CAPTURED) as mesh, app(mesh.lab.pod("one")):
             proxy = mesh.proxies["w1"]
+            await eventually(lambda: has_certificate(mesh.proxies["w2"], "one"), "the other node's is there")
             await mesh.stop_control_plane()
             proxy.process.terminate()
             assert await asyncio.to_thread(proxy.process.wait, 10) == 0

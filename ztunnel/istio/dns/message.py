@@ -33,6 +33,9 @@ _LONGEST_TTL_S: Final = 86_400
 _MOST_NAME_BYTES: Final = 255  # encoded (RFC 1035, 2.3.4)
 #: Record types that applications ask for.
 _COMMON: Final = {_A: "A", _CNAME: "CNAME", _SOA: "SOA", 12: "PTR", 15: "MX", 16: "TXT", _AAAA: "AAAA", 33: "SRV"}
+_PIECE: Final = re.compile(
+    rb"(?P<plain>[^\\.]+)|(?P<dot>\.)|\\(?:(?P<number>[0-9]{3})|(?P<octet>[^0-9]))|(?P<bad>\\)"
+)
 #: What a name's text shows as an escape (RFC 1035, 5.1; the same octets as dnspython).
 _SPECIAL: Final = re.compile(r'[^!-~]|["().;\\@$]')
 
@@ -375,14 +378,32 @@ def _encoded(name: str) -> bytes:
         ValueError: a label is empty or too long, or all of it is too long.
     """
     try:
-        octets = name.encode("ascii" if name.isascii() else "idna")
-    except UnicodeError as error:
+        labels = _labels(name.encode("ascii" if name.isascii() else "idna").lower())
+    except ValueError as error:
         raise ValueError(f"no DNS name: {name!r}") from error
-    labels = octets.lower().removesuffix(b".").split(b".")
     wire = b"".join([bytes((len(label),)) + label for label in labels if 0 < len(label) < 64]) + b"\x00"
-    if len(wire) != sum(map(len, labels)) + len(labels) + 1 or len(wire) > _MOST_NAME_BYTES:
+    if len(wire) != sum(map(len, labels)) + len(labels) + 1 or not 1 < len(wire) <= _MOST_NAME_BYTES:
         raise ValueError(f"no DNS name: {name!r}")
     return wire
+
+
+def _labels(text: bytes) -> list[bytes]:
+    """Return the labels of a name's text, in which an octet may be escaped: the inverse of :func:`_escaped`.
+
+    Raises:
+        ValueError: an escape is none.
+    """
+    if b"\\" not in text:
+        return text.removesuffix(b".").split(b".")
+    labels = [bytearray()]
+    for found in _PIECE.finditer(text):
+        if found["dot"]:
+            labels.append(bytearray())
+        elif found["bad"]:
+            raise ValueError("a backslash before nothing, or a number of fewer than three digits")
+        else:
+            labels[-1] += bytes((int(found["number"]),)) if found["number"] else found["octet"] or found["plain"]
+    return [bytes(label) for label in labels[: None if labels[-1] else -1]]
 
 
 @dataclass(frozen=True, slots=True)

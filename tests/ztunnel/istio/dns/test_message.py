@@ -275,7 +275,10 @@ def test_a_name_is_shown_as_dnspython_shows_it(labels: list[bytes]) -> None:
     name = dns.name.Name([*labels, b""])
     asked = dns.message.Message(id=7)
     asked.find_rrset(asked.question, name, dns.rdataclass.IN, dns.rdatatype.A, create=True, force_unique=True)
-    assert read_query(asked.to_wire()).name == name.to_text()
+    shown = read_query(asked.to_wire()).name
+    assert shown == name.to_text()
+    if labels:
+        assert address_query(shown, ipv6=False, number=7)[12:-4] == name.to_digestable()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,8 @@ def test_a_name_is_encoded_as_dnspython_encodes_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800"]
+    "name",
+    ["", ".", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800", "a\\", "a\\12", "a\\999"],
 )
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no DNS name"):
