@@ -377,6 +377,8 @@ def _encoded(name: str) -> bytes:
     Raises:
         ValueError: a label is empty or too long, or all of it is too long.
     """
+    if name == ".":
+        return b"\x00"
     try:
         labels = _labels(name.encode("ascii" if name.isascii() else "idna").lower())
     except ValueError as error:

@@ -277,8 +277,7 @@ def test_a_name_is_shown_as_dnspython_shows_it(labels: list[bytes]) -> None:
     asked.find_rrset(asked.question, name, dns.rdataclass.IN, dns.rdatatype.A, create=True, force_unique=True)
     shown = read_query(asked.to_wire()).name
     assert shown == name.to_text()
-    if labels:
-        assert address_query(shown, ipv6=False, number=7)[12:-4] == name.to_digestable()
+    assert address_query(shown, ipv6=False, number=7)[12:-4] == name.to_digestable()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,7 @@ def test_a_name_is_encoded_as_dnspython_encodes_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800", "a\\", "a\\12", "a\\999"],
+    ["", "a..b", ".a", "a" * 64, ".".join(["a" * 63] * 3 + ["b" * 62]), "\ud800", "a\\", "a\\12", "a\\999"],
 )
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no DNS name"):
