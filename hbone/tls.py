@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL
 
 from hbone import openssl
@@ -277,12 +278,16 @@ class TlsSession:
         return TlsError(TlsReason.OTHER, detail, by_peer=by_peer)
 
 
-# Of the same peers, connection after connection. An entry keeps a certificate with all that was parsed of it,
-# some 80 objects, also when its successor has been in use for long: with 1,024 of them a proxy whose peers rotate
-# grows for days.
-@lru_cache(maxsize=128)
 def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
     """The URI subject alternative names; empty also when the extension cannot be parsed."""
+    return _uri_sans(certificate.public_bytes(Encoding.DER))
+
+
+# Of the same peers, connection after connection. By octets: an entry with a certificate would keep all that was
+# parsed of it, some 80 objects, also when its successor has been in use for long.
+@lru_cache(maxsize=256)
+def _uri_sans(der: bytes) -> tuple[str, ...]:
+    certificate = x509.load_der_x509_certificate(der)
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
