@@ -231,7 +231,7 @@ async def _source(
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
         files = FileObjects(args.objects, KINDS)
-        if args.once and not args.print:  # which would wait for ever for a file that nobody mends
+        if args.once and not args.print:  # otherwise it waits until the file is mended
             files.require_all()
         return files, LoggedEvents(), None
     from ztunnel.kube.client import connect

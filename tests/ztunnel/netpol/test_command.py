@@ -151,7 +151,7 @@ def test_a_socket_for_proxies_that_cannot_be_served_is_one_line(tmp_path: Path) 
 
 
 def test_once_ends_at_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """It may hold the policy that closes a pod, and whoever runs it once does not wait for it to be mended."""
+    """It may hold the policy that closes a pod. A command that runs once cannot wait until it is mended."""
     (tmp_path / "good.yaml").write_text("kind: Namespace\nmetadata: {name: x}\n")
     (tmp_path / "bad.yaml").write_text("kind: {")
     status, text = asyncio.run(_run("run", "--objects", str(tmp_path), "--once"))

@@ -90,9 +90,11 @@ class _Collector:
         self.faults.append(error)
 
     def leave(self, error: BaseException | None) -> bool:
-        """End the current place; return whether what is around it goes on in spite of the error.
+        """End the current place, with the error that was raised in it, if any.
 
-        An error of another kind ends a place that has a gap: there a name is not bound, or has a part too few.
+        Returns:
+            Whether compilation goes on behind the place: after a :class:`ConfigError`, and after any other error
+            in a place with a gap, where that error follows from what was left out.
         """
         _, gaps = self._places[-1]
         goes_on = isinstance(error, ConfigError)
