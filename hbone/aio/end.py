@@ -91,6 +91,9 @@ class End(ABC):
         self.relay = None
         self.peer = None
 
+    def end_in_order(self) -> None:  # noqa: B027  streams need nothing: their owner's close is a CANCEL
+        """Have the close that follows look like an end, whatever the network has sent and was not read."""
+
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
         """Release everything at once; idempotent. ``error`` tells the peer why where the protocol can."""

@@ -121,6 +121,14 @@ class Relay(RelayObserver):
             self._first = None
         self._finish()
 
+    def finish(self, reason: str) -> None:
+        """As :meth:`abort`, so that each network can tell it from a failure; see :meth:`End.end_in_order`."""
+        a, b = self._a, self._b
+        self.abort(reason)
+        for end in (a, b):
+            if end is not None:
+                end.end_in_order()
+
     # Called by the ends
 
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:

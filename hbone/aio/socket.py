@@ -21,6 +21,7 @@ CROWDED_UNSENT_BYTES: Final = 128 * 1024
 are open. It would be up to 4 MiB (tcp_wmem), for which our cgroup pays: 2,000 such streams took 1.3 GB."""
 LASTING_S: Final = 10.0
 """A connection that has lived so long may need what few connections do, see :meth:`PlainSocket.when_lasting`."""
+_UNREAD_BYTES: Final = 1 << 30  # more than any receive buffer
 _MOST_CHUNKS = 64  # of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
@@ -506,6 +507,15 @@ class PlainSocket(End):
 
     def _send_reset(self) -> None:
         """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
+
+    def end_in_order(self) -> None:
+        """Send FIN now: the kernel would reset a socket that is closed while received bytes are unread."""
+        if self.closed or self.broken is not None or self._pending:
+            return
+        with contextlib.suppress(OSError):  # it is gone, or everything is read
+            self.sock.shutdown(socket.SHUT_WR)
+            # What comes later is answered with a reset, which an application that ended with its FIN never meets.
+            self.sock.recv(_UNREAD_BYTES, socket.MSG_TRUNC)
 
     def detach(self) -> socket.socket:
         """Return the socket to a new owner, as it is; only before a relay, and with nothing pushed back."""

@@ -95,6 +95,16 @@ class WorkloadPolicies:
     dry_run_allow: tuple[AuthorizationPolicy, ...] = ()
     missing: tuple[PolicyKey, ...] = ()
 
+    @property
+    def arrived(self) -> PolicyList:
+        """``enforced`` without what stands for missing policies.
+
+        A DENY in it holds whatever a missing policy says. Its end verdict does not.
+        """
+        if not self.missing:
+            return self.enforced
+        return PolicyList(self.enforced.tiers[1:], self.enforced.end)
+
 
 class _Shared(Generic[Key, Value]):
     """Values by a key that is nearly always one value's own; it is kept bare, several are in order of arrival."""
@@ -389,15 +399,24 @@ class Mesh:
     # Changes
 
     def apply(
-        self, put: Iterable[Workload | Service | AuthorizationPolicy], removed: Iterable[str] = ()
+        self,
+        put: Iterable[Workload | Service | AuthorizationPolicy] = (),
+        removed: Iterable[str] = (),
+        *,
+        removed_policies: Iterable[str] = (),
     ) -> Changes:
-        """Put values in place of their namesakes and take names away, as one batch.
+        """Put values in place of their namesakes and take names away, as one batch that watchers see as one change.
 
-        A removed name is a workload's uid, else ``namespace/hostname`` of a service; policies are removed by
-        :meth:`remove_policies`, since names of services and policies may coincide. Names that are not there are
-        passed over.
+        Args:
+            put: values.
+            removed: each a workload's uid, else ``namespace/hostname`` of a service. Absent names are passed over.
+            removed_policies: keys of policies, apart from the others because names of services and policies may
+                coincide.
         """
         changes = Changes()
+        for key in removed_policies:
+            if self._authorization.remove(PolicyKey(key)):
+                changes.policies.add(PolicyKey(key))
         for name in removed:
             if name in self._workloads:
                 self._remove_workload(self._workloads[WorkloadUid(name)], changes)
@@ -415,12 +434,7 @@ class Mesh:
 
     def remove_policies(self, keys: Iterable[str]) -> Changes:
         """Take policies away."""
-        changes = Changes()
-        for key in keys:
-            if self._authorization.remove(PolicyKey(key)):
-                changes.policies.add(PolicyKey(key))
-        self._tell(changes)
-        return changes
+        return self.apply(removed_policies=keys)
 
     def watch(self, changed: Callable[[Changes], None]) -> Callable[[], None]:
         """Call ``changed`` after each batch that changed anything; returns how to stop."""

@@ -1,12 +1,11 @@
 """Calico's policies in force in one process of the tunnel proxy: where they come from, and what follows a change.
 
 A change of the store is followed by a review: every live connection is judged again and ended if it is not allowed
-any more. Reviews are batched: changes that come while one runs, or shortly after it, are one further review, and
-other tasks get their turn every few connections.
+any more. Changes that come shortly after a review are one further review.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from xds.model import calico as c
@@ -20,11 +19,9 @@ from ztunnel.runtime.clock import Clock
 GRACE_S: Final = 5.0
 #: Shortest time between two reviews: with 10,000 connections one takes about 0.1 s of the loop's time (a guess).
 _REVIEW_S: Final = 0.1
-#: Connections judged before other tasks get their turn, about a millisecond.
-_BATCH: Final = 64
 
-#: Judges one live connection with each step, and ends it if it is not allowed any more.
-Review = Callable[[], Iterator[None]]
+#: Has live connections judged again: :meth:`ztunnel.dataplane.lives.Lives.review`, which shares the loop.
+Review = Callable[[], object]
 
 
 class PolicySource(Protocol):
@@ -132,10 +129,6 @@ class LivePolicies:
             self.changes += 1
             for arrived in self._waiting:
                 arrived.set()
-            judged = 0
             for review in list(self._reviews):
-                for _ in review():
-                    judged += 1
-                    if judged % _BATCH == 0:
-                        await asyncio.sleep(0)
+                review()
             await asyncio.sleep(_REVIEW_S)

@@ -24,26 +24,30 @@ from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
 from xds.protocol.resource import ResourceSource, Update
 from ztunnel.calico.settings import live_policies
+from ztunnel.dataplane.life import Event
 from ztunnel.dataplane.resolver import Resolver
 from ztunnel.envoy.admin.server import AdminServer
 from ztunnel.envoy.bootstrap import BootstrapConfig, Discovery
 from ztunnel.envoy.connections import Connections
 from ztunnel.envoy.crowd import Crowd
-from ztunnel.envoy.datapath import Datapath, Timeouts
+from ztunnel.envoy.datapath import Datapath
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners import manager as listener_manager
 from ztunnel.envoy.listeners.handshakes import Handshakes
 from ztunnel.envoy.listeners.manager import ListenerManager
 from ztunnel.envoy.listeners.table import ListenerTable
+from ztunnel.envoy.outcome import DRAINED
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.settings import Settings, TunnelSource
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.state import State
+from ztunnel.envoy.tcp_proxy import TcpProxies
 from ztunnel.envoy.telemetry.access_log import AccessLogs
 from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.log_stream import LogStreams
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.envoy.terminate import Terminator
+from ztunnel.envoy.tunnel_server import Timeouts, TunnelServer
 from ztunnel.envoy.upstream import manager as cluster_manager
 from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.envoy.upstream.connect import Connector
@@ -86,6 +90,7 @@ class Proxy:
         self.started_at = self.clock.wall()
         self.stats = Stats()
         self.connections = Connections()
+        self._joins = Tasks("joined tunnels")
         self.failing_health_checks = False
         self.policies: LivePolicies | None = None
         self.taps: Taps | None = None
@@ -145,19 +150,19 @@ class Proxy:
             self.taps = Taps(self.clock)
         # From the sockets up: each object has all that it calls when it is made.
         table, dialler = ListenerTable(), Dialler(self.poller)
-        inbound_dialler = dialler
+        make_terminator: Callable[..., Terminator] = Terminator
         make_connector: Callable[..., Connector] = Connector
         if settings.policies is not None:
             from ztunnel.envoy import guarded  # most proxies have no Calico policies, and save the memory
 
             counts = guarded.CountedDecisions(self.stats)
             self.policies = live_policies(settings.policies, self.clock, counts, {})
-            enforcer = guarded.Enforcer(self.poller, self.policies, self.decisions)
-            inbound_dialler = guarded.InboundDialler(self.poller, enforcer)
+            enforcer = guarded.Enforcer(self.policies, self.decisions, self.connections)
+            make_terminator = partial(guarded.GuardedTerminator, enforcer)
             make_connector = partial(guarded.GuardedConnector, enforcer)
-        terminator = Terminator(
+        terminator = make_terminator(
             self.clusters,
-            inbound_dialler,
+            dialler,
             rng,
             check_authority=switches.check_authority,
             own_ports=lambda: table.own_ports,
@@ -168,6 +173,8 @@ class Proxy:
             self.connections,
             terminator,
             self.clock,
+            self.poller,
+            self._joins,
             _SHORTCUT_PORTS if switches.node_local_shortcut else {},
         )
         self.connector = make_connector(
@@ -182,18 +189,25 @@ class Proxy:
         most = limit_of_process()
         self.half_open = HalfOpen(self.poller, HalfOpenLimits.of_descriptors(most))
         self.descriptors = Descriptors(most, self.half_open.shed)
+        handshakes = Handshakes(self.half_open)
         self.datapath = Datapath(
             table,
-            self.connector,
-            terminator,
-            Handshakes(self.half_open),
+            TcpProxies(self.connector, handshakes, self.poller, self.taps),
+            TunnelServer(
+                self.connections,
+                self.connector,
+                terminator,
+                handshakes,
+                poller=self.poller,
+                clock=self.clock,
+                timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
+                settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
+                taps=self.taps,
+            ),
             Crowd(self.descriptors),
             connections=self.connections,
             poller=self.poller,
             clock=self.clock,
-            timeouts=_ENVOY_TIMEOUTS if switches.route_timeouts else Timeouts(),
-            tunnel_settings=ConnectionSettings(http2=replace(server_settings(), early_data=switches.early_data)),
-            taps=self.taps,
         )
         self.listeners = ListenerManager(
             table,
@@ -304,6 +318,7 @@ class Proxy:
             stack.callback(self.half_open.close)
             stack.callback(self._memory_trimmer.close)
             stack.push_async_callback(self._close_pools)
+            stack.push_async_callback(self._joins.close)
             stack.push_async_callback(self.datapath.close)
             stack.push_async_callback(self.clusters.close)
             stack.push_async_callback(self.listeners.close)
@@ -416,17 +431,16 @@ class Proxy:
         await self.listeners.hand_over()
         self.listeners.stop()
         await asyncio.sleep(0)  # connections accepted just now enter the table
-        for connection in self.connections:
-            connection.leave()
+        self.connections.review_all(Event.DRAIN)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):
                 await self.connections.emptied()
         left = len(self.connections)
         if left:
             log.warning("drain duration expired with %d connections, closing them", left)
-            for connection in self.connections:
-                connection.end("connection closed due to connection drain")
-            await asyncio.sleep(0)
+        self.connections.review_all(Event.DEADLINE, DRAINED)
+        await self.connections.table.reviewed()
+        await asyncio.sleep(0)
 
     async def _close_pools(self) -> None:
         for pool in list(self.connector.pools.values()):

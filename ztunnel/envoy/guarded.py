@@ -21,27 +21,28 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from xds.model import calico as c
 from xds.model.address import SocketAddress
-from xds.model.cluster import TransportSocket
 from ztunnel.calico.guard import Decision, Guard, connection
 from ztunnel.calico.live import LivePolicies
-from ztunnel.dataplane.connection_entry import Abort, cancels_current_task
+from ztunnel.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.envoy.connections import Connections
+from ztunnel.envoy.hop import Hop
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners.chains import LiveTcpProxy
-from ztunnel.envoy.outcome import POLICY_CHANGE, Denied, Hop
+from ztunnel.envoy.outcome import POLICY_CHANGE, Denied
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.decisions import Decisions
 from ztunnel.envoy.telemetry.stats import Counter, Stats
-from ztunnel.envoy.upstream.cluster import LiveCluster
+from ztunnel.envoy.terminate import Terminator
 from ztunnel.envoy.upstream.connect import Connector, tunnel_request, tunnels
-from ztunnel.envoy.upstream.dial import ClusterUpstream, Dialler
+from ztunnel.envoy.upstream.dial import Dialler
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.envoy.upstream.manager import ClusterManager
 
@@ -55,41 +56,28 @@ METADATA = "calico.policy"
 _Question = tuple[c.Direction, c.Flow]
 
 
-@dataclass(slots=True, eq=False)
-class _Live:
-    """An open connection, the questions that let it in, and what ends it."""
-
-    questions: tuple[_Question, ...]
-    info: StreamInfo
-    abort: Abort
-
-
 class Enforcer:
-    """Asks before a connection is opened, and again after each change."""
+    """Asks before a connection is opened, and has every life judged again after each change."""
 
-    def __init__(self, poller: Poller, policies: LivePolicies, decisions: Decisions) -> None:
-        self._poller = poller
+    def __init__(self, policies: LivePolicies, decisions: Decisions, connections: Connections) -> None:
         self._policies = policies
         self._decisions = decisions
-        self._live: dict[_Live, None] = {}
-        policies.watch(self._review)
+        policies.watch(partial(connections.review_all, Event.POLICIES))
 
     @property
     def knows(self) -> Callable[[str], bool]:
         """See :meth:`ztunnel.calico.guard.Guard.knows`."""
         return self._policies.guard.knows
 
-    async def open(
-        self,
-        info: StreamInfo,
-        questions: tuple[_Question, ...],
-        opening: Callable[[], Awaitable[ClusterUpstream]],
-    ) -> ClusterUpstream:
-        """Return what ``opening`` returns, if every question is answered by an allow.
+    async def admit(self, hop: Hop, questions: tuple[_Question, ...]) -> None:
+        """Return if every question is answered by an allow; they are asked again as long as the hop lives.
+
+        A later attempt's questions replace those of the one before.
 
         Raises:
             Denied: one is not.
         """
+        info, life = hop.info, hop.life
         for direction, flow in questions:
             decision = await self._policies.admit(direction, flow)
             _note(info, decision)
@@ -97,38 +85,28 @@ class Enforcer:
                 denied = _denied(decision)
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
-        # Registered before it is dialled: a change meanwhile must find it.
-        live = _Live(questions, info, cancels_current_task(self._poller))
-        self._live[live] = None
-        try:
-            # The first question may have been answered before a later one waited.
-            self._judge(live)
-            upstream = await opening()
-        except BaseException:
-            del self._live[live]
-            raise
-        upstream.on_close(lambda: self._live.pop(live, None))
-        return upstream
+        life.also = (partial(self._verdict, questions, info),)
+        # The first question may have been answered before a later one waited.
+        denial = self._denial(questions, info)
+        if denial is not None:
+            raise denial
 
-    def _judge(self, live: _Live) -> None:
-        for direction, flow in live.questions:
+    def _denial(self, questions: tuple[_Question, ...], info: StreamInfo) -> Denied | None:
+        for direction, flow in questions:
             decision = self._policies.guard.check(direction, flow, counted=False)
             if not decision.allowed:
-                _note(live.info, decision)
-                raise _denied(decision)
+                _note(info, decision)
+                return _denied(decision)
+        return None
 
-    def _review(self) -> Iterator[None]:
-        for live in list(self._live):
-            try:
-                self._judge(live)
-            except Denied as denied:
-                if self._live.pop(live, live) is None:  # it was there, and is ended once
-                    info = live.info
-                    log.info("connection %s->%s closed: %s", info.source, info.upstream_host, denied.details)
-                    info.termination_details = f"{POLICY_CHANGE}: {denied.details}"
-                    self._decisions.denied(info, info.facts, info.termination_details)
-                    live.abort(info.termination_details)
-            yield
+    def _verdict(self, questions: tuple[_Question, ...], info: StreamInfo) -> Verdict:
+        denial = self._denial(questions, info)
+        if denial is None:
+            return ALLOWED
+        log.info("connection %s->%s closed: %s", info.source, info.upstream_host, denial.details)
+        verdict = Verdict(f"{POLICY_CHANGE}: {denial.details}")
+        self._decisions.denied(info, info.facts, verdict.reason)
+        return verdict
 
 
 def _note(info: StreamInfo, decision: Decision) -> None:
@@ -144,31 +122,28 @@ def _denied(decision: Decision) -> Denied:
     return Denied(f"{_DENIED}[{decision.verdict.message.removeprefix('denied by ')}]")
 
 
-class InboundDialler(Dialler):
-    """Opens connections to the applications behind tunnels that end here."""
+class GuardedTerminator(Terminator):
+    """Finds the applications behind tunnels that end here."""
 
-    def __init__(self, poller: Poller, enforcer: Enforcer) -> None:
-        super().__init__(poller)
+    def __init__(
+        self,
+        enforcer: Enforcer,
+        clusters: ClusterManager,
+        dialler: Dialler,
+        rng: random.Random,
+        *,
+        check_authority: bool,
+        own_ports: Callable[[], Collection[int]],
+        judge_ports: bool,
+    ) -> None:
+        super().__init__(
+            clusters, dialler, rng, check_authority=check_authority, own_ports=own_ports, judge_ports=judge_ports
+        )
         self._enforcer = enforcer
 
-    async def dial(
-        self,
-        info: StreamInfo,
-        cluster: LiveCluster,
-        host: Host,
-        address: SocketAddress,
-        transport: TransportSocket,
-    ) -> ClusterUpstream:
-        """See :meth:`Dialler.dial`.
-
-        Raises:
-            Denied: the pod's ingress policies do not allow it.
-        """
-        own = info.tls.local_uri_sans if info.tls is not None else ()
-        dial = super().dial
-        return await self._enforcer.open(
-            info, _at_its_end(info, address, own), lambda: dial(info, cluster, host, address, transport)
-        )
+    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
+        own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
+        await self._enforcer.admit(hop, _at_its_end(hop.info, address, own))
 
 
 class GuardedConnector(Connector):
@@ -197,17 +172,10 @@ class GuardedConnector(Connector):
         )
         self._enforcer = enforcer
 
-    async def _attempt(
-        self, hop: Hop, proxy: LiveTcpProxy, cluster: LiveCluster, host: Host, client: End | None
-    ) -> ClusterUpstream:
-        attempt = super()._attempt
+    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
         address = host.endpoint.address
-        if not isinstance(address, SocketAddress):
-            return await attempt(hop, proxy, cluster, host, client)  # it has no address yet, or never has one
-        info = hop.info
-        info.upstream_host = str(address)
-        questions = _where_it_begins(info, proxy, address, self._enforcer.knows)
-        return await self._enforcer.open(info, questions, lambda: attempt(hop, proxy, cluster, host, client))
+        if isinstance(address, SocketAddress):  # another has no address yet, or never has one
+            await self._enforcer.admit(hop, _where_it_begins(hop.info, proxy, address, self._enforcer.knows))
 
 
 def told(

@@ -1,35 +1,41 @@
 """Connections that never leave the process: internal listeners, and tunnels between two pods of this node."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from hbone.aio.poller import Poller
+from hbone.errors import TunnelBroken
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import HttpConnectionManager
-from ztunnel.envoy.connections import Connections
-from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
+from ztunnel.dataplane.apart import run_apart
+from ztunnel.dataplane.life import State
+from ztunnel.dataplane.lives import cancels_current_task
+from ztunnel.envoy.connections import Connections, LiveHop
+from ztunnel.envoy.hop import Hop
+from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import Hop, Refused, UpstreamFailed
+from ztunnel.envoy.outcome import POLICY_CHANGE, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext, agree
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.envoy.terminate import RequestRefused, Terminator
 from ztunnel.envoy.upstream.dial import ClusterUpstream
 from ztunnel.runtime.clock import Clock
+from ztunnel.runtime.tasks import Tasks
 
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-@dataclass(slots=True)
-class Entry:
-    """A connection that entered an internal listener."""
+class Entry(NamedTuple):
+    """A connection that entered an internal listener; closing ``hop.life`` counts its end and writes its line."""
 
     hop: Hop
     proxy: LiveTcpProxy
-    close: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -38,9 +44,11 @@ class InternalListeners:
 
     Args:
         listeners: by name and by port.
-        connections: gives connection ids.
+        connections: the table that every hop is registered in.
         terminator: the tunnels' end, for the short cut.
         clock: for start times.
+        poller: of this loop.
+        tasks: run the inbound halves of joined tunnels.
         shortcut_ports: destination ports of tunnels that come back to this very proxy, and the listener port
             they come back to (15008, and 15088 by the NAT rule of the node). Empty switches the short cut off.
     """
@@ -49,6 +57,8 @@ class InternalListeners:
     connections: Connections
     terminator: Terminator
     clock: Clock
+    poller: Poller
+    tasks: Tasks
     shortcut_ports: Mapping[int, int] = field(default_factory=dict)
 
     def enter(
@@ -91,30 +101,34 @@ class InternalListeners:
             remote_text=_CLIENT_ADDRESS,
             options=outer.options if keep_options else UpstreamOptions(),
         )
-        hop = Hop(info, self.clock, listener_sinks=listener.sinks)
+        life = LiveHop(self.connections.hops, info, listener)
+        hop = Hop(info, self.clock, life, listener_sinks=listener.sinks)
+        life.own(hop.finish)
         listener.opened()
+        life.own(listener.closed)
         for _, filter_ in listener.filters:
             if filter_ is not None:
                 annotate(filter_, info)
         chain = listener.chain_for(facts)
         if chain is None or chain.proxy is None or chain.tls is not None:
             listener.no_filter_chain_match.value += chain is None
-            listener.closed()
-            hop.finish()
+            life.close()
             return None
+        life.chain = chain
         info.chain = chain.name
         info.chain_metadata = chain.model.metadata
         hop.filter_sinks = chain.sinks
         try:
             chain.admit(info)
-            chain.judge(info)
+            life.require()
         except Refused as error:
             hop.refused(error)
-            listener.closed()
-            hop.finish()
+            life.close()
             return None
+        life.state = State.DIALING
+        life.aborts_by(cancels_current_task(self.poller))
         chain.set_filter_state(info)
-        return Entry(hop, chain.proxy, listener.closed)
+        return Entry(hop, chain.proxy)
 
     async def shortcut(
         self,
@@ -156,19 +170,23 @@ class InternalListeners:
         if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
             return None  # the wire refuses it with the right alert and counters
         facts.peer = PeerCertificate(uri_sans=client.local_uri_sans)
-        inbound = self._inbound_hop(listener, chain, facts, authority, headers)
-        inbound.info.options = listener.options_for(inbound.info)
-        return await self._join(inbound, listener, chain, client)
+        info = self._inbound_info(listener, chain, facts, authority, headers)
+        info.options = listener.options_for(info)
+        joining = self._join(info, listener, chain, client)
+        try:
+            return await run_apart(self.tasks, self.poller, joining, f"{info.connection_id} joined", _discard)
+        except TunnelBroken as error:
+            raise UpstreamFailed(f"tunnel failed: {error}") from error
 
-    def _inbound_hop(
+    def _inbound_info(
         self,
         listener: LiveListener,
         chain: LiveChain,
         facts: ConnectionFacts,
         authority: str,
         headers: list[tuple[str, str]],
-    ) -> Hop:
-        info = StreamInfo(
+    ) -> StreamInfo:
+        return StreamInfo(
             connection_id=self.connections.next_id(),
             facts=facts,
             started=self.clock.monotonic(),
@@ -185,12 +203,17 @@ class InternalListeners:
             request_headers=tuple(headers),
             manager=chain.manager.model if chain.manager is not None else None,
         )
-        return Hop(info, self.clock, listener_sinks=(), filter_sinks=chain.sinks)
 
     async def _join(
-        self, hop: Hop, listener: LiveListener, chain: LiveChain, client: LiveContext
+        self, info: StreamInfo, listener: LiveListener, chain: LiveChain, client: LiveContext
     ) -> ClusterUpstream:
-        manager, info = chain.manager, hop.info
+        """Open the inbound half, in a fiber of its own.
+
+        Raises:
+            UpstreamFailed: what the wire would have told the client.
+            TunnelBroken: the half was ended while its application was dialled, for another reason than a policy.
+        """
+        manager = chain.manager
         assert manager is not None
         assert chain.tls is not None
         info.tls = TlsFacts(
@@ -199,35 +222,50 @@ class InternalListeners:
             local_uri_sans=chain.tls.local_uri_sans,
         )
         listener.node_local.value += 1
+        judges_ports = self.terminator.judges_ports
+        abort = cancels_current_task(self.poller)
+        life = LiveHop(self.connections.hops, info, listener, abort, port_known=not judges_ports)
+        life.chain = chain
+        hop = Hop(info, self.clock, life, filter_sinks=chain.sinks)
+        life.own(hop.finish)
+        try:
+            return await self._open_joined(hop, chain, manager)
+        except BaseException:
+            life.close()
+            raise
+
+    async def _open_joined(self, hop: Hop, chain: LiveChain, manager: LiveConnectionManager) -> ClusterUpstream:
+        info, life = hop.info, hop.life
         try:
             chain.admit(info)
-            chain.judge(info, port_known=not self.terminator.judges_ports)
+            life.require()
         except Refused as error:
             hop.refused(error)
-            hop.finish()
             raise UpstreamFailed("connection_termination") from error
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
+        life.own(manager.request_ended)
         try:
             _, upstream = await self.terminator.open(hop, chain)
         except RequestRefused as refusal:
-            manager.rq_active.stored -= 1
             info.response_code = refusal.answer.status
             info.response_details = refusal.answer.details
-            hop.finish()
             status = refusal.answer.status
             raise UpstreamFailed(f"tunnel_response:{status}", status=status) from refusal
-        except BaseException:
-            manager.rq_active.stored -= 1
-            hop.finish()
+        except asyncio.CancelledError as error:
+            info.response_details = life.reason
+            if life.reason.startswith(POLICY_CHANGE):
+                info.response_code = 403
+                raise UpstreamFailed("tunnel_response:403", status=403) from error
             raise
         info.response_code = 200
         info.response_details = "via_upstream"
         manager.rq_by_class[2].value += 1
-
-        def closed() -> None:
-            manager.rq_active.stored -= 1
-
+        life.state = State.JOINED
         upstream.hops.append(hop)
-        upstream.on_close(closed)
+        upstream.on_close(life.close)
         return upstream
+
+
+def _discard(upstream: ClusterUpstream) -> None:
+    upstream.close()

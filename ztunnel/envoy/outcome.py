@@ -1,4 +1,4 @@
-"""Turns errors into response flags and details, and counts and logs each hop exactly once.
+"""Errors that end a connection before bytes flow, with their response flags and details.
 
 ::
 
@@ -13,13 +13,12 @@
     └── UpstreamFailed      every attempt to reach a host failed (UF, and URX when no attempt is left)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from ztunnel.envoy.stream_info import Flag, StreamInfo
-from ztunnel.envoy.telemetry.access_log import Sink, write_all
-from ztunnel.runtime.clock import Clock
+from ztunnel.envoy.stream_info import Flag
 
+#: ``CONNECTION_TERMINATION_DETAILS`` of a connection that was open at the end of a grace period.
+DRAINED = "connection closed due to connection drain"
 #: Begin of ``CONNECTION_TERMINATION_DETAILS`` of a live connection that a new policy does not allow.
 POLICY_CHANGE = "connection closed due to policy change"
 
@@ -102,38 +101,3 @@ class UpstreamFailed(Refused):
 
     def __str__(self) -> str:
         return self.reason
-
-
-@dataclass(slots=True, eq=False)
-class Hop:
-    """One hop, until its log line is written.
-
-    Attributes:
-        info: the facts about it.
-        filter_sinks: loggers of the TCP proxy or connection manager; ``listener_sinks`` follow them.
-    """
-
-    info: StreamInfo
-    clock: Clock
-    listener_sinks: Sequence[Sink] = ()
-    filter_sinks: Sequence[Sink] = ()
-    finished: bool = field(default=False)
-
-    def refused(self, error: Refused) -> None:
-        """Record the reason why the connection ends before bytes flow."""
-        if error.flag is not None:
-            self.info.flags.add(error.flag)
-        if error.details:
-            self.info.termination_details = error.details
-        if isinstance(error, UpstreamFailed):
-            self.info.upstream_failure = error.reason
-
-    def finish(self) -> None:
-        """Give back what the hop held, and write its log lines; idempotent."""
-        if self.finished:
-            return
-        self.finished = True
-        for give_back in self.info.held:
-            give_back()
-        self.info.duration_s = self.clock.monotonic() - self.info.started
-        write_all((*self.filter_sinks, *self.listener_sinks), self.info)

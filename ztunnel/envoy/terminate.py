@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Discovery
 from xds.model.http import Route, RouteTable, VirtualHost
+from ztunnel.dataplane.life import State
+from ztunnel.envoy.hop import Hop
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
-from ztunnel.envoy.outcome import Denied, Hop, NoHealthyHost, Refused, UpstreamFailed
+from ztunnel.envoy.outcome import Denied, NoHealthyHost, Refused, UpstreamFailed
 from ztunnel.envoy.request_headers import header_values
 from ztunnel.envoy.stream_info import Flag, StreamInfo
 from ztunnel.envoy.upstream.cluster import LiveCluster
@@ -21,6 +23,8 @@ from ztunnel.envoy.upstream.manager import ClusterManager
 #: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
 CONNECT_ERROR = 10
 
+#: The body that Envoy's RBAC filter answers with.
+DENIED = b"RBAC: access denied"
 _RESET = b"upstream connect error or disconnect/reset before headers. reset reason: "
 _BODIES = {
     "remote": _RESET + b"remote connection failure",
@@ -104,7 +108,7 @@ class Terminator:
             upstream = await self._dial(hop, chain, cluster)
         except Denied as error:
             hop.refused(error)
-            raise RequestRefused(Answer(403, error.details, b"RBAC: access denied")) from error
+            raise RequestRefused(Answer(403, error.details, DENIED)) from error
         except Refused as error:
             hop.refused(error)
             raise RequestRefused(_answer_to(error)) from error
@@ -142,7 +146,10 @@ class Terminator:
         if not isinstance(address, SocketAddress):
             raise UpstreamFailed("a tunnel can only lead to an IP address")
         if self.judges_ports:
-            chain.judge_port(info, address)
+            hop.life.application = address
+            hop.life.current_chain().judge_port(info, address)
+        await self._admit(hop, address)
+        hop.life.state = State.DIALING
         try:
             upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport_socket(host))
         except UpstreamFailed as error:
@@ -152,6 +159,13 @@ class Terminator:
             info.ready_s = hop.clock.monotonic() - info.started
         info.connected = True
         return upstream
+
+    async def _admit(self, hop: Hop, address: SocketAddress) -> None:
+        """Ask what else decides about the application of a tunnel, before it is dialled.
+
+        Raises:
+            Denied: the tunnel is not allowed.
+        """
 
     def _require_own_address(self, info: StreamInfo, cluster: LiveCluster) -> None:
         """Check that the request names the pod its connection was captured for, on a port that is not ours.

@@ -25,6 +25,7 @@ from hbone.aio.poller import Poller
 from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
+from ztunnel.dataplane.life import Event
 from ztunnel.dataplane.resolver import Resolver
 from ztunnel.identity.crl import RevocationFile
 from ztunnel.istio.admin.config_dump import build_info, logged_config
@@ -319,11 +320,7 @@ class IstioProxy:
         self._memory_trimmer.changed()
 
     def _revocations_changed(self) -> None:
-        assert self.revocations is not None
-        running = [status.running for status in self.pods.states().values()]
-        for pod in (*self._own, *running):
-            if isinstance(pod, PodProxy):
-                pod.end_revoked(self.revocations.current)
+        self.node.live.review(Event.REVOCATIONS)
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log filter here and in workers; see :meth:`ztunnel.istio.logs.LogStream.change`."""

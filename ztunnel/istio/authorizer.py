@@ -2,18 +2,24 @@
 
 import asyncio
 import logging
+from typing import Final
 
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes, WorkloadPolicies
-from xds.model.workload import Workload
+from xds.model.workload import PolicyKey, Workload
+from ztunnel.dataplane.life import Verdict
 from ztunnel.istio.denial_lines import DenialLines
 from ztunnel.istio.node import Node
-from ztunnel.istio.outcome import refusal
+from ztunnel.istio.outcome import POLICY_CHANGE, refusal
 from ztunnel.istio.policy_uses import NONE_MATCHED, Use
 from ztunnel.istio.record import Record
 from ztunnel.policy.engine import holds, judge
 
 log = logging.getLogger(__name__)
+
+#: How long policies are waited for that a workload names and that have not arrived. Control planes send them
+#: shortly after the workload.
+POLICY_GRACE_S: Final = 5.0
 
 
 class Denied(Exception):
@@ -33,10 +39,14 @@ class Authorizer:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._policies: WorkloadPolicies | None = None
+        self._missing: dict[PolicyKey, float] = {}
         self.lines = DenialLines(node)
         self._level = logging.INFO if node.config.authz_info_logging else logging.DEBUG
 
-    async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
+    async def authorize(
+        self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
+    ) -> None:
         """Check a new connection; returns when it is allowed.
 
         A policy that the workload names and that is not there allows nothing. It is waited for, because control
@@ -59,9 +69,32 @@ class Authorizer:
         if refusal:
             raise Denied(refusal)
 
-    def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
-        """Check a live connection again, by the current policies; the caller ends one that is not allowed."""
-        return not self._refusal(workload, self._node.mesh.policies_for(workload), facts, Use.ENDED)
+    def changed(self, workload: Workload) -> bool:
+        """Note that the mesh has changed; return whether the workload's policies have, so that a review is due."""
+        policies = self._node.mesh.policies_for(workload)
+        if policies is self._policies:
+            return False
+        self._policies = policies
+        # Each policy has its own time from when it was first found missing: other changes do not prolong it.
+        until_s = self._node.poller.loop.time() + POLICY_GRACE_S
+        self._missing = {key: self._missing.get(key, until_s) for key in policies.missing}
+        return True
+
+    def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
+        """Judge a connection again that was let in.
+
+        While a policy is missing that the workload names, only an explicit DENY of one that has arrived ends the
+        connection: the missing one may be the one that allows it. When its time is over, it denies.
+        """
+        policies = self._node.mesh.policies_for(workload)
+        until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)
+        if self._node.poller.loop.time() < until_s:
+            decision = judge(policies.arrived, facts)
+            if decision.allowed or not decision.policy:
+                return Verdict(until_s=until_s)
+            self._count(workload, facts, Use.ENDED, decision.policy)
+            return Verdict(POLICY_CHANGE)
+        return Verdict(POLICY_CHANGE if self._refusal(workload, policies, facts, Use.ENDED) else "")
 
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
@@ -69,15 +102,13 @@ class Authorizer:
         """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
         node = self._node
         if policies.missing:
-            node.metrics.policy_uses.note(policies.missing[0], refused, node.clock.wall())
-            self.lines.write(refused.value, workload, facts, policies.missing[0])
+            self._count(workload, facts, refused, policies.missing[0])
             return f"policy {policies.missing[0]} has not arrived"
         if not policies.enforced.tiers:
             return ""
         decision = judge(policies.enforced, facts)
         if not decision.allowed:
-            node.metrics.policy_uses.note(decision.policy or NONE_MATCHED, refused, node.clock.wall())
-            self.lines.write(refused.value, workload, facts, decision.policy)
+            self._count(workload, facts, refused, decision.policy)
         elif decision.policy and refused is Use.DENIED:
             node.metrics.policy_uses.note(decision.policy, Use.ALLOWED, node.clock.wall())
         if log.isEnabledFor(self._level):
@@ -88,25 +119,30 @@ class Authorizer:
             log.log(self._level, "%s policy=%s", text, decision.policy)
         return "" if decision.allowed else refusal(decision)
 
+    def _count(self, workload: Workload, facts: ConnectionFacts, refused: Use, policy: str) -> None:
+        node = self._node
+        node.metrics.policy_uses.note(policy or NONE_MATCHED, refused, node.clock.wall())
+        self.lines.write(refused.value, workload, facts, policy)
+
     def _report_dry_run(self, policies: WorkloadPolicies, facts: ConnectionFacts, record: Record) -> None:
         matched = False
         for policy in policies.dry_run_deny:
             if holds(policy.condition, facts):
                 log.log(self._level, "dry-run: deny policy match policy=%s", policy.key)
-                self._count(policy.key, "DENY", "denied")
+                self._count_dry_run(policy.key, "DENY", "denied")
                 record.dry_run = f"denied by {policy.key}"
         for policy in policies.dry_run_allow:
             if holds(policy.condition, facts):
                 matched = True
                 log.log(self._level, "dry-run: allow policy match policy=%s", policy.key)
-                self._count(policy.key, "ALLOW", "allowed")
+                self._count_dry_run(policy.key, "ALLOW", "allowed")
         if policies.dry_run_allow and not matched:
             log.log(self._level, "dry-run: no allow policies match")
             for policy in policies.dry_run_allow:
-                self._count(policy.key, "ALLOW", "denied")
+                self._count_dry_run(policy.key, "ALLOW", "denied")
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
-    def _count(self, policy: str, action: str, result: str) -> None:
+    def _count_dry_run(self, policy: str, action: str, result: str) -> None:
         counts, key = self._node.metrics.authorization_dry_run, (policy, action, result)
         counts[key] = counts.get(key, 0) + 1
 

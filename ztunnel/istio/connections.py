@@ -1,21 +1,24 @@
-"""What is open in one pod: connections by direction, tunnel connections, sockets that are neither yet.
+"""What is alive in one pod: connections by direction, and the tunnel connections that carry them.
 
-A connection is registered before its policy is checked, so that a policy that changes in between finds it. Drain
-and stop wait for these tables; the dump prints them.
+Each is a life of the process's table (:mod:`ztunnel.dataplane.lives`), registered before its policy is asked.
+Drain and stop wait for these groups; the dump prints them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 from hbone.aio.connection import Connection
 from hbone.aio.tunnel import TunnelCarrier
+from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.dataplane.connection_entry import Abort, ConnectionEntry, ConnectionTable, all_emptied
+from ztunnel.dataplane.life import ALLOWED, Event, Verdict
+from ztunnel.dataplane.lives import Abort, Life, Lives, LiveTable, all_emptied
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.outcome import REVOKED
@@ -26,34 +29,103 @@ from ztunnel.istio.record import Record
 _GOODBYE_S = 2.0
 
 
-class PodConnection(ConnectionEntry):
-    """One connection of a pod.
+class PodConnection(Life):
+    """One connection of a pod: captured, or a request of a tunnel connection.
+
+    Args:
+        judged_by: gives the verdict once :attr:`state` has passed *identified*.
 
     Attributes:
         record: its account.
         original: what was dialled (outbound), or the service the client meant (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
-        facts: what policies judge (inbound).
-        admitted: it has been let in, so that a change of policies concerns it (inbound).
+        facts: what policies of the mesh judge (inbound).
+        flow: what Calico's policies judge (outbound).
         connection: the tunnel connection that carries it.
         inner: of a double tunnel, the connection within.
         peer: the certificate of the other end, where no TLS is in between to prove it.
     """
 
-    __slots__ = ("actual", "admitted", "connection", "facts", "inner", "original", "peer", "protocol", "record")
+    __slots__ = (
+        "_judged_by",
+        "actual",
+        "connection",
+        "facts",
+        "flow",
+        "inner",
+        "original",
+        "peer",
+        "protocol",
+        "record",
+    )
 
-    def __init__(self, record: Record, abort: Abort) -> None:
-        super().__init__(abort)
+    def __init__(
+        self,
+        group: Lives[PodConnection],
+        record: Record,
+        abort: Abort,
+        judged_by: Callable[[PodConnection], Verdict],
+    ) -> None:
+        super().__init__(group, abort)
+        self._judged_by = judged_by
         self.record = record
         self.original: str | None = None
         self.actual: SocketAddress | None = None
         self.protocol = "TCP"
         self.facts: ConnectionFacts | None = None
-        self.admitted = False
+        self.flow: c.Flow | None = None
         self.connection: TunnelCarrier | None = None
         self.inner: Connection | None = None
         self.peer: WorkloadCertificate | None = None
+
+    def judge(self) -> Verdict:
+        """See :meth:`ztunnel.dataplane.lives.Life.judge`."""
+        return self._judged_by(self)
+
+    def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
+        """Return whether a peer that no other life stands for is on a revocation list.
+
+        That is the far end of a double tunnel's inner connection, and of a joined tunnel.
+        """
+        if lists is None:
+            return False
+        if self.inner is not None and is_listed(lists, self.inner):
+            return True
+        return self.peer is not None and self.peer.is_revoked_by(lists)
+
+
+class Carrier(Life):
+    """One tunnel connection of a pod, accepted or dialled.
+
+    Args:
+        lists: returns the revocation lists.
+        rejected: counts a peer that is found revoked.
+
+    Attributes:
+        connection: ``None`` before the end of its handshake.
+    """
+
+    __slots__ = ("_lists", "_rejected", "connection")
+
+    def __init__(
+        self,
+        group: Lives[Carrier],
+        lists: Callable[[], RevocationLists | None],
+        rejected: Callable[[], None],
+    ) -> None:
+        super().__init__(group)
+        self._lists = lists
+        self._rejected = rejected
+        self.connection: Connection | None = None
+
+    def judge(self) -> Verdict:
+        """See :meth:`ztunnel.dataplane.lives.Life.judge`."""
+        lists = self._lists()
+        if lists is None or self.connection is None or not is_listed(lists, self.connection):
+            return ALLOWED
+        self._rejected()
+        return Verdict(REVOKED)
 
 
 class Phase(Enum):
@@ -64,7 +136,7 @@ class Phase(Enum):
     ========  ==============================  ==========================================
     SERVING   accepted                        take tunnels
     DRAINING  left to a successor             hear GOAWAY as soon as they are established
-    ENDED     none, joined ones included      aborted
+    ENDED     none, joined ones included      closed
     ========  ==============================  ==========================================
     """
 
@@ -74,34 +146,44 @@ class Phase(Enum):
 
 
 class PodConnections:
-    """The tables of one pod.
+    """The groups of one pod.
 
     Attributes:
-        arriving: accepted and in no other table yet: TLS or SOCKS is being negotiated, or a certificate awaited.
+        arriving: accepted, and their destination is unknown: SOCKS clients, and captured connections for a moment.
         inbound, outbound: connections by direction.
-        tunnels: tunnel connections that end here: drained, and re-checked for revocation.
+        carriers: tunnel connections that were accepted here, their handshakes included.
+        dialled: tunnel connections that the pool has opened or is opening.
         phase: see there; moves forward only.
     """
 
-    def __init__(self) -> None:
-        self.arriving = ConnectionTable[socket.socket]()
-        self.inbound = ConnectionTable[PodConnection]()
-        self.outbound = ConnectionTable[PodConnection]()
-        self.tunnels = ConnectionTable[Connection]()
+    def __init__(self, table: LiveTable) -> None:
+        # In the order in which a review visits them: what a carrier carries ends with a reason of its own.
+        self.arriving: Lives[Life] = Lives(table)
+        self.inbound: Lives[PodConnection] = Lives(table)
+        self.outbound: Lives[PodConnection] = Lives(table)
+        self.carriers: Lives[Carrier] = Lives(table)
+        self.dialled: Lives[Carrier] = Lives(table)
         self.phase = Phase.SERVING
+
+    @property
+    def groups(self) -> tuple[Lives[Any], ...]:
+        """All of them."""
+        return *self.ended_here, self.dialled
+
+    @property
+    def ended_here(self) -> tuple[Lives[Any], ...]:
+        """All but those that the pool closes."""
+        return self.arriving, self.inbound, self.outbound, self.carriers
 
     def descriptors(self) -> int:
         """Return about how many descriptors the pod uses; a connection that is relayed has two."""
-        return len(self.arriving) + len(self.tunnels) + 2 * (len(self.inbound) + len(self.outbound))
+        return len(self.arriving) + len(self.carriers) + 2 * len(self)
 
-    def established(self, sock: socket.socket, connection: Connection) -> None:
-        """Move an accepted socket to the tunnel connections; called once its handshake is over."""
-        self.tunnels.add(connection)
-        self.arriving.remove(sock)
-        if self.phase is not Phase.SERVING:
-            connection.drain()
+    def __len__(self) -> int:
+        """How many connections are carried now."""
+        return len(self.inbound) + len(self.outbound)
 
-    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, say_goodbye, left, end_all.
+    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, say_goodbye, left, finish_all.
 
     def begin_drain(self) -> None:
         """Have tunnel connections whose handshake ends from now on send GOAWAY at once."""
@@ -109,9 +191,8 @@ class PodConnections:
             self.phase = Phase.DRAINING
 
     def say_goodbye(self) -> None:
-        """Send GOAWAY on every tunnel connection that is established."""
-        for connection in self.tunnels:
-            connection.drain()
+        """Send GOAWAY on every tunnel connection that is established, and on others when they are."""
+        self.carriers.review(Event.DRAIN)
 
     async def left(self, until_s: float) -> int:
         """Wait until every connection has ended, at most until ``until_s`` of the loop's time.
@@ -125,46 +206,33 @@ class PodConnections:
                 # tunnel connections and handshakes get some round trips. They are not waited for any longer.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
-                        await all_emptied(self.arriving, self.inbound, self.outbound, self.tunnels)
+                        await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
                 await all_emptied(self.inbound, self.outbound)
-        return len(self.inbound) + len(self.outbound)
+        return len(self)
+
+    def finish_all(self, reason: str) -> None:
+        """Close everything in order, because the grace period is over."""
+        self.phase = Phase.ENDED
+        for group in self.ended_here:
+            group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
         """End everything now; what arrives later is refused by its phase."""
         self.phase = Phase.ENDED
-        for connection in self.tunnels:
-            connection.abort("pod removed")
-        for entry in (*self.inbound, *self.outbound):
-            entry.end(reason)
+        for group in self.ended_here:
+            group.review(Event.STOP, reason)
 
-    def end_revoked(
-        self, lists: RevocationLists, dialled: tuple[Connection, ...], rejections: dict[str, int]
-    ) -> None:
-        """End every connection whose peer is on a revocation list now.
+    def dissolve(self) -> None:
+        """Take the groups out of the process's table; idempotent."""
+        for group in self.groups:
+            group.dissolve()
 
-        Args:
-            lists: the current ones.
-            dialled: tunnel connections that this pod opened.
-            rejections: counted here, by reporter.
-        """
-        for connection in self.tunnels:
-            if _is_listed(lists, connection):
-                rejections["destination"] += 1
-                _end_carried(self.inbound, connection)
-                connection.close()
-        for connection in dialled:
-            if _is_listed(lists, connection):
-                rejections["source"] += 1
-                _end_carried(self.outbound, connection)
-                connection.abort(REVOKED)
-        # Peers of a double tunnel's inner connection, and those of joined tunnels, where no connection is.
-        for reporter, table in (("destination", self.inbound), ("source", self.outbound)):
-            for entry in table:
-                if (entry.inner is not None and _is_listed(lists, entry.inner)) or (
-                    entry.peer is not None and entry.peer.is_revoked_by(lists)
-                ):
-                    rejections[reporter] += 1
-                    entry.end(REVOKED)
+    def end_carried(self, connection: Connection, reason: str) -> None:
+        """End what a tunnel connection carries, with the reason for which it ends itself."""
+        for group in (self.inbound, self.outbound):
+            for entry in group:
+                if entry.connection is connection:
+                    entry.end(reason)
 
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
         """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table.
@@ -208,13 +276,8 @@ def _proven(record: Record) -> str | None:
     return str(record.source_identity) if record.secured and record.source_identity is not None else None
 
 
-def _is_listed(lists: RevocationLists, connection: Connection) -> bool:
+def is_listed(lists: RevocationLists, connection: Connection) -> bool:
+    """Return whether the peer of a connection, as its handshake has shown it, is revoked."""
     return (
         connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
     )
-
-
-def _end_carried(table: ConnectionTable[PodConnection], connection: Connection) -> None:
-    for entry in table:
-        if entry.connection is connection:
-            entry.end(REVOKED)

@@ -16,18 +16,17 @@ outbound          the endpoint that was drawn, with the port of    this pod's ow
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import assert_never
 
-from hbone.aio.socket import PlainSocket
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.workload import Workload
 from ztunnel.calico.guard import Decision, connection
 from ztunnel.calico.live import LivePolicies
+from ztunnel.dataplane.life import Event, Verdict
 from ztunnel.istio import socks5
-from ztunnel.istio.authorizer import Authorizer, Denied
+from ztunnel.istio.authorizer import POLICY_GRACE_S, Authorizer, Denied
 from ztunnel.istio.connections import PodConnection
 from ztunnel.istio.denial_lines import DenialLines
 from ztunnel.istio.inbound import Inbound
@@ -49,7 +48,9 @@ class GuardedAuthorizer(Authorizer):
         super().__init__(node)
         self._calico = policies
 
-    async def authorize(self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float) -> None:
+    async def authorize(
+        self, workload: Workload, facts: ConnectionFacts, record: Record, grace_s: float = POLICY_GRACE_S
+    ) -> None:
         """See :meth:`Authorizer.authorize`."""
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
@@ -70,34 +71,30 @@ class GuardedAuthorizer(Authorizer):
             self.lines.write("denied", workload, facts, *_policy_and_rule(decision))
             raise Denied(decision.verdict.message, decision.fields)
 
-    def still_allowed(self, workload: Workload, facts: ConnectionFacts) -> bool:
-        """See :meth:`Authorizer.still_allowed`."""
+    def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
+        """See :meth:`Authorizer.verdict`."""
         flow = _inbound_flow(workload, facts)
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         if not decision.allowed:
             self.lines.write("ended", workload, facts, *_policy_and_rule(decision))
-        return decision.allowed and super().still_allowed(workload, facts)
+            return Verdict(POLICY_CHANGE)
+        return super().verdict(workload, facts)
 
 
 class GuardedInbound(Inbound):
-    """Connections that come to one pod; live ones are reviewed until :meth:`close`."""
+    """Connections that come to one pod, reviewed after each change until :meth:`close`."""
 
     def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
         super().__init__(pod, GuardedAuthorizer(pod.node, policies))
         self._calico = policies
-        policies.watch(self._review)
+        policies.watch(self._policies_changed)
 
-    def _review(self) -> Iterator[None]:
-        workload = self._pod.local.current
-        if workload is None:
-            return
-        for entry in self._pod.connections.inbound:
-            self.authorize_again(entry, workload)
-            yield
+    def _policies_changed(self) -> None:
+        self._pod.connections.inbound.review(Event.POLICIES)
 
     def close(self) -> None:
         """See :meth:`Inbound.close`."""
-        self._calico.unwatch(self._review)
+        self._calico.unwatch(self._policies_changed)
         super().close()
 
 
@@ -109,15 +106,8 @@ class GuardedOutbound(Outbound):
     ) -> None:
         super().__init__(pod, tunnels, resolve)
         self._calico = policies
-        self._judged: dict[PodConnection, c.Flow] = {}
         self._lines = DenialLines(pod.node)
-        policies.watch(self._review)
-
-    async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
-        try:
-            return await super()._carry(entry, client, destination)
-        finally:
-            self._judged.pop(entry, None)
+        policies.watch(self._policies_changed)
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         flow = _outbound_flow(call, route, target, self._calico.http_waypoints)
@@ -129,13 +119,14 @@ class GuardedOutbound(Outbound):
             facts = ConnectionFacts(source=source, direct_source=source, destination=target)
             self._lines.write("denied", route.workload, facts, *_policy_and_rule(decision))
             raise Failed(f"{REJECTED}: {decision.verdict.message}", Flags.DENY, decision.fields)
-        self._judged[call.entry] = flow
+        call.entry.flow = flow
         return await super()._dial(call, route, target)
 
-    def _review(self) -> Iterator[None]:
-        for entry, flow in list(self._judged.items()):
-            decision = self._calico.guard.check(c.Direction.EGRESS, flow, counted=False)
-            if not decision.allowed and not entry.reason:
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """See :meth:`Outbound.verdict`; the flow is that of the endpoint which is dialled, or was last."""
+        if entry.flow is not None:
+            decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
+            if not decision.allowed:
                 record = entry.record
                 log.info(
                     "connection %s->%s closed because it's no longer allowed after a policy update: %s",
@@ -143,12 +134,15 @@ class GuardedOutbound(Outbound):
                     record.destination,
                     decision.verdict.message,
                 )
-                entry.end(POLICY_CHANGE)
-            yield
+                return Verdict(POLICY_CHANGE)
+        return super().verdict(entry)
+
+    def _policies_changed(self) -> None:
+        self._pod.connections.outbound.review(Event.POLICIES)
 
     def close(self) -> None:
         """See :meth:`Outbound.close`."""
-        self._calico.unwatch(self._review)
+        self._calico.unwatch(self._policies_changed)
         super().close()
 
 

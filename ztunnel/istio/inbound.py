@@ -1,7 +1,7 @@
 """START HERE for what comes to a pod: tunnels on 15008, captured plain connections on 15006.
 
-Both read top to bottom: the peer, what it asks for, whether it may, the application, the bytes. A connection is in
-the table before it is authorized, so that a policy that changes in between still finds it.
+Both read top to bottom: the peer, what it asks for, whether it may, the application, the bytes. Each is a life
+(:mod:`ztunnel.dataplane.lives`) from its accept on; :meth:`Inbound.verdict` is how a live one is judged again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hbone.errors import (
     RemoteProtocolError,
     TlsError,
     TlsReason,
+    TunnelBroken,
 )
 from hbone.events import Headers
 from hbone.headers import first, forwarded_host, parse_baggage
@@ -36,24 +37,27 @@ from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId
-from xds.model.mesh import WorkloadPolicies
 from xds.model.workload import AppProtocol, Workload
 from ztunnel.dataplane.agreement import Party, would_shake_hands
-from ztunnel.dataplane.connection_entry import cancels_current_task
+from ztunnel.dataplane.apart import run_apart
+from ztunnel.dataplane.life import Event, State, Verdict
+from ztunnel.dataplane.lives import Life, cancels_current_task
 from ztunnel.dataplane.proxy_protocol import encode_header
 from ztunnel.identity.peer import is_of_trust_domain, is_one_of
 from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.certificates.manager import IdentityError, WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
-from ztunnel.istio.connections import Phase, PodConnection, PodConnections
+from ztunnel.istio.connections import Carrier, Phase, PodConnection, is_listed
 from ztunnel.istio.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
 from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.istio.metrics import PeerLabels
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
+    DRAINED,
     POLICY_CHANGE,
     RECURSIVE_CALL,
     REJECTED,
+    REVOKED,
     EarlyDeny,
     Failed,
     Flags,
@@ -69,9 +73,6 @@ from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: How long policies are waited for that a workload names and that have not come; control planes send them a moment
-#: after the workload.
-_POLICY_GRACE_S: Final = 5.0
 _NO_CERTIFICATE: Final = PeerCertificate()
 
 
@@ -95,17 +96,13 @@ class _EarlyDenials:
             Record(self._node, Direction.INBOUND, source, local).denied_early(reason)
 
 
-def _turned_away(
-    node: Node, connections: PodConnections, denials: _EarlyDenials, arrival: Arrival, reason: str
-) -> None:
+def _turned_away(denials: _EarlyDenials, arrival: Arrival, reason: str) -> None:
     """Account for a connection that ends before its handshake, or has been too slow in it."""
-    sock = arrival.sock
     if not arrival.in_handshake:  # else its fiber does
-        connections.arriving.remove(sock)
-        node.count_sockets("destination", -1)
+        arrival.owner.close()
     if reason:
         try:
-            source, local = _address(arrival.peer), _address(sock.getsockname())
+            source, local = _address(arrival.peer), _address(arrival.sock.getsockname())
         except OSError:
             return
         denials.write(source, local, f"tls handshake error: {reason}")
@@ -152,11 +149,9 @@ class Inbound:
         self._pod = pod
         self._node = pod.node
         self._authorizer = authorizer or Authorizer(pod.node)
-        self._policies: WorkloadPolicies | None = None
-        self._grace: asyncio.TimerHandle | None = None
         self._denials = _EarlyDenials(pod.node)
         # The entrance outlives this pod's last connection; a method here would make a cycle of the two.
-        turned_away = partial(_turned_away, pod.node, pod.connections, self._denials)
+        turned_away = partial(_turned_away, self._denials)
         self._entrance = pod.node.half_open.entrance(self._handshake_begins, turned_away)
         pod.local.watch(self._mesh_changed)
 
@@ -164,14 +159,21 @@ class Inbound:
 
     def accepted(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a tunnel connection; returns at once. The listener on 15008 calls it."""
-        self._pod.connections.arriving.add(sock)
-        self._node.count_sockets("destination", +1)
-        self._entrance.enter(sock, peer)
+        carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
+        self._count_socket(carrier)
+        self._entrance.enter(sock, peer, carrier)
 
     def accepted_plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a captured plain connection; returns at once. The listener on 15006 calls it."""
-        self._pod.connections.arriving.add(sock)
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
+
+    def _count_socket(self, life: Life) -> None:
+        """Count an open socket of an application or peer as long as a life lasts."""
+        self._node.count_sockets("destination", +1)
+        life.own(partial(self._node.count_sockets, "destination", -1))
+
+    def _rejected(self) -> None:
+        self._node.metrics.crl_rejections["destination"] += 1
 
     # Tunnels
 
@@ -180,7 +182,8 @@ class Inbound:
 
     async def _tunnels(self, arrival: Arrival) -> None:
         """Serve one connection that brings tunnels, until it ends."""
-        node, pod, connections, sock = self._node, self._pod, self._pod.connections, arrival.sock
+        node, pod, sock = self._node, self._pod, arrival.sock
+        carrier: Carrier = arrival.owner
         owned: socket.socket | None = sock
         try:
             try:
@@ -189,6 +192,7 @@ class Inbound:
                 return
             certificate = await pod.certificate((await pod.local.get()).workload)
             context = certificate.server_context()
+            carrier.state = State.HANDSHAKE
             here = _Peer(source, local)
 
             def established(connection: Connection) -> None:
@@ -197,11 +201,9 @@ class Inbound:
                 here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
                 here.identity = _first_identity(facts.uri_sans)
                 arrival.proved()
-                connections.established(sock, connection)
+                self._established(carrier, connection)
 
-            # From here on serve_connection owns the socket. It stays in ``arriving`` until the handshake is over,
-            # so that a drain gives it the time to become a tunnel connection, which then hears GOAWAY.
-            owned = None
+            owned = None  # from here on serve_connection owns the socket
             try:
                 await serve_connection(
                     sock,
@@ -213,7 +215,6 @@ class Inbound:
                 )
             finally:
                 if here.connection is not None:
-                    connections.tunnels.remove(here.connection)
                     self._ended(here, here.connection.error)
         except EarlyDeny as denial:
             self._denials.write(source, local, str(denial))
@@ -221,7 +222,7 @@ class Inbound:
             self._denials.write(source, local, f"signing error: {error}")
         except TlsError as error:
             if error.reason is TlsReason.REVOKED and not error.by_peer:
-                node.metrics.crl_rejections["destination"] += 1
+                self._rejected()
             self._denials.write(source, local, f"tls handshake error: {error}")
         except PeerSilent as error:
             self._denials.write(source, local, f"tls handshake error: {error}")
@@ -232,10 +233,33 @@ class Inbound:
                 log.debug("a tunnel connection from %s ended: %s", source, error)
         finally:
             arrival.ended()
-            connections.arriving.remove(sock)
-            node.count_sockets("destination", -1)
+            carrier.close()
             if owned is not None:
                 owned.close()
+
+    def _established(self, carrier: Carrier, connection: Connection) -> None:
+        """Let a connection take requests, unless its peer was revoked during the handshake.
+
+        Raises:
+            TlsError: it was.
+        """
+        lists = self._node.revocation_lists()
+        if lists is not None and is_listed(lists, connection):
+            raise TlsError(TlsReason.REVOKED, "certificate revoked during the handshake")
+        connections = self._pod.connections
+        carrier.connection = connection
+        if connections.phase is not Phase.SERVING:
+            carrier.leave()
+
+        def ended(reason: str) -> None:
+            connections.end_carried(connection, reason)
+            connection.close()
+
+        def aborted(reason: str) -> None:
+            connections.end_carried(connection, reason)
+            connection.abort(reason)
+
+        carrier.opened(aborted, leave=connection.drain, finish=ended)
 
     def _ended(self, peer: _Peer, error: Exception | None) -> None:
         """Count and log a connection that one of the limits on peers has ended."""
@@ -253,7 +277,7 @@ class Inbound:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
         node, head = self._node, request.head
         record = Record(node, Direction.INBOUND, peer.source, peer.local)
-        entry = PodConnection(record, cancels_current_task(node.poller))
+        entry = self._entry(record)
         entry.connection = peer.connection
         failure: Failed | None = None
         if node.logs.export is not None:
@@ -273,7 +297,7 @@ class Inbound:
                 accepted = request.accept(baggage)
                 there = self._seen(entry, application, accepted, head.headers)
                 running = relay(accepted, there, record.counts)
-                entry.aborts_by(running.abort)
+                entry.opened(running.abort, finish=running.finish)
                 ended = await running
                 if entry.reason:
                     failure = of_reason(entry.reason)
@@ -297,7 +321,14 @@ class Inbound:
                 request.refuse(401)
             raise
         finally:
-            self._left(entry, failure)
+            entry.close()
+            record.complete(failure)
+
+    def _entry(self, record: Record) -> PodConnection:
+        """Register what the current fiber will carry."""
+        return PodConnection(
+            self._pod.connections.inbound, record, cancels_current_task(self._node.poller), self.verdict
+        )
 
     async def _labels_now(self) -> WorkloadLabels:
         """Return this pod as it is for a new request: its connection may be older than the policies that it names.
@@ -348,7 +379,7 @@ class Inbound:
         """Find the application, authorize, dial.
 
         Args:
-            entry: registered here.
+            entry: gets what is known of it.
             labels: of this pod.
             tunnel: what is asked for.
             peer: the client.
@@ -378,7 +409,6 @@ class Inbound:
             transport_protocol="tls",
             peer=peer.certificate,
         )
-        self._pod.connections.inbound.add(entry)
         record.opened()
         await self._authorize(entry, entry.facts, labels.workload)
         try:
@@ -392,12 +422,13 @@ class Inbound:
         return application
 
     async def _authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
+        entry.state = State.IDENTIFIED
         try:
-            await self._authorizer.authorize(workload, facts, entry.record, _POLICY_GRACE_S)
+            await self._authorizer.authorize(workload, facts, entry.record)
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
             raise _Refusal(401, failure=failure) from denied
-        entry.admitted = True
+        entry.state = State.DIALING
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:
         sockets, address = self._pod.sockets, target.address
@@ -437,7 +468,7 @@ class Inbound:
         Raises:
             ConnectRefused: as over the wire.
         """
-        pod = self._pod
+        pod, node = self._pod, self._node
         here, own = pod.local.current, request.certificate
         host = _own_address(request.labels.workload, request.outer.record.source.host, request.target.host)
         if here is None or host is None:
@@ -447,37 +478,65 @@ class Inbound:
             return None
         if pod.connections.phase is Phase.ENDED:
             return None  # the pod stopped meanwhile; what is registered from now on would never be ended
-        # Each half notes the other's certificate, for a revocation list that comes later: there is no TLS
-        # connection to re-check.
+        # Each half has the other's certificate, for a revocation list that comes later: there is no TLS connection
+        # to re-check.
         request.outer.peer = there
-        labels = self._node.labels_of(here)
         client = SocketAddress(host, request.outer.record.source.port)
         identity = own.issued.identity
         peer = _Peer(client, request.target, None, PeerCertificate(uri_sans=(str(identity),)), identity)
-        record = Record(self._node, Direction.INBOUND, client, request.target, request.outer.record.counts)
+        record = Record(node, Direction.INBOUND, client, request.target, request.outer.record.counts)
         record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
         record.source_identity = identity
+        labels = node.labels_of(here)
         _describe_pod(record, labels)
-        entry = PodConnection(record, cancels_current_task(self._node.poller))
-        entry.peer = own
+        opening = self._open_joined(record, own, labels, request.tunnel, peer)
+        return await run_apart(pod.tasks, node.poller, opening, "inbound joined", _discard_joined)
+
+    async def _open_joined(
+        self,
+        record: Record,
+        client: WorkloadCertificate,
+        labels: WorkloadLabels,
+        tunnel: TunnelRequest,
+        peer: _Peer,
+    ) -> Joined:
+        """Open the inbound half of a joined tunnel, in a fiber of its own as on the wire.
+
+        Args:
+            record: of the half.
+            client: the certificate of the other half.
+            labels: of this pod.
+            tunnel: what is asked for.
+            peer: the client.
+
+        Raises:
+            ConnectRefused: the answer, as over the wire.
+            TunnelBroken: this pod's proxy ended the half.
+        """
+        entry = self._entry(record)
+        entry.peer = client
+        failure: Failed | None = None
         try:
-            application = await self._admit(entry, labels, request.tunnel, peer)
+            application = await self._admit(entry, labels, tunnel, peer)
         except _Refusal as refusal:
+            failure = refusal.failure
             if refusal.early:
                 record.denied_early(refusal.early)
-            self._left(entry, refusal.failure)
             raise ConnectRefused(refusal.status) from refusal
-        except BaseException as error:
-            self._left(entry, of_reason(entry.reason))
-            # Both halves run in one task, and it belongs to the outbound half. To end this half while it dials,
-            # the table entry can only cancel that task. Over the wire the client's proxy would see a policy's 401
-            # and write its own line with it. So the cancellation is taken back (``uncancel``) when the policy was
-            # its only cause; one from the outbound half, or from a pod that stops, stands.
-            task = asyncio.current_task()
-            if entry.reason == POLICY_CHANGE and task is not None and not task.uncancel():
+        except asyncio.CancelledError as error:
+            failure = of_reason(entry.reason)
+            # A policy's 401 is a verdict, which the client must not try elsewhere. After any other end it may.
+            if entry.reason == POLICY_CHANGE:
                 raise ConnectRefused(401) from error
-            raise
-        return Joined(self._seen(entry, application), entry, self._left)
+            raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
+        else:
+            entry.own(application.close)
+            entry.state = State.JOINED
+            return Joined(self._seen(entry, application), entry)
+        finally:
+            if entry.state is not State.JOINED:
+                entry.close()
+                record.complete(failure)
 
     def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
         """Return whether a handshake would succeed now, by the rules that the contexts of both are made with."""
@@ -487,25 +546,21 @@ class Inbound:
             datetime.fromtimestamp(self._node.clock.wall(), UTC),
         )
 
-    def _left(self, entry: PodConnection, failure: Failed | None) -> None:
-        """Unregister a connection that is over and complete its record."""
-        self._pod.connections.inbound.remove(entry)
-        entry.record.complete(failure)
-
     # Plain connections
 
     async def _plain(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Carry one captured connection of a client outside the mesh."""
         node = self._node
         client = PlainSocket(sock, node.poller)
-        node.count_sockets("destination", +1)
         failure: Failed | None = None
         entry: PodConnection | None = None
         try:
             source = _address(peer)
             destination = self._pod.sockets.original_destination(sock, source)
             record = Record(node, Direction.INBOUND, source, destination)
-            entry = PodConnection(record, cancels_current_task(node.poller))
+            entry = self._entry(record)
+            entry.actual = destination
+            self._count_socket(entry)
             failure = await self._carry_plain(entry, client, source, destination)
         except EarlyDeny as denial:
             assert entry is not None
@@ -518,16 +573,15 @@ class Inbound:
         except OSError as error:
             log.debug("a client was gone before its connection was served: %s", error)
         finally:
-            self._pod.connections.arriving.remove(sock)
             client.close()
-            node.count_sockets("destination", -1)
             if entry is not None:
-                self._left(entry, failure)
+                entry.close()
+                entry.record.complete(failure)
 
     async def _carry_plain(
         self, entry: PodConnection, client: PlainSocket, source: SocketAddress, destination: SocketAddress
     ) -> Failed | None:
-        node, sockets, connections, record = self._node, self._pod.sockets, self._pod.connections, entry.record
+        node, sockets, record = self._node, self._pod.sockets, entry.record
         if destination.port in node.config.illegal_ports:
             raise EarlyDeny(RECURSIVE_CALL)
         labels = await self._pod.local.get()
@@ -537,10 +591,7 @@ class Inbound:
         record.destination_workload, record.destination_labels = labels.workload, labels.secured
         target = InboundTarget(destination)
         record.service = inbound_service(target, labels.workload, node.mesh, None)
-        entry.actual = destination
         entry.facts = ConnectionFacts(source=source, direct_source=source, destination=destination)
-        connections.inbound.add(entry)
-        connections.arriving.remove(client.sock)
         record.opened()
         await self._authorize(entry, entry.facts, labels.workload)
         shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
@@ -550,7 +601,7 @@ class Inbound:
             return _unreachable(error)
         try:
             running = relay(client, self._seen(entry, application), record.counts)
-            entry.aborts_by(running.abort)
+            entry.opened(running.abort, finish=running.finish)
             ended = await running
             if entry.reason:
                 return of_reason(entry.reason)
@@ -563,34 +614,19 @@ class Inbound:
     # Change
 
     def _mesh_changed(self, workload: Workload) -> None:
-        policies = self._node.mesh.policies_for(workload)
-        if policies is self._policies:
-            return
-        self._policies = policies
-        self._stop_grace()
-        if policies.missing:
-            # A workload is announced before the policy that it names. What runs is not ended until the policy is
-            # here, or until it has had its time to come; what is new waits for it (see Authorizer).
-            loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(_POLICY_GRACE_S, self._authorize_all, workload)
-            return
-        self._authorize_all(workload)
+        if self._authorizer.changed(workload):
+            self._pod.connections.inbound.review(Event.POLICIES)
 
-    def _authorize_all(self, workload: Workload) -> None:
-        """Check every live connection by the current policies, and end those that are not allowed any more."""
-        self._grace = None
-        workload = self._pod.local.current or workload
-        for entry in self._pod.connections.inbound:
-            self.authorize_again(entry, workload)
-
-    def authorize_again(self, entry: PodConnection, workload: Workload) -> None:
-        """End a connection that the current policies do not allow any more.
-
-        One that waits for its first verdict gets it by the policies of then.
-        """
-        if not entry.admitted or entry.facts is None or entry.reason:
-            return
-        if not self._authorizer.still_allowed(workload, entry.facts):
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """Judge a live connection by the current revocation lists and policies."""
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._rejected()
+            return Verdict(REVOKED)
+        workload = self._pod.local.last
+        assert workload is not None
+        assert entry.facts is not None
+        verdict = self._authorizer.verdict(workload, entry.facts)
+        if verdict.reason:
             record = entry.record
             log.info(
                 "connection %s(%s)->%s (%s) closed because it's no longer allowed after a policy update",
@@ -599,20 +635,15 @@ class Inbound:
                 entry.actual,
                 workload.uid,
             )
-            entry.end(POLICY_CHANGE)
-
-    def _stop_grace(self) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace = None
+        return verdict
 
     def close(self) -> None:
-        """Stop following policies, and end what has not begun its handshake; idempotent.
-
-        Other connections are ended by the pod's tables.
-        """
-        self._stop_grace()
+        """End what has not begun its handshake; idempotent. Other connections are ended by the pod's groups."""
         self._entrance.close()
+
+
+def _discard_joined(joined: Joined) -> None:
+    joined.finish(of_reason(""))
 
 
 def _describe_pod(record: Record, labels: WorkloadLabels) -> None:

@@ -6,7 +6,6 @@ The outbound half asks (:class:`JoinRequest`), the inbound half of the other pod
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from hbone.aio.end import End
@@ -57,24 +56,22 @@ class Joined:
         entry: the half's table entry.
     """
 
-    __slots__ = ("_left", "end", "entry")
+    __slots__ = ("end", "entry")
 
-    def __init__(
-        self, end: End, entry: PodConnection, left: Callable[[PodConnection, Failed | None], None]
-    ) -> None:
+    def __init__(self, end: End, entry: PodConnection) -> None:
         self.end = end
         self.entry = entry
-        self._left = left
 
     def finish(self, failure: Failed | None) -> Failed | None:
-        """Account for the half once the relay is over; called once, by the outbound half.
+        """Close the half and account for it once the relay is over; called once, by the outbound half.
 
         Returns:
             What the outbound half reports: nothing when the inbound one was ended on purpose, because over the
             wire the client's side sees CANCEL, an ordinary end.
         """
         ended_here = self.entry.reason
-        self._left(self.entry, of_reason(ended_here) if ended_here else failure)
+        self.entry.close()
+        self.entry.record.complete(of_reason(ended_here) if ended_here else failure)
         return None if ended_here else failure
 
 
@@ -86,4 +83,5 @@ class JoinTarget(Protocol):
 
         Raises:
             ConnectRefused: the answer, as over the wire.
+            TunnelBroken: the far pod's proxy ended before it has answered.
         """

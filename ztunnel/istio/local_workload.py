@@ -30,6 +30,7 @@ class LocalWorkload:
         self.name = name
         self._node = node
         self._current = node.mesh.local_workload(name.name, name.namespace, name.service_account)
+        self._last = self._current
         self._waiting: set[asyncio.Future[None]] = set()
         self._watchers: list[Callable[[Workload], None]] = []
         self._stop_watching: Callable[[], None] = node.mesh.watch(self._mesh_changed)
@@ -39,8 +40,17 @@ class LocalWorkload:
         """The workload as last described; ``None`` when the control plane knows none."""
         return self._current
 
+    @property
+    def last(self) -> Workload | None:
+        """The workload as last described, also while the control plane knows none; ``None`` when it never did.
+
+        Open connections are judged by it: a pod that is missing from the mesh for a while must not lose its
+        policies meanwhile.
+        """
+        return self._last
+
     def watch(self, changed: Callable[[Workload], None]) -> None:
-        """Call ``changed`` with the workload after each change of the mesh while it is known."""
+        """Call ``changed`` with :attr:`last` after each change of the mesh, once there is one."""
         self._watchers.append(changed)
 
     def close(self) -> None:
@@ -53,13 +63,14 @@ class LocalWorkload:
         if self._current is None or self._current.uid in changes.workloads:
             name = self.name
             self._current = self._node.mesh.local_workload(name.name, name.namespace, name.service_account)
-        if self._current is None:
-            return
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        for changed in self._watchers:
-            changed(self._current)
+        if self._current is not None:
+            self._last = self._current
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(None)
+        if self._last is not None:
+            for changed in self._watchers:
+                changed(self._last)
 
     async def get(self) -> WorkloadLabels:
         """Return the workload with its labels, waiting for the control plane to describe it.

@@ -15,6 +15,8 @@ from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
 from ztunnel.calico.settings import live_policies
+from ztunnel.dataplane.lives import LiveTable
+from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.baggage_labels import BaggageLabels
 from ztunnel.istio.certificates.manager import Certificates, Revocations
 from ztunnel.istio.config import IstioConfig, PodName
@@ -65,6 +67,7 @@ class Node:
         baggage_labels: what peers say of themselves, within their budgets.
         dns_places: for queries of all pods that wait for name servers.
         asked: keys that were requested and answered, whatever the answer.
+        live: everything that is alive for connections of these pods.
     """
 
     config: IstioConfig
@@ -85,6 +88,7 @@ class Node:
     failed_endpoints: FailedEndpoints = field(init=False, default_factory=FailedEndpoints)
     pods: dict[PodKey, JoinTarget] = field(init=False, default_factory=dict)
     asked: set[str] = field(init=False, default_factory=set)
+    live: LiveTable = field(init=False, default_factory=LiveTable)
     client_settings: ConnectionSettings = field(init=False)
     server_settings: ConnectionSettings = field(init=False)
     keepalive: sockets.Keepalive | None = field(init=False)
@@ -148,6 +152,10 @@ class Node:
         for uid in uids:
             self._labels.pop(uid, None)
             self.failed_endpoints.clear(uid)
+
+    def revocation_lists(self) -> RevocationLists | None:
+        """Return the current revocation lists; ``None``: no certificate is revoked."""
+        return self.revocations.current if self.revocations is not None else None
 
     # Pods
 

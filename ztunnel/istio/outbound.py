@@ -30,7 +30,8 @@ from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
 from ztunnel.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Attempts, GiveUp
-from ztunnel.dataplane.connection_entry import cancels_current_task
+from ztunnel.dataplane.life import ALLOWED, State, Verdict
+from ztunnel.dataplane.lives import Life, cancels_current_task
 from ztunnel.dataplane.resolver import ResolveFailed
 from ztunnel.dataplane.upstream import Upstream
 from ztunnel.istio import socks5
@@ -41,6 +42,7 @@ from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     RECURSIVE_CALL,
+    REVOKED,
     EarlyDeny,
     Failed,
     dial_failure,
@@ -128,8 +130,8 @@ class Outbound:
 
     def accepted_socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         """Take a SOCKS5 client; returns at once. The listener on 15080 calls it."""
-        self._pod.connections.arriving.add(sock)
-        self._pod.tasks.run(self._node.poller, self._socks(sock, peer), "socks5")
+        life = Life(self._pod.connections.arriving)
+        self._pod.tasks.run(self._node.poller, self._socks(life, sock, peer), "socks5")
 
     def close(self) -> None:
         """Stop what follows changes; idempotent. Connections are ended by the pod's tables."""
@@ -144,18 +146,18 @@ class Outbound:
         finally:
             client.close()
 
-    async def _socks(self, sock: socket.socket, peer: tuple[str, int]) -> None:
-        arriving = self._pod.connections.arriving
+    async def _socks(self, life: Life, sock: socket.socket, peer: tuple[str, int]) -> None:
         client = PlainSocket(sock, self._node.poller)
+        life.aborts_by(cancels_current_task(self._node.poller))
         try:
             destination = await socks5.accept(client, self._resolve)
-            arriving.remove(sock)  # serve() registers it in the same step, so that a drain sees it throughout
+            life.close()  # serve() registers the connection in the same step, so that a drain sees it throughout
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
             log.debug("a SOCKS client: %s", error)
         finally:
-            arriving.remove(sock)
+            life.close()
             client.close()
 
     # One connection
@@ -165,13 +167,13 @@ class Outbound:
 
         Leaving this method is the only place where an error becomes a log line, flags and counters.
         """
-        node, table = self._node, self._pod.connections.outbound
+        node = self._node
         record = Record(node, Direction.OUTBOUND, source, destination)
-        entry = PodConnection(record, cancels_current_task(node.poller))
+        cancel = cancels_current_task(node.poller)
+        entry = PodConnection(self._pod.connections.outbound, record, cancel, self.verdict)
         entry.original = str(destination)
         failure: Failed | None = None
         node.count_sockets("source", +1)
-        table.add(entry)
         try:
             failure = await self._carry(entry, client, destination)
         except EarlyDeny as denial:
@@ -183,14 +185,22 @@ class Outbound:
             raise
         finally:
             node.count_sockets("source", -1)
-            table.remove(entry)
+            entry.close()
             record.complete(failure)
+
+    def verdict(self, entry: PodConnection) -> Verdict:
+        """Judge a live connection again, by the current revocation lists."""
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._node.metrics.crl_rejections["source"] += 1
+            return Verdict(REVOKED)
+        return ALLOWED
 
     async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
         if destination.port in self._node.config.illegal_ports and is_loopback(destination.host):
             raise EarlyDeny(RECURSIVE_CALL)
         record = entry.record
         labels = await self._pod.local.get()
+        entry.state = State.DIALING
         record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None)
@@ -207,9 +217,9 @@ class Outbound:
             running = relay(near, upstream.end, record.counts)
             # A joined tunnel has two entries and one relay. Either half may be ended on purpose (a policy, its
             # pod's drain), and the other then ends with it, as it would by CANCEL over the wire.
-            entry.aborts_by(running.abort)
+            entry.opened(running.abort, finish=running.finish)
             if joined is not None:
-                joined.entry.aborts_by(running.abort)
+                joined.entry.opened(running.abort, state=State.JOINED, finish=running.finish)
             ended = await running
             if ended.error is not None:
                 failure = of_relay(ended.error, from_client=ended.first is near)
@@ -362,19 +372,19 @@ class Outbound:
         """
         node, entry = self._node, call.entry
         # No first bytes along with the outer CONNECT: they are for the inner tunnel, whose TLS comes first.
-        outer = await self._tunnel(call, route, target, early_from=None)
-        near, far = socket.socketpair()
-        for sock in (near, far):
-            sock.setblocking(False)
-        carrier = PlainSocket(far, node.poller)
-        carrying = relay(carrier, outer, ByteCounts())
         owned = contextlib.ExitStack()
-        owned.callback(outer.close)
-        owned.callback(carrier.close)
-        owned.callback(carrying.abort, "the inner tunnel ended")
         with contextlib.ExitStack() as undo:
-            undo.callback(near.close)  # the inner connection closes it, once there is one
             undo.push(owned)
+            outer = await self._tunnel(call, route, target, early_from=None)
+            owned.callback(outer.close)
+            near, far = socket.socketpair()
+            owned.callback(near.close)  # the inner connection closes it before, once there is one
+            carrier = PlainSocket(far, node.poller)
+            owned.callback(carrier.close)
+            for sock in (near, far):
+                sock.setblocking(False)
+            carrying = relay(carrier, outer, ByteCounts())
+            owned.callback(carrying.abort, "the inner tunnel ended")
             certificate = await self._pod.certificate(call.labels.workload)
             context = certificate.client_context(route.inner_identities)
             inner = await connect(near, context, self._pod.client_settings, node.poller)

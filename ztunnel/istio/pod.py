@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hbone.flow import WindowPool
-from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, PodName
 from ztunnel.istio.connections import PodConnections
 from ztunnel.istio.inbound import Inbound
@@ -50,7 +49,7 @@ class PodProxy:
         self._dns = dns
         self._local = LocalWorkload(node, name)
         self._sockets = sockets
-        self._connections = PodConnections()
+        self._connections = PodConnections(node.live)
         self._tasks = Tasks(f"{name.namespace}/{name.name}")
         self._share = node.descriptors.share(f"{name.namespace}/{name.name}", self._connections.descriptors)
         windows = WindowPool(node.pod_window_bytes)
@@ -92,10 +91,6 @@ class PodProxy:
         if not self._sockets.only_tunnels:
             self._node.register(self.name, self._inbound)
 
-    def end_revoked(self, lists: RevocationLists) -> None:
-        """End every connection whose peer is on a revocation list now."""
-        self._connections.end_revoked(lists, self._tunnels.connections, self._node.metrics.crl_rejections)
-
     @property
     def connections(self) -> PodConnections:
         """What is open in the pod, for pages."""
@@ -108,7 +103,7 @@ class PodProxy:
     @property
     def open_connections(self) -> int:
         """How many connections are carried now."""
-        return len(self._connections.inbound) + len(self._connections.outbound)
+        return len(self._connections)
 
     def say_goodbye(self) -> int:
         """Have peers look for another endpoint (GOAWAY), and serve those that find none; idempotent.
@@ -136,6 +131,7 @@ class PodProxy:
         self._connections.say_goodbye()
         if await self._connections.left(deadline_s):
             log.warning("drain duration expired with pending connections, forcefully shutting down")
+        self._connections.finish_all(DRAINED)
         await self.stop()
 
     async def stop(self) -> None:
@@ -152,6 +148,7 @@ class PodProxy:
         self._connections.end_all(DRAINED)
         await self._tasks.close()
         await self._tunnels.close()
+        self._connections.dissolve()
         if self._dns is not None:
             await self._dns.close()
 

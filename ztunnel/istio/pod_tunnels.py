@@ -9,12 +9,16 @@ from hbone.aio.connection import Connection, ConnectionSettings
 from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
+from hbone.errors import TlsError, TlsReason
 from hbone.events import Header
 from hbone.pool import PoolSettings
 from xds.model.address import SocketAddress
+from ztunnel.dataplane.life import State
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.istio.certificates.manager import WorkloadCertificate
+from ztunnel.istio.connections import Carrier, PodConnections, is_listed
 from ztunnel.istio.node import Node
+from ztunnel.istio.outcome import REVOKED
 from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.pod_sockets import PodSockets
 
@@ -29,18 +33,13 @@ class PodTunnels:
         config = pod.node.config
         # A function, not a method: with one, pool and pod would refer to each other until the collector looks.
         self._pool = Pool(
-            partial(_dial, pod.node, pod.sockets, pod.client_settings),
+            partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
             pod.node.poller,
             PoolSettings(
                 max_streams_per_connection=config.pool_max_streams,
                 idle_timeout_s=config.pool_unused_release_s,
             ),
         )
-
-    @property
-    def connections(self) -> tuple[Connection, ...]:
-        """Every open connection."""
-        return self._pool.connections
 
     def open(
         self,
@@ -71,15 +70,47 @@ class PodTunnels:
         await self._pool.close()
 
 
-async def _dial(node: Node, sockets: PodSockets, settings: ConnectionSettings, key: Hashable) -> Connection:
+async def _dial(
+    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: Hashable
+) -> Connection:
     assert isinstance(key, PoolKey)
-    return await _dial_key(node, sockets, settings, key)
+    return await _dial_key(node, connections, sockets, settings, key)
 
 
-async def _dial_key(node: Node, sockets: PodSockets, settings: ConnectionSettings, key: _Key) -> Connection:
-    return await dial_connection(
-        lambda: key.credentials.client_context(key.options),
-        lambda: sockets.connect(key.address),
-        settings,
-        node.poller,
-    )
+async def _dial_key(
+    node: Node, connections: PodConnections, sockets: PodSockets, settings: ConnectionSettings, key: _Key
+) -> Connection:
+    """Open one connection, which is a life of the pod until it ends.
+
+    Raises:
+        TlsError: its far end was revoked during the handshake, or the handshake failed otherwise.
+    """
+
+    def rejected() -> None:
+        node.metrics.crl_rejections["source"] += 1
+
+    life = Carrier(connections.dialled, node.revocation_lists, rejected)
+    life.state = State.HANDSHAKE
+    try:
+        connection = await dial_connection(
+            lambda: key.credentials.client_context(key.options),
+            lambda: sockets.connect(key.address),
+            settings,
+            node.poller,
+        )
+        lists = node.revocation_lists()
+        if lists is not None and is_listed(lists, connection):
+            connection.abort(REVOKED)
+            raise TlsError(TlsReason.REVOKED, "certificate revoked during the handshake")
+    except BaseException:
+        life.close()
+        raise
+    life.connection = connection
+    connection.wait_closed().add_done_callback(lambda _: life.close())
+
+    def ended(reason: str) -> None:
+        connections.end_carried(connection, reason)
+        connection.abort(reason)
+
+    life.opened(ended)
+    return connection

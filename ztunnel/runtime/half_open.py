@@ -25,7 +25,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from hbone.aio.poller import HUNG_UP, Poller
 from hbone.flow import Budget
@@ -119,15 +119,30 @@ class Arrival:
     Attributes:
         sock: non-blocking; belongs to the entrance until the handshake begins.
         peer: its other end.
+        owner: what its owner knows it by.
         queued: it waits for its handshake.
         over: it is here no more.
     """
 
-    __slots__ = ("_entrance", "_registered", "_running", "over", "peer", "queued", "since_s", "sock", "source")
+    __slots__ = (
+        "_entrance",
+        "_registered",
+        "_running",
+        "over",
+        "owner",
+        "peer",
+        "queued",
+        "since_s",
+        "sock",
+        "source",
+    )
 
-    def __init__(self, entrance: Entrance, source: _Source, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def __init__(
+        self, entrance: Entrance, source: _Source, sock: socket.socket, peer: tuple[str, int], owner: Any
+    ) -> None:
         self.sock = sock
         self.peer = peer
+        self.owner = owner
         self.source = source
         self.since_s = 0.0
         """When it came, or when its handshake began."""
@@ -152,9 +167,13 @@ class Arrival:
     # For the entrance
 
     def watch(self, poller: Poller) -> None:
-        """Have the poller report bytes."""
-        self._registered = True
+        """Have the poller report bytes.
+
+        Raises:
+            OSError: the poller cannot watch one socket more.
+        """
         poller.register(self.sock.fileno(), self)
+        self._registered = True
 
     def unwatch(self, poller: Poller) -> None:
         """Undo :meth:`watch`; idempotent."""
@@ -334,12 +353,12 @@ class Entrance:
         """Whether handshakes wait for their turn."""
         return bool(self._ready)
 
-    def enter(self, sock: socket.socket, peer: tuple[str, int]) -> Arrival:
+    def enter(self, sock: socket.socket, peer: tuple[str, int], owner: Any = None) -> Arrival:
         """Take an accepted, non-blocking socket; another one may have to go for it, or it goes at once."""
         limits = self._limits
         source = self._source(peer[0])
         if self._closed:
-            arrival = Arrival(self, source, sock, peer)
+            arrival = Arrival(self, source, sock, peer, owner)
             self._turned_away(arrival, "")
             arrival.stop()
             return arrival
@@ -349,14 +368,17 @@ class Entrance:
             self.turn_away_oldest(TOO_MANY_OF_POD)
         elif self._all.size >= limits.in_all:
             self._all.shed()
-        arrival = Arrival(self, source, sock, peer)
+        arrival = Arrival(self, source, sock, peer, owner)
         arrival.since_s = self._poller.loop.time()
         self._arrivals[arrival] = None
         source.arrivals[arrival] = None
         self._all.changed(+1)
         self.look(arrival, hung_up=False)
         if not arrival.over:
-            arrival.watch(self._poller)
+            try:
+                arrival.watch(self._poller)
+            except OSError as error:  # epoll has no room for it (max_user_watches): nothing would ever wake it up
+                self.turn_away(arrival, f"cannot be watched: {plain_reason(error)}")
         return arrival
 
     def look(self, arrival: Arrival, *, hung_up: bool) -> None:

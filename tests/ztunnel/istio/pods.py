@@ -36,6 +36,7 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import NetworkAddress, Protocol, ServiceKey, Workload, WorkloadUid
+from ztunnel.dataplane.life import Event
 from ztunnel.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.identity.csr import IdentityError, IssuedCertificate
@@ -538,6 +539,13 @@ class Cluster:
             application.close()
         for end in self.wire.ends:
             end.close()
+
+    def revoke(self, lists: RevocationLists) -> None:
+        """Replace the revocation lists, as a changed file does."""
+        if self.node.revocations is None:
+            self.node.revocations = Revoked()
+        self.node.revocations.current = lists  # type: ignore[misc]
+        self.node.live.review(Event.REVOCATIONS)
 
     # What is seen
 

@@ -58,7 +58,7 @@ def judged(folder: Path, work: Callable[[Node, Authorizer, Record], Awaitable[No
 def test_verdicts(tmp_path: Path, policies: list[AuthorizationPolicy], refusal: str) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply(policies)
-        assert judge.still_allowed(LOCAL, FACTS) is not bool(refusal)
+        assert bool(judge.verdict(LOCAL, FACTS).reason) is bool(refusal)
         if not refusal:
             await judge.authorize(LOCAL, FACTS, record, 0.0)
             return
@@ -75,12 +75,12 @@ def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
         assert not len(uses), "without a policy there is no decision"
         node.mesh.apply([policy("a", Action.ALLOW)])
         await judge.authorize(LOCAL, FACTS, record, 0.0)
-        assert judge.still_allowed(LOCAL, FACTS)
+        assert not judge.verdict(LOCAL, FACTS).reason
         node.mesh.apply([policy("a", Action.ALLOW, holds=False)])
         with pytest.raises(Denied):
             await judge.authorize(LOCAL, FACTS, record, 0.0)
         node.mesh.apply([policy("d", Action.DENY)])
-        assert not judge.still_allowed(LOCAL, FACTS)
+        assert judge.verdict(LOCAL, FACTS).reason
         with pytest.raises(Denied):
             await judge.authorize(LOCAL, FACTS, record, 0.0)
         with pytest.raises(Denied):
@@ -121,13 +121,13 @@ def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_policy_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     async def work(node: Node, judge: Authorizer, record: Record) -> None:
         node.mesh.apply([NAMED])
-        assert not judge.still_allowed(NAMED, FACTS)
+        assert judge.verdict(NAMED, FACTS).reason
         async with asyncio.TaskGroup() as group:
             admitted = group.create_task(judge.authorize(NAMED, FACTS, record, 10.0))
             await asyncio.sleep(0)
             assert not admitted.done()
             node.mesh.apply([policy("late", Action.ALLOW)])
-        assert judge.still_allowed(NAMED, FACTS)
+        assert not judge.verdict(NAMED, FACTS).reason
 
     judged(tmp_path, work)
 

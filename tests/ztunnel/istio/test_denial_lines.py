@@ -111,7 +111,7 @@ def test_who_is_not_known_has_a_dash(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_live_connection_that_is_ended_has_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def change(node: Node, judge: Authorizer, clock: StoppedClock) -> None:
-        assert not judge.still_allowed(LOCAL, FACTS)
+        assert judge.verdict(LOCAL, FACTS).reason
 
     found = lines(tmp_path, caplog, [policy("p", "Deny", ACCOUNT)], QUIET, times=0, then=change)
     assert found == [
@@ -123,7 +123,7 @@ def test_a_live_connection_that_is_ended_has_a_line(tmp_path: Path, caplog: pyte
 def test_a_policy_that_has_not_arrived_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def named(node: Node, judge: Authorizer, clock: StoppedClock) -> None:
         late = replace(LOCAL, authorization_policies=(PolicyKey("default/late"),))
-        assert not judge.still_allowed(late, FACTS)
+        assert judge.verdict(late, FACTS).reason
 
     (line,) = lines(tmp_path, caplog, [], QUIET, times=0, then=named)
     assert line.endswith("policy=default/late rule=the policy has not arrived")
@@ -146,7 +146,7 @@ def test_a_line_is_written_where_no_other_says_it(
 def test_lines_are_limited_and_the_others_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def later(node: Node, judge: Authorizer, clock: StoppedClock) -> None:
         clock.passed_s += 60.0
-        assert not judge.still_allowed(LOCAL, FACTS)
+        assert judge.verdict(LOCAL, FACTS).reason
 
     found = lines(tmp_path, caplog, [policy("p", "Deny", ACCOUNT)], QUIET, times=BURST + 7, then=later)
     assert len(found) == BURST + 2

@@ -310,7 +310,7 @@ def test_a_client_that_is_revoked_as_the_application_answers(tmp_path: Path) -> 
 
         def answers(sock: socket.socket, peer: tuple[str, int]) -> None:
             sock.close()
-            cluster.pods["server"].end_revoked(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
+            cluster.revoke(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
 
         cluster.wire.handlers[APP] = answers
         with pytest.raises((TunnelBroken, ConnectionBroken)):

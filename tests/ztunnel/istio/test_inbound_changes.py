@@ -108,12 +108,10 @@ def test_a_revoked_client_loses_its_tunnels(tmp_path: Path) -> None:
         through = Through(cluster, await connection.open(fields()))
         await through.end.send(b"hello")
         assert await through.end.read(5) == b"hello"
-        cluster.pods["server"].end_revoked(
-            RevocationLists.parse(ROOT.revoke(certificate(identity("client")).issued.chain[0]))
-        )
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(certificate(identity("client")).issued.chain[0])))
         await through.end.send(b"still")
         assert await through.end.read(5) == b"still"
-        cluster.pods["server"].end_revoked(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
         await through.end.read_all()
         assert (await cluster.line())["error"] == REVOKED
         assert cluster.closed("destination") == {"CERT_REVOKED": 1}

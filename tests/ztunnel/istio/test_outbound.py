@@ -302,7 +302,7 @@ def test_a_revoked_far_side_ends_its_double_tunnel(tmp_path: Path) -> None:
         client = cluster.dial(f"{VIP}:80")
         await client.send(b"hello")
         assert await client.read(5) == b"hello"
-        cluster.pods["client"].end_revoked(RevocationLists.parse(ROOT.revoke(inner.shown.issued.chain[0])))
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(inner.shown.issued.chain[0])))
         await client.read_all()
         line = await cluster.line()
         assert line["error"] == "connection closed: peer certificate revoked by CRL"
@@ -320,8 +320,8 @@ def test_a_revoked_peer_loses_its_connection(tmp_path: Path) -> None:
         client = cluster.dial(f"{SERVER}:{APP_PORT}")
         await client.send(b"hello")
         assert await client.read(5) == b"hello"
-        cluster.pods["client"].end_revoked(RevocationLists())
-        cluster.pods["client"].end_revoked(RevocationLists.parse(ROOT.revoke(peer.shown.issued.chain[0])))
+        cluster.revoke(RevocationLists())
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(peer.shown.issued.chain[0])))
         await client.read_all()
         assert cluster.closed() == {"CERT_REVOKED": 1}
         await cluster.line()

@@ -90,11 +90,11 @@ class Traffic:
         """Start to count."""
         self.since_s = self._proxy.clock.wall()
         self._denied_before = {denial.pair: denial.times for denial in self._proxy.decisions.denials}
-        self._proxy.connections.watcher = self._ended
+        self._proxy.connections.on_close = self._ended
 
     def end(self) -> None:
         """Stop, and forget what was counted."""
-        self._proxy.connections.watcher = None
+        self._proxy.connections.on_close = None
         self.counts, self.identities, self.since_s, self._denied_before = {}, {}, 0.0, {}
 
     def _ended(self, connection: LiveConnection) -> None:

@@ -207,6 +207,18 @@ class LiveConnectionManager:
         counted = _Counted(self.rq_total, self.cx_active, tuple(self.rq_by_class.values()))
         scope.declare(_DERIVED, counted)
 
+    def request_ended(self) -> None:
+        """Count the end of a request that was active."""
+        self.rq_active.stored -= 1
+
+    def connection_began(self, *, secured: bool) -> None:
+        """Count a connection whose peer was let in."""
+        self.cx_total.value += 1
+        self.cx_http2.value += 1
+        self.cx_active.stored += 1
+        self.cx_ssl_total.value += secured
+        self.cx_ssl_active.stored += secured
+
     def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
         """Count the end of a connection, which may have had open requests."""
         self.cx_active.stored -= 1
@@ -399,8 +411,13 @@ class LiveChain:
             if port_known or not rbac.reads_port:
                 rbac.check(info, info.facts, lines, live=live)
 
-    def judge_port(self, info: StreamInfo, application: SocketAddress) -> None:
+    def judge_port(self, info: StreamInfo, application: SocketAddress, *, live: bool = False) -> None:
         """Run the filters that :meth:`judge` left out, for a tunnel that leads to ``application``.
+
+        Args:
+            info: the request.
+            application: that it names.
+            live: it is open, and judged again by a new policy.
 
         Raises:
             Denied: by the first filter that does not allow it.
@@ -408,7 +425,7 @@ class LiveChain:
         for rbac in self.rbac:
             if rbac.reads_port:
                 lines = None if self.sinks else self._lines
-                rbac.check(info, replace(info.facts, destination=application), lines)
+                rbac.check(info, replace(info.facts, destination=application), lines, live=live)
 
     def set_filter_state(self, info: StreamInfo) -> None:
         """Run the ``set_filter_state`` filters."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from hbone.aio.fiber import OneShotFuture
 from hbone.errors import HboneError
-from ztunnel.dataplane.connection_entry import ConnectionEntry
+from ztunnel.dataplane.lives import Life
 from ztunnel.runtime.half_open import STANDS_STILL, Arrival, Entrance, HalfOpen
 
 #: Addresses without half-open connections whose debts are remembered.
@@ -28,7 +28,7 @@ class _Waiting:
 
     __slots__ = ("connection", "turn")
 
-    def __init__(self, connection: ConnectionEntry, turn: OneShotFuture[Arrival]) -> None:
+    def __init__(self, connection: Life, turn: OneShotFuture[Arrival]) -> None:
         self.connection = connection
         self.turn = turn
 
@@ -47,10 +47,9 @@ class Handshakes:
     def __init__(self, half_open: HalfOpen) -> None:
         self._half_open = half_open
         self._entrances: dict[tuple[str, float], Entrance] = {}
-        self._waiting: dict[socket.socket, _Waiting] = {}
 
     async def turn(
-        self, sock: socket.socket, connection: ConnectionEntry, source: str, destination: str, timeout_s: float
+        self, sock: socket.socket, connection: Life, source: str, destination: str, timeout_s: float
     ) -> Arrival:
         """Wait until a connection's ClientHello is there and its handshake may begin.
 
@@ -68,9 +67,8 @@ class Handshakes:
             TurnedAway: one of the limits is reached, or the client hung up.
         """
         waiting = _Waiting(connection, OneShotFuture(self._half_open.poller))
-        self._waiting[sock] = waiting
         entrance = self._entrance(destination, timeout_s)
-        arrival = entrance.enter(sock, (source, 0))
+        arrival = entrance.enter(sock, (source, 0), waiting)
         try:
             return await waiting.turn
         except BaseException:
@@ -80,8 +78,6 @@ class Handshakes:
             if waiting.turn.done() and not waiting.turn.cancelled():
                 waiting.turn.exception()  # asyncio complains of one that nobody has seen
             raise
-        finally:
-            self._waiting.pop(sock, None)
 
     def _entrance(self, destination: str, timeout_s: float) -> Entrance:
         key = (destination, timeout_s)
@@ -100,12 +96,14 @@ class Handshakes:
                 entrance.close()
                 return
 
-    def _begins(self, arrival: Arrival) -> _Waiting:
-        waiting = self._waiting.pop(arrival.sock)
+    @staticmethod
+    def _begins(arrival: Arrival) -> _Waiting:
+        waiting: _Waiting = arrival.owner
         waiting.turn.set_result(arrival)
         return waiting
 
-    def _turned_away(self, arrival: Arrival, reason: str) -> None:
-        waiting = self._waiting.pop(arrival.sock, None)
-        if waiting is not None and not waiting.turn.done():
+    @staticmethod
+    def _turned_away(arrival: Arrival, reason: str) -> None:
+        waiting: _Waiting = arrival.owner
+        if not waiting.turn.done():
             waiting.turn.set_exception(TurnedAway(reason))

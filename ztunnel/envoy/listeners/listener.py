@@ -88,6 +88,7 @@ class LiveListener:
         body: message as sent, for dumps.
         sockets: the sockets that it accepts on; they move to the successor on an update.
         draining: it was replaced or removed, and its connections end by themselves.
+        successor: the version that has replaced it; ``None`` also if it was removed.
         filters: listener filters in their order; ``None`` for one that ECDS has not delivered.
         reads_bytes: one of the filters waits for bytes of the client.
         ends_tunnels: one of the chains does; its clients are other nodes.
@@ -116,6 +117,7 @@ class LiveListener:
         self.last_updated = clock.wall()
         self.sockets: list[ListeningSocket] = []
         self.draining = False
+        self.successor: LiveListener | None = None
         self._discovered: dict[str, ListenerFilter] = {}
         self._prepare_filters()
         self.sinks = logs.sinks(model.access_log)
@@ -164,6 +166,14 @@ class LiveListener:
                 if id(made) not in shared:
                     made.close()
             raise
+
+    @property
+    def latest(self) -> "LiveListener":
+        """The version that is active now; the last one, if the listener was removed."""
+        latest = self
+        while latest.successor is not None:
+            latest = latest.successor
+        return latest
 
     @property
     def live_chains(self) -> list[LiveChain]:

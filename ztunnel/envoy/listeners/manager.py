@@ -31,11 +31,12 @@ from xds.proto.envoy.config.listener.v3 import listener_pb2
 from xds.proto.envoy.config.route.v3 import route_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Subscription, Update, UpdateRejected
-from ztunnel.envoy.connections import Connections, LiveConnection
+from ztunnel.dataplane.life import Event
+from ztunnel.envoy.connections import Connections, LiveHop
 from ztunnel.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.envoy.listeners.listener import Accepted, LiveListener, bind
 from ztunnel.envoy.listeners.table import ListenerTable
-from ztunnel.envoy.outcome import POLICY_CHANGE, Refused
+from ztunnel.envoy.outcome import DRAINED
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.telemetry.access_log import AccessLogs
@@ -424,10 +425,8 @@ class ListenerManager:
             chain.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
-        # What is open must be allowed by what is in force; Envoy asks new connections only.
-        for connection in self._connections:
-            if connection.chain is chain:
-                self._judge_again(listener, connection)
+        # What is open must be allowed by the current filters; Envoy asks new connections only.
+        self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
 
     def _extension(self, resource: Resource, wanted: Discovered, read: Callable[[Message, Surroundings], T]) -> T:
         """Return what an ECDS resource says, and note that it is in force.
@@ -474,6 +473,8 @@ class ListenerManager:
 
     def _promote(self, listener: LiveListener) -> None:
         old = self._table.get(listener.name)
+        if old is not None:
+            old.successor = listener
         self._table.put(listener)
         self._create_success.value += 1
         if old is None:
@@ -500,6 +501,7 @@ class ListenerManager:
             log.info("listener %s updated in place, %d chains drain", new.name, len(changed))
         else:
             self._modified.value += 1
+            self._connections.review_all(Event.CONFIGURATION, concerned=lambda hop: hop.owner.latest is new)
             self._drain_listener(old)
             log.info("listener %s replaced, the old one drains", new.name)
 
@@ -562,39 +564,26 @@ class ListenerManager:
         if not chains:
             return
         leaving = set(map(id, chains))
-        for connection in self._connections:
-            if id(connection.chain) in leaving:
-                self._judge_again(successor, connection)
+        self._connections.review_all(Event.CONFIGURATION, concerned=lambda hop: id(hop.chain) in leaving)
         self._draining_chains += len(chains)
         self._tasks.start(self._drain(None, chains), f"draining chains of {successor.name}")
-
-    @staticmethod
-    def _judge_again(successor: LiveListener, connection: LiveConnection) -> None:
-        chain = successor.chain_for(connection.info.facts)
-        try:
-            if chain is not None:
-                # What a tunnel connection's requests ask for is judged per request; its tunnels drain.
-                chain.judge(connection.info, port_known=chain.manager is None, live=True)
-                return
-            reason = "connection closed: its destination is no longer served"
-        except Refused as error:
-            reason = f"{POLICY_CHANGE}: {error.details}"
-        connection.end(reason)
 
     async def _drain(self, listener: LiveListener | None, chains: Iterable[LiveChain]) -> None:
         chains = list(chains)
         leaving = set(map(id, chains))
-        mine = [c for c in self._connections if id(c.chain) in leaving or (listener and c.owner is listener)]
-        for connection in mine:
-            connection.leave()
+
+        def concerned(hop: LiveHop) -> bool:
+            return id(hop.chain) in leaving or (listener is not None and hop.owner is listener)
+
+        connections = self._connections
+        connections.review_all(Event.DRAIN, concerned=concerned)
         deadline = self._clock.monotonic() + self._drain_s
         while (left := deadline - self._clock.monotonic()) > 0:
-            if not any(id(c.chain) in leaving or (listener and c.owner is listener) for c in self._connections):
+            if not any(map(concerned, (*connections, *connections.hops))):
                 break
             await asyncio.sleep(min(left, 1.0))
-        for connection in self._connections:
-            if id(connection.chain) in leaving or (listener and connection.owner is listener):
-                connection.end("connection closed due to connection drain")
+        connections.review_all(Event.DEADLINE, DRAINED, concerned=concerned)
+        await connections.table.reviewed()
         for chain in chains:
             chain.close()
         if listener is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -22,6 +22,7 @@ from ztunnel.dataplane.agreement import Credentials, Party, would_shake_hands
 from ztunnel.envoy.secrets.build import build
 from ztunnel.envoy.secrets.store import SecretHandle, SecretStore, settled
 from ztunnel.envoy.secrets.verify import leaf_of, san_matches, subject_alt_names
+from ztunnel.identity.crl import CrlError, RevocationLists
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,13 @@ class LiveContext:
         """The identities of its own certificate."""
         return self.presented.uri_sans
 
+    def has_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
+        """Return whether a chain that was verified before is on the revocation lists of now."""
+        validation = self.validation
+        if validation is None or validation.crl_pem is None or not chain:
+            return False
+        return _lists(validation.crl_pem).is_revoked(chain)
+
     def presented_in(self, handshake: PeerFacts) -> Presented:
         """Return which of its certificates a handshake showed to the peer."""
         if handshake.presented is not None:
@@ -220,6 +228,14 @@ def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
         return False
     ours, theirs = client.party, server.party
     return ours is not None and theirs is not None and would_shake_hands(ours, theirs, now)
+
+
+@lru_cache(maxsize=8)  # of the contexts in use; lists of large authorities take seconds to read
+def _lists(crl_pem: bytes) -> RevocationLists:
+    try:
+        return RevocationLists.parse(crl_pem)
+    except CrlError:
+        return RevocationLists(unreadable=True)  # OpenSSL has read it, so this is a bug; fail closed
 
 
 def certificates_in(pem: bytes | None) -> list[x509.Certificate]:

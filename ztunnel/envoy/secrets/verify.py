@@ -4,8 +4,10 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -16,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
+from OpenSSL import crypto
 
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
@@ -23,6 +26,58 @@ from xds.model.strings import StringMatch
 
 _CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
 Names = tuple[tuple[str, str], ...]
+
+
+class PeerNames(NamedTuple):
+    """Names of a peer's certificate.
+
+    Attributes:
+        dns: the DNS names.
+        subject: as RFC 4514 writes it; empty without a certificate.
+    """
+
+    dns: tuple[str, ...] = ()
+    subject: str = ""
+
+
+def names_of(certificate: x509.Certificate | None) -> PeerNames:
+    """Return names of a peer's certificate, which is valid whatever is in them; never fails."""
+    if certificate is None:
+        return PeerNames()
+    dns: tuple[str, ...] = ()
+    with suppress(ValueError):
+        dns = tuple(text for kind, text in subject_alt_names(certificate) if kind == "dns")
+    return PeerNames(dns, subject_of(certificate))
+
+
+def subject_of(certificate: x509.Certificate) -> str:
+    """Return the subject as RFC 4514 writes it, also where a string is not what its type says.
+
+    Old authorities put Latin-1 letters into T61Strings, which ``cryptography`` refuses to decode. Like OpenSSL and
+    Envoy, this takes them for Latin-1.
+    """
+    try:
+        return certificate.subject.rfc4514_string()
+    except ValueError:
+        parts = crypto.X509.from_cryptography(certificate).get_subject().get_components()
+        return ",".join(f"{name.decode()}={_escaped(_text(value))}" for name, value in reversed(parts))
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _escaped(value: str) -> str:
+    """Escape a value as RFC 4514, 2.4."""
+    escaped = re.sub(r'([\\",+;<>])', r"\\\1", value).replace("\0", r"\00")
+    if escaped[:1] in ("#", " "):
+        escaped = "\\" + escaped
+    if escaped.endswith(" ") and escaped != "\\ ":
+        escaped = escaped[:-1] + r"\ "
+    return escaped
 
 
 @lru_cache(maxsize=1024)  # a mesh's workloads come again and again

@@ -29,9 +29,10 @@ from xds.model.cluster import InternalUpstream, TransportSocket
 from xds.model.listener import AppendAction
 from ztunnel.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.envoy.hop import Hop
 from ztunnel.envoy.internal import InternalListeners
 from ztunnel.envoy.listeners.chains import LiveTcpProxy
-from ztunnel.envoy.outcome import Denied, Hop, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
+from ztunnel.envoy.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import Flag, StreamInfo, UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster
@@ -161,6 +162,7 @@ class Connector:
         info.upstream_host = str(endpoint.address)
         info.endpoint = endpoint
         info.upstream_metadata = endpoint.metadata
+        await self._admit(hop, proxy, host)
         transport = cluster.transport_socket(host)
         match endpoint.address:
             case InternalAddress() as address:
@@ -179,6 +181,13 @@ class Connector:
                 assert_never(endpoint.address)
         cluster.report(host, Result.SUCCESS)
         return upstream
+
+    async def _admit(self, hop: Hop, proxy: LiveTcpProxy, host: Host) -> None:
+        """Ask what else decides about a host, before anything is opened to it.
+
+        Raises:
+            Denied: the connection is not allowed.
+        """
 
     # Internal listeners
 
@@ -214,20 +223,18 @@ class Connector:
             upstream = await self.open(inner.hop, proxy, client)
         except Refused as error:
             inner.hop.refused(error)
-            inner.close()
-            inner.hop.finish()
+            inner.hop.life.close()
             counted.ended(by_peer=True, in_use=True)
             if isinstance(error, Denied):
                 raise  # no failure of this host, and another attempt would be denied as well
             final = isinstance(error, UpstreamFailed) and error.final
             raise UpstreamFailed(INVALID_ARGUMENT, final=final) from error
         except BaseException:
-            inner.close()
-            inner.hop.finish()
+            inner.hop.life.close()
             counted.ended(by_peer=False, in_use=True)
             raise
         upstream.hops.insert(0, inner.hop)
-        upstream.on_close(inner.close)
+        upstream.on_close(inner.hop.life.close)
         account_connection(cluster, host, upstream, counted)
         return upstream
 

@@ -22,7 +22,8 @@ from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
 from xds.model.tls import TlsContext as ContextModel
 from xds.model.weighted_cluster import WeightedCluster
 from ztunnel.dataplane.upstream import Upstream
-from ztunnel.envoy.outcome import Hop, Overflow, UpstreamFailed
+from ztunnel.envoy.hop import Hop
+from ztunnel.envoy.outcome import Overflow, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster

@@ -69,10 +69,8 @@ class MeshReplica:
         if part.more:
             return
         parts, self._parts = self._parts, []
-        removed_policies = [key for part in parts for key in part.removed_policies]
-        if removed_policies:
-            self._mesh.remove_policies(removed_policies)
-        put: list[Resource] = [value for part in parts for value in part.put]
-        removed = [name for part in parts for name in part.removed]
-        if put or removed:
-            self._mesh.apply(put, removed)
+        self._mesh.apply(
+            [value for part in parts for value in part.put],
+            [name for part in parts for name in part.removed],
+            removed_policies=[key for part in parts for key in part.removed_policies],
+        )

@@ -23,6 +23,7 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio.netns import Netns
 from xds.model.address import SocketAddress
 from xds.model.mesh import Changes, Mesh
+from ztunnel.dataplane.life import Event
 from ztunnel.dataplane.resolver import Resolver
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.config import ProxyMode
@@ -193,8 +194,7 @@ class _Carrier:
         # In a thread: lists of large authorities take seconds to read.
         lists = await asyncio.to_thread(RevocationLists.decoded, encoded)
         self.revocations.change(lists)
-        for pod in self.pods.values():
-            pod.proxy.end_revoked(lists)
+        self.node.live.review(Event.REVOCATIONS)
 
     def change_log_filter(self, text: str) -> None:
         """Replace the log filter."""

@@ -94,8 +94,7 @@ class MeshFeed:
                     policy.key,
                     "; ".join(policy.faults[:_NAMED]),
                 )
-        self._mesh.remove_policies(update.removed)
-        self._mesh.apply(policies)
+        self._mesh.apply(policies, removed_policies=update.removed)
         _note(self.refused_policies, update, faults)
         _reject(faults)
 
@@ -104,7 +103,6 @@ class MeshFeed:
         before, self._local = self._local, local
         addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
         policies = {policy.key for policy in local.policies}
-        self._mesh.remove_policies([policy.key for policy in before.policies if policy.key not in policies])
         self._mesh.apply(
             [*local.services, *local.workloads, *local.policies],
             [
@@ -115,6 +113,7 @@ class MeshFeed:
                 )
                 if name not in addresses
             ],
+            removed_policies=[policy.key for policy in before.policies if policy.key not in policies],
         )
 
 

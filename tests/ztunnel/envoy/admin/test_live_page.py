@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.envoy.admin import live_page
 from ztunnel.envoy.admin.live_page import Traffic
-from ztunnel.envoy.connections import LiveConnection
+from ztunnel.envoy.connections import Connections, LiveConnection
 from ztunnel.envoy.settings import settings_from
 from ztunnel.envoy.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.envoy.telemetry.decisions import DeniedBy
@@ -55,10 +56,10 @@ def test_events_are_streamed_and_connections_are_watched_meanwhile(reference: Re
         while not (line := answer.readline()).startswith(b"data: "):
             assert line
         assert json.loads(line.removeprefix(b"data: "))["facts"]["counted_since_s"] > 0
-        assert running.proxy.connections.watcher is not None
+        assert running.proxy.connections.on_close is not None
         connection.close()
         answer.close()
-        running.admin.until(lambda client: running.proxy.connections.watcher is None)
+        running.admin.until(lambda client: running.proxy.connections.on_close is None)
 
     serve(reference, check)
 
@@ -75,7 +76,7 @@ class Clusters:
 
 def traffic() -> Traffic:
     clock = SimpleNamespace(wall=lambda: 5.0)
-    connections = SimpleNamespace(watcher=None)
+    connections = SimpleNamespace(on_close=None)
     decisions = SimpleNamespace(denials=Denials[DeniedBy]())
     proxy = SimpleNamespace(clusters=Clusters(), clock=clock, connections=connections, decisions=decisions)
     return Traffic(cast(Any, proxy))
@@ -91,7 +92,7 @@ def info(**changes: Any) -> StreamInfo:
 
 
 def live(hop: StreamInfo, *inner: StreamInfo) -> LiveConnection:
-    connection = LiveConnection(hop, None, lambda reason: None)
+    connection = LiveConnection(Connections(), hop, mock.Mock(), None)
     connection.inner = inner
     return connection
 

@@ -1,12 +1,15 @@
 """Places and tokens of a chain's limits."""
 
+from unittest import mock
+
 import pytest
 
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.listener import ConnectionLimit, LocalRateLimit
+from ztunnel.envoy.hop import Hop
 from ztunnel.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit
-from ztunnel.envoy.outcome import Hop, TooMany
+from ztunnel.envoy.outcome import TooMany
 from ztunnel.envoy.stream_info import StreamInfo
 from ztunnel.envoy.telemetry.stats import Stats
 from ztunnel.runtime.clock import SystemClock
@@ -21,7 +24,7 @@ def info() -> StreamInfo:
 
 def test_a_place_comes_back_once_when_the_hop_is_over() -> None:
     limit = LiveConnectionLimit(ConnectionLimit(stat_prefix="p", most=1, delay_s=3), Stats())
-    first = Hop(info(), SystemClock())
+    first = Hop(info(), SystemClock(), mock.Mock())
     limit.check(first.info)
     with pytest.raises(TooMany) as full:
         limit.check(info())

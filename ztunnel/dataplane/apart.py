@@ -1,0 +1,66 @@
+"""Work of one connection that has a fiber of its own although another fiber waits for it.
+
+The inbound half of a tunnel within the node is such work. It belongs to another pod than the fiber that waits for
+it, so that it can be ended by itself: by that pod's policy, or with that pod. The waiting half then gets an error,
+as it would over the wire, and is not cancelled.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from hbone.aio.fiber import OneShotFuture
+from hbone.aio.poller import Poller
+from hbone.errors import TunnelBroken
+from ztunnel.runtime.tasks import Tasks
+
+T = TypeVar("T")
+
+
+async def run_apart(
+    tasks: Tasks, poller: Poller, work: Coroutine[Any, Any, T], name: str, discard: Callable[[T], object]
+) -> T:
+    """Run ``work`` in a fiber of its own and return its result; a caller that is cancelled cancels it.
+
+    Args:
+        tasks: own the fiber.
+        poller: runs it.
+        work: raises its own errors, and leaves nothing open when it is cancelled.
+        name: of the fiber.
+        discard: gives back a result that came too late for its caller.
+
+    Raises:
+        TunnelBroken: the fiber was cancelled by somebody else, and ``work`` gave no error of its own.
+        Exception: what ``work`` raised.
+    """
+    answer: OneShotFuture[T] = OneShotFuture(poller)
+    fiber = tasks.run(poller, _answered(answer, work, discard), name)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        fiber.cancel()
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            discard(answer.result())  # it came in the same turn
+        raise
+
+
+async def _answered(
+    answer: OneShotFuture[T], work: Coroutine[Any, Any, T], discard: Callable[[T], object]
+) -> None:
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        _fail(answer, TunnelBroken("the far end was closed before it answered", unprocessed=True))
+        raise
+    except Exception as error:  # noqa: BLE001  the caller gets it
+        _fail(answer, error)
+    else:
+        if answer.done():
+            discard(result)
+        else:
+            answer.set_result(result)
+
+
+def _fail(answer: OneShotFuture[T], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

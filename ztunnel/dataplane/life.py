@@ -1,0 +1,154 @@
+"""The life of a connection as one table: its states, the events that meet it, and what follows in each pair. Pure.
+
+A *life* is anything alive that belongs to a connection: an accepted socket, a tunnel connection in either
+direction, a request on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from
+top to bottom and skips states that it has no use for. :data:`TABLE` has one :class:`Action` for each state and
+event.
+``docs/life.md`` prints it; ``make life`` walks it in both front ends.
+
+The rule behind the table: **an open connection is allowed by the policies and revocation lists that are current**,
+or is within a grace period that its :class:`Verdict` states. It is kept by two means only.
+
+* A life whose facts are complete is judged at each event that can change its verdict (:attr:`Action.JUDGE`).
+* A life whose facts are not complete is judged when they are, by what is current *then*
+  (:attr:`Action.AWAIT_FACTS`). So no life captures a policy, a chain or a revocation list before the wait that
+  precedes its verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Final, NamedTuple
+
+from hbone.enums import Key
+
+
+class State(Key):
+    """How far a life has come."""
+
+    ACCEPTED = "accepted"
+    """A socket was accepted. Its destination is not known yet: listener filters, SOCKS, the pod's workload."""
+    FILTERED = "filtered"
+    """The destination is known and, in Envoy's dialect, the filter chain; the handshake waits for its turn."""
+    HANDSHAKE = "handshake"
+    """TLS with the peer is under way, so that the peer's identity is unknown."""
+    IDENTIFIED = "identified"
+    """All facts are known. The first verdict waits for a policy that has not arrived."""
+    DIALING = "dialing"
+    """The verdict allows it; the next hop is being opened."""
+    OPEN = "open"
+    """Bytes flow, or a tunnel connection serves requests."""
+    JOINED = "joined"
+    """As open, for the inbound half of a tunnel within the node: no wire is in between."""
+    DRAINING = "draining"
+    """As open; the peer has been asked to leave (GOAWAY), and a grace period runs."""
+    CLOSED = "closed"
+    """Over. Everything that it owned is released, and no table has it."""
+
+
+class Event(Key):
+    """What happens to a life from outside."""
+
+    POLICIES = "policies"
+    """Policies that may concern it have changed: of the mesh, of Calico, of a chain's filter from ECDS."""
+    REVOCATIONS = "revocations"
+    """The revocation lists have changed."""
+    CERTIFICATE = "certificate"
+    """The certificate that this side shows was renewed."""
+    WORKLOAD_REMOVED = "workload removed"
+    """The control plane does not describe the pod any more."""
+    WORKLOAD_RESTORED = "workload restored"
+    """It describes the pod again, or differently."""
+    CONFIGURATION = "configuration"
+    """The listener, or the filter chain, was replaced by a new version."""
+    DRAIN = "drain"
+    """A grace period begins: of the process, the pod, the listener, or a replaced chain."""
+    DEADLINE = "deadline"
+    """The grace period is over."""
+    STOP = "stop"
+    """The pod or the process ends at once."""
+
+
+class Action(Enum):
+    """What follows."""
+
+    KEEP = "keep"
+    """Nothing: the life goes on as it is."""
+    AWAIT_FACTS = "judge when the facts are complete"
+    """Nothing now. The step that completes the facts judges by what is current then."""
+    JUDGE = "judge now"
+    """Judge by what is current; end it with the verdict's reason, or keep it until the verdict's time."""
+    LEAVE = "ask to leave"
+    """Send GOAWAY where the protocol has it; the life may end by itself until the deadline."""
+    FINISH = "close in order"
+    """Close with END_STREAM, close_notify and FIN, so that an application can tell this from a crash."""
+    CLOSE = "close"
+    """Close at once."""
+
+
+_BEFORE_FACTS: Final = {
+    Event.POLICIES: Action.AWAIT_FACTS,
+    Event.REVOCATIONS: Action.AWAIT_FACTS,
+    Event.CERTIFICATE: Action.KEEP,
+    Event.WORKLOAD_REMOVED: Action.AWAIT_FACTS,
+    Event.WORKLOAD_RESTORED: Action.AWAIT_FACTS,
+    Event.CONFIGURATION: Action.AWAIT_FACTS,
+    Event.DRAIN: Action.LEAVE,
+    Event.DEADLINE: Action.CLOSE,
+    Event.STOP: Action.CLOSE,
+}
+_WITH_FACTS: Final = _BEFORE_FACTS | {
+    Event.POLICIES: Action.JUDGE,
+    Event.REVOCATIONS: Action.JUDGE,
+    Event.WORKLOAD_REMOVED: Action.KEEP,  # judged as it was last described; new connections are refused
+    Event.WORKLOAD_RESTORED: Action.JUDGE,
+    Event.CONFIGURATION: Action.JUDGE,
+}
+_OPEN: Final = _WITH_FACTS | {Event.DEADLINE: Action.FINISH}
+
+#: What follows each event in each state.
+TABLE: Final[dict[tuple[State, Event], Action]] = {
+    (state, event): action
+    for state, row in {
+        State.ACCEPTED: _BEFORE_FACTS,
+        State.FILTERED: _BEFORE_FACTS,
+        State.HANDSHAKE: _BEFORE_FACTS,
+        # Its verdict is pending: whoever waits for the policy judges when it comes, or when its time is over.
+        State.IDENTIFIED: _BEFORE_FACTS,
+        State.DIALING: _WITH_FACTS,
+        State.OPEN: _OPEN,
+        State.JOINED: _OPEN,
+        State.DRAINING: _OPEN | {Event.DRAIN: Action.KEEP},
+        State.CLOSED: dict.fromkeys(Event, Action.KEEP),
+    }.items()
+    for event, action in row.items()
+}
+
+
+class Verdict(NamedTuple):
+    """Whether a life is allowed now.
+
+    Attributes:
+        reason: why it must end, in the words of its access line; empty: it is allowed.
+        until_s: allowed until this time of the event loop, when it is judged again: a policy is named and has not
+            arrived. Infinite: until the next event.
+    """
+
+    reason: str = ""
+    until_s: float = math.inf
+
+
+ALLOWED: Final = Verdict()
+
+
+def markdown() -> str:
+    """Return the table of ``docs/life.md``."""
+    lines = [
+        "| state | " + " | ".join(event.value for event in Event) + " |",
+        "|---" * (1 + len(Event)) + "|",
+    ]
+    for state in State:
+        cells = [TABLE[state, event].value for event in Event]
+        lines.append(f"| {state.value} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
