@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import OpenSSL
 from cryptography.hazmat.bindings.openssl.binding import Binding
-from OpenSSL import SSL
+from OpenSSL import SSL, crypto
 
-#: Functions and constants called through the binding, in ``tls.py`` and ``tls_context.py``.
+#: Functions and constants called through the binding, in ``tls.py``, ``tls_context.py`` and ``verification.py``.
 LIBRARY_NAMES: Final = (
     "BIO_new_mem_buf",
     "BIO_read",
@@ -28,23 +28,30 @@ LIBRARY_NAMES: Final = (
     "SSL_version",
     "SSL_write",
     "SSL_write_early_data",
+    "X509_PURPOSE_SSL_CLIENT",
+    "X509_PURPOSE_SSL_SERVER",
     "X509_STORE_CTX_get_current_cert",
     "X509_STORE_CTX_get_error",
     "X509_STORE_CTX_get_error_depth",
     "X509_STORE_CTX_get_ex_data",
     "X509_STORE_CTX_set_error",
+    "X509_STORE_set_purpose",
     "X509_up_ref",
     "X509_verify_cert_error_string",
 )
 #: Attributes of pyOpenSSL's objects that its documentation does not name.
 CONTEXT_NAMES: Final = ("_context",)
-CONNECTION_NAMES: Final = ("_ssl", "_from_ssl", "_raise_ssl_error")
+CONNECTION_NAMES: Final = ("_ssl", "_from_ssl", "_raise_ssl_error", "_reverse_mapping")
+CERTIFICATE_NAMES: Final = ("_from_raw_x509_ptr",)
+STORE_NAMES: Final = ("_store",)
 
 ffi: Final[Any] = Binding.ffi
 lib: Final[Any] = Binding.lib
 
 
-def missing_names(library: object, context: object, connection: object) -> list[str]:
+def missing_names(
+    library: object, context: object, connection: object, certificate: object, store: object
+) -> list[str]:
     """Return the names that this package uses and the installed releases lack."""
     return [
         f"{where}.{name}"
@@ -52,6 +59,8 @@ def missing_names(library: object, context: object, connection: object) -> list[
             ("OpenSSL binding", library, LIBRARY_NAMES),
             ("SSL.Context", context, CONTEXT_NAMES),
             ("SSL.Connection", connection, CONNECTION_NAMES),
+            ("crypto.X509", certificate, CERTIFICATE_NAMES),
+            ("crypto.X509Store", store, STORE_NAMES),
         )
         for name in names
         if not hasattr(holder, name)
@@ -60,7 +69,7 @@ def missing_names(library: object, context: object, connection: object) -> list[
 
 def _check() -> None:
     context = SSL.Context(SSL.TLS_METHOD)
-    missing = missing_names(lib, context, SSL.Connection(context))
+    missing = missing_names(lib, context, SSL.Connection(context), crypto.X509, crypto.X509Store())
     if missing:
         raise ImportError(
             f"pyOpenSSL {OpenSSL.__version__} with its cryptography lacks {', '.join(missing)}; "

@@ -2,7 +2,8 @@
 
 A tunnel between two pods of one node can skip TLS and HTTP/2, but only where the handshake would have succeeded;
 where it would not, the caller goes over the wire, and the handshake fails there with the right alert and counter.
-So the answer errs to ``False``: a rule that cannot be judged without a handshake must make it so.
+OpenSSL judges both chains, as it does in handshakes (:mod:`hbone.verification`). The answer errs to ``False``: a
+rule that cannot be judged without a handshake must make it so.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 from cryptography import x509
 
+from hbone.settings import Role
 from hbone.tls import uri_sans
-from ztunnel.identity.chain import is_issued_by
+from hbone.verification import verified_chain
 
 Chain = Sequence[x509.Certificate]
 
@@ -42,27 +44,29 @@ class Credentials:
     names: tuple[str, ...] = field(init=False)
     # By what was shown, and only as long as that is in use: certificates are renewed, each for as many peers as
     # there are pods, and a cache of all pairs kept those of hours ago.
-    _verified: "WeakKeyDictionary[Credentials, Validity | None]" = field(
+    _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | None]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
-    def verified(self, shown: "Credentials") -> "Validity | None":
-        """Return when a shown chain is valid to this side; None: never. Independent of the time."""
+    def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | None":
+        """Return what this side makes of a shown chain; None: it is refused. Independent of the time."""
+        by_role = self._verified.setdefault(shown, {})
         try:
-            return self._verified[shown]
+            return by_role[shown_by]
         except KeyError:
             pass  # once per pair; signatures cost 0.1 ms each
-        path = _path(shown.chain, self.anchors or ())
+        path = verified_chain(shown.chain, self.anchors or (), shown_by)
         found = None
         if path is not None and not self.is_revoked(path):
-            found = Validity(
+            found = Verified(
+                path,
                 max(certificate.not_valid_before_utc for certificate in path),
                 min(certificate.not_valid_after_utc for certificate in path),
             )
-        self._verified[shown] = found
+        by_role[shown_by] = found
         return found
 
 
@@ -78,9 +82,10 @@ class Party(NamedTuple):
     accepts: Callable[[tuple[str, ...]], bool]
 
 
-class Validity(NamedTuple):
-    """A period, both ends included."""
+class Verified(NamedTuple):
+    """A chain that leads to an anchor, and when it is valid, both ends included."""
 
+    path: Chain
     first: datetime
     last: datetime
 
@@ -95,26 +100,13 @@ def would_shake_hands(client: Party, server: Party, now: datetime) -> bool:
     # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, and counts in whole
     # seconds. (OpenSSL refuses in the last second already; a tunnel that is joined in it ends no later.)
     second = now.replace(microsecond=0)
-    return _accepts(server, client.credentials, second) and _accepts(client, server.credentials, second)
+    return _accepts(server, client.credentials, Role.CLIENT, second) and _accepts(
+        client, server.credentials, Role.SERVER, second
+    )
 
 
-def _accepts(judge: Party, shown: Credentials, second: datetime) -> bool:
+def _accepts(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> bool:
     if judge.credentials.anchors is None:
         return True
-    validity = judge.credentials.verified(shown)
-    return validity is not None and validity.first <= second <= validity.last and judge.accepts(shown.names)
-
-
-def _path(chain: Chain, anchors: Chain) -> Chain | None:
-    """Return the verified path from the leaf to an anchor; ``None``: the chain leads to none."""
-    path: list[x509.Certificate] = []
-    for certificate in chain:
-        if path and not is_issued_by(path[-1], certificate):
-            return None
-        path.append(certificate)
-        if certificate in anchors:
-            return path
-        for anchor in anchors:
-            if is_issued_by(certificate, anchor):
-                return [*path, anchor]
-    return None
+    found = judge.credentials.verified(shown, shown_by)
+    return found is not None and found.first <= second <= found.last and judge.accepts(shown.names)

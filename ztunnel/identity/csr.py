@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from hbone.settings import Role
 from hbone.tls import uri_sans
+from hbone.verification import verified_chain
 from xds.model.identity import SpiffeId
-from ztunnel.identity.chain import leads_to
 
 
 class IdentityError(Exception):
@@ -87,7 +88,7 @@ def issued_certificate(
         identity = _only_identity(names, identity)
     if len(names) != 1:
         raise IdentityError(f"the certificate returned from CA for {identity} has {len(names)} URI names, not one")
-    if not leads_to(chain, roots):
+    if verified_chain(chain, roots, Role.SERVER) is None or verified_chain(chain, roots, Role.CLIENT) is None:
         raise IdentityError(f"the chain returned from CA for {identity} does not lead to its roots")
     return IssuedCertificate(
         identity=identity,

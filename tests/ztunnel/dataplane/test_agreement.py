@@ -8,6 +8,7 @@ import pytest
 from cryptography import x509
 
 from tests.hbone.certificates import Authority
+from tests.hbone.test_verification import CLIENT_ONLY, SERVER_ONLY, Chain, Link
 from ztunnel.dataplane.agreement import Credentials, Party, would_shake_hands
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.identity.peer import is_of_trust_domain, is_one_of
@@ -148,3 +149,29 @@ def test_credentials_that_are_no_longer_used_are_freed_at_once() -> None:
     del old
     assert gone() is None
     assert agree(kept, shown(SERVER))
+
+
+def chained(*links: Link) -> Credentials:
+    chain = Chain(links)
+    return Credentials(tuple(chain.shown), (chain.certificates[0], ROOT.certificate))
+
+
+@pytest.mark.parametrize(
+    ("links", "as_client", "as_server"),
+    [
+        ((Link(), Link(ca=False), Link()), False, False),
+        ((Link(), Link(usages=SERVER_ONLY)), False, True),
+        ((Link(), Link(usages=CLIENT_ONLY)), True, False),
+        ((Link(path_length=0), Link(), Link()), False, False),
+    ],
+    ids=["issuer without CA", "only for servers", "only for clients", "path too long"],
+)
+def test_a_chain_that_a_handshake_refuses_does_not_agree(
+    links: tuple[Link, ...], as_client: bool, as_server: bool
+) -> None:
+    """``hbone/test_verification.py`` compares all of these with handshakes; here the role counts."""
+    shows = chained(*links)
+    other = Credentials(shown(CLIENT).chain, shows.anchors)
+    parties = Party(shows, lambda names: True), Party(other, lambda names: True)
+    assert would_shake_hands(*parties, NOW) is as_client
+    assert would_shake_hands(*reversed(parties), NOW) is as_server

@@ -6,9 +6,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from hbone.settings import Role
+from hbone.verification import verified_chain
 from tests.hbone.certificates import Authority
 from xds.model.identity import SpiffeId
-from ztunnel.identity.chain import leads_to
 from ztunnel.identity.csr import IdentityError, issued_certificate, signing_request
 
 WEB = SpiffeId("cluster.local", "shop", "web")
@@ -81,10 +82,11 @@ def test_answers_that_do_not_fit(answer: list[str], words: str) -> None:
 def test_intermediates_may_come_in_any_order() -> None:
     lower = Authority("lower", MIDDLE)
     leaf = lower.issue(str(WEB)).certificate
-    assert leads_to([leaf, MIDDLE.certificate, lower.certificate], [ROOT.certificate])
-    assert leads_to([leaf, lower.certificate], [MIDDLE.certificate])
-    assert not leads_to([leaf, MIDDLE.certificate], [ROOT.certificate])
-    assert not leads_to([], [ROOT.certificate])
+    role = Role.SERVER
+    assert verified_chain([leaf, MIDDLE.certificate, lower.certificate], [ROOT.certificate], role)
+    assert verified_chain([leaf, lower.certificate], [MIDDLE.certificate], role)
+    assert not verified_chain([leaf, MIDDLE.certificate], [ROOT.certificate], role)
+    assert not verified_chain([], [ROOT.certificate], role)
 
 
 def test_without_impersonation_the_authority_says_who_this_is() -> None:

@@ -1,0 +1,62 @@
+"""Whether a chain of certificates would be accepted in a handshake, judged by OpenSSL without one.
+
+It verifies what :mod:`hbone.tls_context` has it verify in handshakes: basic constraints, key usage, extended key
+usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Times are left
+to the caller, which asks again later.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from OpenSSL import crypto
+
+from hbone.openssl import lib as _lib
+from hbone.settings import Role
+
+_NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h
+#: Of OpenSSL's security level 2, which handshakes have: 112 bits.
+_RSA_BITS, _EC_BITS, _DIGEST_BYTES = 2048, 224, 28
+
+
+def verified_chain(
+    chain: Sequence[x509.Certificate], anchors: Sequence[x509.Certificate], shown_by: Role
+) -> tuple[x509.Certificate, ...] | None:
+    """Return the verified chain, leaf first and anchor last; ``None``: a handshake would refuse it.
+
+    Args:
+        chain: as shown, the leaf first, then others in any order.
+        anchors: roots, or intermediates that are trusted as such.
+        shown_by: the end that shows it: its leaf must be for that purpose.
+    """
+    if not chain or not anchors:
+        return None
+    store = crypto.X509Store()
+    for anchor in anchors:
+        store.add_cert(crypto.X509.from_cryptography(anchor))
+    store.set_flags(crypto.X509StoreFlags.PARTIAL_CHAIN | _NO_CHECK_TIME)
+    client = shown_by is Role.CLIENT
+    _lib.X509_STORE_set_purpose(
+        store._store, _lib.X509_PURPOSE_SSL_CLIENT if client else _lib.X509_PURPOSE_SSL_SERVER
+    )
+    leaf, *others = (crypto.X509.from_cryptography(each) for each in chain)
+    try:
+        found = crypto.X509StoreContext(store, leaf, others).get_verified_chain()
+        path = tuple(each.to_cryptography() for each in found)
+        return path if all(map(_is_strong, path)) and all(map(_is_strongly_signed, path[:-1])) else None
+    except (crypto.X509StoreContextError, UnsupportedAlgorithm, ValueError):
+        return None
+
+
+def _is_strong(certificate: x509.Certificate) -> bool:
+    key = certificate.public_key()
+    if isinstance(key, rsa.RSAPublicKey):
+        return key.key_size >= _RSA_BITS
+    return not isinstance(key, ec.EllipticCurvePublicKey) or key.key_size >= _EC_BITS
+
+
+def _is_strongly_signed(certificate: x509.Certificate) -> bool:
+    digest = certificate.signature_hash_algorithm  # None: an algorithm with a digest of its own, such as Ed25519
+    return digest is None or digest.digest_size >= _DIGEST_BYTES
