@@ -174,7 +174,7 @@ class Connection(TunnelCarrier):
         self._pause: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._share: PeerShare | None = None
-        poller.register(sock.fileno(), self)
+        poller.adopt(sock, self)
 
     # Opening
 

@@ -23,12 +23,14 @@ import asyncio
 import contextlib
 import logging
 import select
+import socket
 import time
 from collections import deque
 from typing import Any, Final, Protocol
 
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.spin import Spin, SpinSettings
+from hbone.errors import ConnectionBroken
 from hbone.flow import PeerShares
 from hbone.output import BUFFER_BYTES
 from hbone.tls import sealed_bytes
@@ -166,6 +168,18 @@ class Poller:
         self._handlers[fd] = handler
         if len(self._handlers) > self._most:
             self._most = len(self._handlers)
+
+    def adopt(self, sock: socket.socket, handler: Handler) -> None:
+        """Watch a socket that belongs to ``handler`` from now on; closes it if it cannot be watched.
+
+        Raises:
+            ConnectionBroken: epoll has no room (fs.epoll.max_user_watches), or the kernel no memory.
+        """
+        try:
+            self.register(sock.fileno(), handler)
+        except OSError as error:
+            sock.close()
+            raise ConnectionBroken(f"the socket cannot be watched: {error.strerror}") from error
 
     def watch_writable(self, fd: int) -> None:
         """Report room to write from now on, too; called when the network took less than it was given. Idempotent.

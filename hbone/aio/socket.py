@@ -175,8 +175,8 @@ class PlainSocket(End):
 
     def _watch(self) -> None:
         if not self._watched:
-            self._watched = True
             self.poller.register(self.sock.fileno(), self)
+            self._watched = True
             if self.poller.registered >= CROWD_SOCKETS:
                 self._bound_unsent()
 

@@ -71,7 +71,7 @@ class TlsSocket(End):
         self._filled = 0
         self._in_flight = 0
         self._owed = 0
-        poller.register(sock.fileno(), self)
+        poller.adopt(sock, self)
 
     async def establish(self, timeout_s: float = 10.0) -> PeerFacts:
         """Finish the handshake.

@@ -123,6 +123,8 @@ class Secured(Plain):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.BaseProtocol`."""
+        # The connection inside closes its transport when it learns of this, and uvloop's takes no write any more.
+        self._closing, self._transport = True, None
         if self._session.established:
             self._inner.connection_lost(self._error or exc)
         elif not self.established.done():

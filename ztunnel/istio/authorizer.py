@@ -143,8 +143,7 @@ class Authorizer:
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
     def _count_dry_run(self, policy: str, action: str, result: str) -> None:
-        counts, key = self._node.metrics.authorization_dry_run, (policy, action, result)
-        counts[key] = counts.get(key, 0) + 1
+        self._node.metrics.authorization_dry_run.count((policy, action, result))
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
         """Return the workload's policies once none is missing, or as they are after ``grace_s``."""

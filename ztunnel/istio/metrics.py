@@ -23,6 +23,7 @@ from xds.model.workload import Workload
 from ztunnel.istio.denials import Pair
 from ztunnel.istio.policy_uses import PolicyUse, PolicyUses
 from ztunnel.policy.denials import Denial, Denials
+from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -271,18 +272,18 @@ class Metrics:
         self.sockets_open = {"source": 0, "destination": 0}
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
-        self.on_demand_dns: dict[tuple[str, ...], int] = {}
+        self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         #: Returns ended streams by reason; called for each page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
         self.xds_messages: dict[str, int] = {}
         self.xds_bytes: dict[str, int] = {}
-        self.dns_requests: dict[tuple[str, ...], int] = {}
-        self.dns_forwarded: dict[tuple[str, ...], int] = {}
+        self.dns_requests: BoundedCounts[tuple[str, ...]] = BoundedCounts()
+        self.dns_forwarded: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         self.dns_failures: dict[tuple[str, ...], int] = {}
         self.dns_durations: dict[tuple[str, ...], DnsDurations] = {}
         #: By :class:`ztunnel.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
-        self.authorization_dry_run: dict[tuple[str, str, str], int] = {}
+        self.authorization_dry_run: BoundedCounts[tuple[str, str, str]] = BoundedCounts()
         #: Decisions by Calico's policies, and when they were made last; see :class:`ztunnel.calico.guard.Hits`.
         self.policy_decisions: dict[tuple[str, str, str], int] = {}
         self.policy_used_s: dict[tuple[str, str], float] = {}

@@ -322,7 +322,7 @@ class Outbound:
     async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
         node = self._node
         key = (*(value or "unknown" for value in labels.secured[:8]), target.hostname)
-        node.metrics.on_demand_dns[key] = node.metrics.on_demand_dns.get(key, 0) + 1
+        node.metrics.on_demand_dns.count(key)
         try:
             addresses = await node.names.resolve(target.hostname, target.families)
         except ResolveFailed as error:

@@ -21,10 +21,12 @@ _PAUSE_S = 0.5
 _COURTESY_S = 0.001
 #: Between directing new connections to a successor and closing: time for handshakes under way; a guess.
 _HANDOVER_S = 0.2
-#: Errors of the connection that accept(2) would have returned, "already-pending network errors" in its manual. The
-#: next connection may be accepted. The epoll is edge-triggered, so if the loop ended here that one would wait
-#: until yet another arrives.
+#: Errors of the connection that accept(2) would have returned: "already-pending network errors" in its manual, and
+#: those of a firewall or security module that forbids it. The next connection can be accepted. The epoll is
+#: edge-triggered, so if the loop ended here that one would wait until yet another arrives.
 _PENDING_ERRORS = (
+    errno.EPERM,
+    errno.EACCES,
     errno.ENETDOWN,
     errno.EPROTO,
     errno.ENOPROTOOPT,
@@ -141,16 +143,10 @@ class ListeningSocket:
                     continue
                 # The connection stays in the queue, and an edge-triggered epoll does not report it again. So a
                 # timer tries again, when other connections may have ended and freed descriptors.
-                if error.errno in _OUT_OF_DESCRIPTORS:
-                    log.error(
-                        "accept on %s: %s; waiting %g s (raise the limit of open files)",
-                        self.address,
-                        error.strerror,
-                        _PAUSE_S,
-                    )
-                    self._pause()
-                    return False
-                raise
+                hint = " (raise the limit of open files)" if error.errno in _OUT_OF_DESCRIPTORS else ""
+                log.error("accept on %s: %s; waiting %g s%s", self.address, error.strerror, _PAUSE_S, hint)
+                self._pause()
+                return False
             client.setblocking(False)
             if gate is not None:
                 gate.accepted(client.fileno())

@@ -14,6 +14,7 @@ import uvloop
 from hbone.aio.poller import Poller
 from tproxy.aio import sockets
 from xds.model.address import SocketAddress
+from ztunnel.runtime import accepting
 from ztunnel.runtime.accepting import ListeningSocket
 
 HOST = "127.0.0.1"
@@ -81,6 +82,8 @@ class Failing(socket.socket):
         "EOPNOTSUPP",
         "ENETUNREACH",
         "ECONNABORTED",
+        "EPERM",
+        "EACCES",
     ],
 )
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -98,6 +101,24 @@ def test_an_error_of_one_connection_leaves_the_others_accepted(run: Callable[...
             server.listening.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_error_that_no_list_knows_is_logged_and_accepting_goes_on(
+    run: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.05)
+
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a", kind=Failing)
+            assert isinstance(server.listening.sock, Failing)
+            server.listening.sock.errors = (errno.ENOSYS,)
+            assert await asyncio.to_thread(ask, server.port) == b"a"
+            server.listening.close()
+
+    run(main())
+    assert "Function not implemented; waiting 0.05 s" in caplog.text
 
 
 def test_what_is_connected_is_accepted_before_the_end() -> None:

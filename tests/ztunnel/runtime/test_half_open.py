@@ -1,6 +1,7 @@
 """Connections before their handshake, over loopback: whose turn it is, who must go, what is charged."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -329,3 +330,22 @@ def test_limits_follow_the_descriptors() -> None:
     few = HalfOpenLimits.of_descriptors(512)
     assert (few.in_all, few.per_pod, few.per_source, few.handshakes) == (128, 64, 32, 128)
     assert HalfOpenLimits.of_descriptors(1 << 20) == HalfOpenLimits()
+
+
+def test_a_socket_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would ever wake it up."""
+
+    async def main() -> None:
+        with pods(LIMITS) as (half_open, (pod,), _):
+
+            def full(fd: int, handler: object) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(half_open.poller, "register", full)
+                client = pod.comes()
+            assert client.recv(1) == b""
+            assert pod.turned_away == [("a", "cannot be watched: no space left on device")]
+            assert len(half_open) == 0
+
+    play(main)

@@ -130,9 +130,9 @@ class PodDns:
             (client.canonical_revision if client is not None else "") or "unknown",
         )
         metrics = node.metrics
-        metrics.dns_requests[labels] = metrics.dns_requests.get(labels, 0) + 1
+        metrics.dns_requests.count(labels)
         if report.forwarded:
-            metrics.dns_forwarded[labels] = metrics.dns_forwarded.get(labels, 0) + 1
+            metrics.dns_forwarded.count(labels)
             durations = metrics.dns_durations.get(labels)
             if durations is None:
                 durations = metrics.dns_durations[labels] = DnsDurations()

@@ -327,6 +327,15 @@ class Workers:
         log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
         await worker.watch()
 
+    def _carries(self, identity: SpiffeId) -> bool:
+        """Return whether a pod of this node has an identity."""
+        mesh = self._node.mesh
+        if identity in mesh.local_identities:
+            return True
+        names = [pod.name for pod in self._pods.values()]
+        local = (mesh.local_workload(name.name, name.namespace, name.service_account) for name in names)
+        return any(workload is not None and workload.identity == identity for workload in local)
+
     @staticmethod
     async def _give(worker: WorkerProcess, pod: WorkerPod) -> None:
         try:
@@ -345,6 +354,9 @@ class Workers:
         """Answer a request of a worker."""
         match request:
             case GetCertificate(identity):
+                if not self._carries(identity):
+                    # A worker that was taken over must not get certificates of workloads elsewhere.
+                    raise Refused(f"no pod of this node has the identity {identity}")
                 certificate = await self._certificates.fetch(identity)
                 worker.notify(_certificate(identity, certificate))
             case FetchResource(key):

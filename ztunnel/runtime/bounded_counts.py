@@ -1,0 +1,20 @@
+"""Counts by labels that come and go with workloads and policies; the one counted longest ago is dropped. Pure."""
+
+from collections.abc import Hashable
+from typing import Final, TypeVar
+
+LabelsT = TypeVar("LabelsT", bound=Hashable)
+
+#: Sets of labels that are counted at a time, of one family of metrics.
+MOST_COUNTS: Final = 2_000
+
+
+class BoundedCounts(dict[LabelsT, int]):
+    """Counts by labels, in the order in which they were last counted; at most :data:`MOST_COUNTS`."""
+
+    def count(self, labels: LabelsT, by: int = 1) -> None:
+        """Add to a count."""
+        number = self.pop(labels, 0) + by
+        if len(self) >= MOST_COUNTS:
+            del self[next(iter(self))]
+        self[labels] = number
