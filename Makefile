@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check unit netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui
+.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -37,6 +37,10 @@ check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled and not kube'
+
+life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
+	$(PY) -m deploy.life_table
+	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/dataplane/test_life.py
 
 netns: $(STAMP) ## only the tests that make network namespaces
 	$(PY) -m pytest -q -n 2 --dist loadfile -m netns

@@ -96,7 +96,7 @@ PURE_APPLICATION = (
     "ztunnel/envoy/outcome.py",
     "ztunnel/envoy/secrets/verify.py",
     "ztunnel/identity/csr.py",
-    "ztunnel/identity/chain.py",
+    "ztunnel/dataplane/life.py",
     "ztunnel/identity/peer.py",
     "ztunnel/istio/certificates/schedule.py",
     "ztunnel/envoy/upstream/host.py",

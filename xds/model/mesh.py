@@ -405,11 +405,11 @@ class Mesh:
         *,
         removed_policies: Iterable[str] = (),
     ) -> Changes:
-        """Put values in place of their namesakes and take names away, as one batch that watchers see as one change.
+        """Put values in place of their namesakes and take names away, as one batch: one change for watchers.
 
         Args:
             put: values.
-            removed: each a workload's uid, else ``namespace/hostname`` of a service. Absent names are passed over.
+            removed: uids of workloads and ``namespace/hostname`` of services; absent names are skipped.
             removed_policies: keys of policies, apart from the others because names of services and policies may
                 coincide.
         """

@@ -81,6 +81,8 @@ class LiveHop(Life):
     def require(self, *, live: bool = False) -> None:
         """Check it by the listener's active version, which need not be the one that its chain was chosen from.
 
+        A peer that was revoked since its handshake is refused, too.
+
         Args:
             live: it was allowed before, and is judged again.
 
@@ -88,6 +90,9 @@ class LiveHop(Life):
             Refused: it is not allowed, or not served any more.
         """
         chain = self.current_chain()
+        tls = self.info.tls
+        if tls is not None and chain.tls is not None and chain.tls.has_revoked(tls.peer_chain):
+            raise Refused(REVOKED)
         chain.judge(self.info, port_known=self.port_known, live=live)
         if self.application is not None:
             chain.judge_port(self.info, self.application, live=live)
@@ -141,13 +146,6 @@ class LiveConnection(LiveHop):
         self.id = info.connection_id
         self.counts: ByteCounts | None = None
         self.inner: Sequence[StreamInfo] = ()
-
-    def require(self, *, live: bool = False) -> None:
-        """See :meth:`LiveHop.require`; a peer that was revoked meanwhile is refused, too."""
-        super().require(live=live)
-        tls, chain = self.info.tls, self.current_chain()
-        if tls is not None and chain.tls is not None and chain.tls.has_revoked(tls.peer_chain):
-            raise Refused(REVOKED)
 
 
 class Connections(Lives[LiveConnection]):

@@ -21,7 +21,7 @@ from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import POLICY_CHANGE, Refused, UpstreamFailed
-from ztunnel.envoy.secrets.contexts import LiveContext, agree
+from ztunnel.envoy.secrets.contexts import LiveContext, agree, verified_client
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.envoy.terminate import RequestRefused, Terminator
 from ztunnel.envoy.upstream.dial import ClusterUpstream
@@ -218,6 +218,7 @@ class InternalListeners:
         assert chain.tls is not None
         info.tls = TlsFacts(
             version="in-process",
+            peer_chain=tuple(verified_client(client, chain.tls)),
             peer_uri_sans=client.local_uri_sans,
             local_uri_sans=chain.tls.local_uri_sans,
         )

@@ -428,6 +428,10 @@ class Inbound:
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", Flags.DENY, denied.fields)
             raise _Refusal(401, failure=failure) from denied
+        # While that waited for a policy, the lists may have changed. (On the wire the connection has ended then.)
+        if entry.peer_is_revoked(self._node.revocation_lists()):
+            self._rejected()
+            raise _Refusal(401, failure=of_reason(REVOKED))
         entry.state = State.DIALING
 
     async def _dial(self, target: InboundTarget, workload: Workload, client: SocketAddress) -> PlainSocket:

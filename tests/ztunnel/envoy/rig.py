@@ -234,6 +234,19 @@ class Open:
             return await asyncio.wait_for(self._reader.readexactly(len(data)), WAIT_S)
         return b""
 
+    def write(self, data: bytes) -> None:
+        """Send, and wait for nothing."""
+        self._writer.write(data)
+
+    async def was_reset(self) -> bool:
+        """Wait for the other side's end; whether it is a reset."""
+        try:
+            while await asyncio.wait_for(self._reader.read(65536), WAIT_S):
+                pass
+        except ConnectionError:
+            return True
+        return False
+
     async def ended(self) -> bool:
         """Wait for the other side's end."""
         with contextlib.suppress(ConnectionError):

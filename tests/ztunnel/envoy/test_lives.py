@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from hbone.aio.tls_socket import TlsSocket
+from hbone.settings import Role
+from hbone.tls_context import TlsContext, TlsSettings
+from tests.hbone.odd_certificates import with_latin_subject
 from tests.ztunnel.envoy.rig import (
     CLIENT,
     SERVER,
@@ -161,3 +165,37 @@ def test_the_port_of_an_open_tunnel_is_judged_again(tmp_path: Path, monkeypatch:
         assert POLICY_CHANGE in [line["details"] for line in await rig.log(2)]
 
     play(tmp_path, body, monkeypatch, joined=False)
+
+
+@pytest.mark.parametrize("tunnels", [True, False], ids=["tunnels", "tcp"])
+def test_a_subject_that_cannot_be_decoded_is_latin_and_leaks_nothing(tmp_path: Path, tunnels: bool) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            identities = Identities()
+            leaf = with_latin_subject(identities.authority, CLIENT)
+            socket_ = tls(SERVER, server=True)
+            end = chain(tcp(access_log=access_log(tmp_path)), transport_socket=socket_)
+            if tunnels:
+                manager = connection_manager({"route_config": connect_route("app")})
+                end = chain(manager, transport_socket=socket_)
+            await rig.published(listener(end), cluster(port), identities.secret(SERVER), identities.root())
+            await rig.until(lambda: rig.proxy.listeners.active)
+            settings = TlsSettings(
+                certificate_chain_pem=leaf.chain_pem,
+                private_key_pem=leaf.key_pem,
+                trusted_ca_pem=identities.authority.pem,
+            )
+            watched = rig.proxy.poller.registered
+            for _ in range(3):
+                near = socket.create_connection(("127.0.0.1", rig.port("l")))
+                near.setblocking(False)
+                client = TlsSocket(near, TlsContext(Role.CLIENT, settings), rig.proxy.poller)
+                await client.establish()
+                await rig.until(lambda: any(each.info.tls for each in rig.proxy.connections))
+                subjects = [each.info.tls.peer_subject for each in rig.proxy.connections if each.info.tls]
+                assert subjects == ["CN=Grün"]
+                client.close()
+                await rig.until(lambda: not len(rig.proxy.connections))
+            assert rig.proxy.poller.registered == watched
+
+    run(tmp_path, body)

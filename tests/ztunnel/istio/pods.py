@@ -557,6 +557,10 @@ class Cluster:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, 0.1)
 
+    def texts(self) -> list[str]:
+        """Every log line so far, as written."""
+        return list(self._lines)
+
     def lines(self, scope: str = "access") -> list[dict[str, Any]]:
         """Log lines of a scope, so far."""
         return [line for text in self._lines if (line := json.loads(text))["scope"] == scope]

@@ -17,6 +17,7 @@ from tests.ztunnel.istio.inbound_case import (
     Through,
     closing,
     fields,
+    policy,
 )
 from tests.ztunnel.istio.pods import (
     LOOPS,
@@ -27,6 +28,7 @@ from tests.ztunnel.istio.pods import (
     identity,
     play,
 )
+from xds.model.authorization import Action
 from ztunnel.identity.crl import RevocationLists
 from ztunnel.istio.outcome import DRAINED, POLICY_CHANGE, REVOKED
 
@@ -187,3 +189,40 @@ def test_a_handshake_under_way_becomes_a_tunnel_that_hears_goaway(tmp_path: Path
         connection.close()
 
     play(tmp_path, body)
+
+
+# Policies that are late
+
+
+def test_other_changes_do_not_prolong_the_time_of_a_missing_policy(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        cluster.application(SERVER)
+        through = Through(cluster, await connection.open(fields()))
+        await through.end.send(b"hello")
+        assert await through.end.read(5) == b"hello"
+        began_s = cluster.node.clock.monotonic()
+        cluster.mesh.apply([GATED])
+        for number in range(2):
+            await asyncio.sleep(4)
+            cluster.mesh.apply([policy(f"other{number}", Action.ALLOW)])
+        await through.end.read_all()
+        assert (await cluster.line())["error"] == POLICY_CHANGE
+        assert cluster.node.clock.monotonic() - began_s < 9
+
+    play(tmp_path, closing(body))
+
+
+def test_a_deny_that_has_arrived_does_not_wait_for_a_missing_policy(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        cluster.application(SERVER)
+        through = Through(cluster, await connection.open(fields()))
+        await through.end.send(b"hello")
+        assert await through.end.read(5) == b"hello"
+        cluster.mesh.apply([GATED])
+        began_s = cluster.node.clock.monotonic()
+        cluster.mesh.apply([policy("everybody", Action.DENY)])
+        await through.end.read_all()
+        assert (await cluster.line())["error"] == POLICY_CHANGE
+        assert cluster.node.clock.monotonic() - began_s < 1
+
+    play(tmp_path, closing(body))

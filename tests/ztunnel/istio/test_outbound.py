@@ -1,6 +1,9 @@
 """Connections that pods open: how they end, SOCKS5, and double tunnels."""
 
 import asyncio
+import errno
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -325,5 +328,25 @@ def test_a_revoked_peer_loses_its_connection(tmp_path: Path) -> None:
         await client.read_all()
         assert cluster.closed() == {"CERT_REVOKED": 1}
         await cluster.line()
+
+    play(tmp_path, body)
+
+
+def test_a_double_tunnel_without_descriptors_closes_its_outer_tunnel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        gateway = cluster.peer("gateway", GATEWAY_HOST)
+
+        def full() -> tuple[socket.socket, socket.socket]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        client = cluster.dial(f"{VIP}:80")
+        monkeypatch.setattr(socket, "socketpair", full)
+        assert await client.ask() == b""
+        assert "Too many open files" in (await cluster.line())["error"]
+        await cluster.until(lambda: not gateway.connections[0].open_streams)
 
     play(tmp_path, body)

@@ -301,6 +301,9 @@ class LiveChain:
         rbac, limits, filter_state: its filters, those from ECDS behind the inline ones.
         is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 
+    Args:
+        on_secret: called after a secret of its TLS context was replaced.
+
     Raises:
         ConfigError: its TLS context cannot be built; see :class:`~ztunnel.envoy.secrets.contexts.LiveContext`.
     """
@@ -317,6 +320,7 @@ class LiveChain:
         now: Callable[[], float],
         decisions: Decisions,
         listener_logs: bool = False,
+        on_secret: Callable[[LiveChain], object] | None = None,
     ) -> None:
         self.model = model
         self.name = model.name
@@ -337,7 +341,13 @@ class LiveChain:
             self.manager = LiveConnectionManager(model.terminal, stats, logs)
         self.tls: LiveContext | None = None
         if model.tls is not None:
-            self.tls = LiveContext(Role.SERVER, model.tls, secrets, ssl.updated_by_sds, owner=owner)
+
+            def updated() -> None:
+                ssl.updated_by_sds()
+                if on_secret is not None:
+                    on_secret(self)
+
+            self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
         """Take the configuration of a filter from ECDS; ``None``: it was removed, and the default is in force."""

@@ -109,6 +109,7 @@ class LiveListener:
         clock: Clock,
         decisions: Decisions,
         keep: Iterable[LiveChain] = (),
+        on_secret: Callable[[LiveChain], object] | None = None,
     ) -> None:
         self.model = model
         self.name = model.name
@@ -153,6 +154,7 @@ class LiveListener:
                     now=clock.monotonic,
                     decisions=decisions,
                     listener_logs=bool(self.sinks),
+                    on_secret=on_secret,
                 )
 
         self.ends_tunnels = any(isinstance(chain.terminal, HttpConnectionManager) for chain in model.all_chains)

@@ -295,6 +295,7 @@ class ListenerManager:
             clock=self._clock,
             decisions=self._decisions,
             keep=old.live_chains if old is not None and in_place else (),
+            on_secret=self._secret_changed,
         )
         kept = old.sockets if old is not None and self._may_take_over(old.model, model) else []
         if kept:
@@ -427,6 +428,12 @@ class ListenerManager:
         found.set()
         # What is open must be allowed by the current filters; Envoy asks new connections only.
         self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
+
+    def _secret_changed(self, chain: LiveChain) -> None:
+        """End connections of peers that a new revocation list names; Envoy asks in new handshakes only."""
+        validation = chain.tls.validation if chain.tls is not None else None
+        if validation is not None and validation.crl_pem is not None:
+            self._connections.review_all(Event.REVOCATIONS, concerned=lambda hop: hop.chain is chain)
 
     def _extension(self, resource: Resource, wanted: Discovered, read: Callable[[Message, Surroundings], T]) -> T:
         """Return what an ECDS resource says, and note that it is in force.

@@ -219,6 +219,14 @@ class LiveContext:
             self.presented = self._choice[0]
 
 
+def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.Certificate]:
+    """Return the client's chain as the server has verified it when the two agreed."""
+    assert client.party is not None
+    assert server.party is not None
+    found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
+    return found.path if found is not None else ()
+
+
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
     """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
 

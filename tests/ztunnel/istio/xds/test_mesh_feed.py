@@ -326,3 +326,15 @@ def test_a_session_with_a_control_plane(big: bool, monkeypatch: pytest.MonkeyPat
                 assert {value.uid for value in mesh.workloads()} == {"a", "b"}
 
     run(main())
+
+
+def test_an_update_is_one_change_whatever_it_removes_and_adds() -> None:
+    """Between the removal of an ALLOW policy and its successor, all that it allows would be denied."""
+    mesh = Mesh()
+    feed = MeshFeed(mesh)
+    run(feed.receive_authorizations(policies(policy("old"))))
+    seen: list[Changes] = []
+    mesh.watch(seen.append)
+    run(feed.receive_authorizations(policies(policy("new"), removed=("shop/old",))))
+    (change,) = seen
+    assert change.policies == {"shop/old", "shop/new"}

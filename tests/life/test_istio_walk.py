@@ -1,0 +1,310 @@
+"""Walks the life table in an Istio mesh: each state of each kind of connection, met by each event.
+
+A connection is held in a state by something that its next step waits for. The event happens, the hold is released,
+and what becomes of the connection is compared with the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from hbone.aio.connection import Connection, connect, default_client
+from hbone.errors import HboneError
+from tests.life.copying import both_ways
+from tests.life.outcome import Outcome, expected
+from tests.ztunnel.istio.inbound_case import ALLOW, APP, DENY, GATED, NEAR, POD, Through, fields
+from tests.ztunnel.istio.pods import (
+    APP_PORT,
+    CLIENT,
+    ELSEWHERE,
+    OTHER,
+    ROOT,
+    SERVER,
+    Cluster,
+    End,
+    Peer,
+    WorkloadCertificate,
+    certificate,
+    identity,
+    pair,
+    play,
+    workload,
+)
+from xds.model.address import SocketAddress
+from ztunnel.dataplane.life import Event, State
+from ztunnel.identity.crl import RevocationLists
+from ztunnel.istio.config import HBONE_PORT
+from ztunnel.istio.outcome import DRAINED, POLICY_CHANGE, REJECTED, REVOKED
+
+GRACE_S = 3.0
+FAR = workload("far", OTHER, node=ELSEWHERE)
+
+
+class Held:
+    """One connection, held in a state.
+
+    Attributes:
+        pod: whose proxy it is, and at which policies apply.
+        direction: of its access line.
+        client: an application's end; ``None`` if there never was one.
+        shown: what the other end of a tunnel shows; ``None``: plain text.
+    """
+
+    pod = "server"
+    direction = "inbound"
+
+    def __init__(self, cluster: Cluster, state: State) -> None:
+        self.cluster = cluster
+        self.state = state
+        self.client: End | None = None
+        self.shown: WorkloadCertificate | None = None
+        self._gate = asyncio.Event()
+
+    async def hold(self) -> None:
+        """Bring it into its state."""
+        raise NotImplementedError
+
+    async def release(self) -> None:
+        """Let it go on, and wait for its application's end if there is to be one."""
+        if self.state is State.IDENTIFIED and self.cluster.mesh.policy(DENY.key) is None:
+            self.cluster.mesh.apply([ALLOW])
+        self._gate.set()
+
+    async def finish(self) -> None:
+        """Close what the test has opened besides the client."""
+
+    async def works(self) -> bool:
+        """Whether bytes get through and back."""
+        if self.client is None:
+            return False
+        with contextlib.suppress(OSError):
+            await self.client.send(b"ping")
+            return await self.client.read(4) == b"ping"
+        return False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a life is in the state."""
+        return any(life.state is self.state for life in self.cluster.node.live)
+
+    async def prepare(self) -> None:
+        """Start what every kind needs: pods, an application that is slow to accept, a policy that is missing."""
+        cluster, state = self.cluster, self.state
+        await cluster.start(GATED if state is State.IDENTIFIED else POD, NEAR)
+        cluster.application(SERVER)
+        if state is State.DIALING:
+            cluster.wire.gates[APP] = self._gate
+
+    # Events
+
+    async def meet(self, event: Event) -> None:
+        """Have an event happen; one that can deny does."""
+        cluster, proxy = self.cluster, self.cluster.pods[self.pod]
+        match event:
+            case Event.POLICIES:
+                cluster.mesh.apply([GATED, DENY])
+            case Event.REVOCATIONS:
+                revoked = self.shown or certificate(identity("another"))
+                cluster.revoke(RevocationLists.parse(ROOT.revoke(revoked.issued.chain[0])))
+            case Event.CERTIFICATE:
+                cluster.certificates.put(identity(self.pod))
+            case Event.WORKLOAD_REMOVED:
+                cluster.mesh.apply((), [POD.uid])
+            case Event.WORKLOAD_RESTORED:
+                cluster.mesh.apply((), [POD.uid])
+                cluster.mesh.apply([GATED, DENY])
+            case Event.DRAIN:
+                proxy.say_goodbye()
+            case Event.DEADLINE:
+                await proxy.drain(GRACE_S)
+            case Event.STOP:
+                await proxy.stop()
+            case _:
+                raise AssertionError(event)
+
+    # What became of it
+
+    async def outcome(self) -> Outcome:
+        """Return it, once it is decided."""
+        if await self.works():
+            assert self.client is not None
+            assert await self.client.ask() == b"ping"
+            await self.cluster.until(lambda: self._lines())
+            assert "error" not in self._lines()[0]
+            return Outcome.WORKS
+        reset = await self.client.is_reset() if self.client is not None else None
+        if self.client is not None:
+            self.client.close()  # a relay whose other side is gone waits for its application
+        await self.finish()
+        await self.cluster.until(lambda: not len(self.cluster.node.live))
+        return self._said(reset=reset)
+
+    def _said(self, *, reset: bool | None) -> Outcome:
+        early = [text for text in self.cluster.texts() if "warn" in text.lower() or "error" in text.lower()]
+        errors = [line.get("error", "") for line in self._lines()]
+        if any("failed to fetch information about local workload" in text for text in early):
+            return Outcome.UNKNOWN
+        if any("revoked during the handshake" in text for text in early):
+            return Outcome.REFUSED
+        match errors:
+            case [error] if error.startswith(REJECTED):
+                return Outcome.REFUSED
+            case [error] if error == POLICY_CHANGE:
+                return Outcome.DENIED
+            case [error] if error == REVOKED:
+                return Outcome.REVOKED
+            case [error] if error == DRAINED:
+                return Outcome.FINISHED if reset is False else Outcome.CLOSED
+            case []:
+                return Outcome.CLOSED
+        raise AssertionError(errors)
+
+    def _lines(self) -> list[dict[str, str]]:
+        return [line for line in self.cluster.lines() if line["direction"] == self.direction]
+
+
+class Wire(Held):
+    """A tunnel from another node: the connection up to its handshake, then a request on it."""
+
+    async def hold(self) -> None:
+        await self.prepare()
+        self._connection: Connection | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.shown = certificate(identity("client"))
+        near, far = pair(CLIENT, SERVER)
+        arrives = self.cluster.sockets["server"]
+        arrives.accepted[HBONE_PORT](far, (CLIENT, near.getsockname()[1]))
+        self._near = near
+        if self.state is State.ACCEPTED:
+            return
+        if self.state is State.HANDSHAKE:
+            self._near, middle = pair("127.0.6.1", "127.0.6.2")
+            self._start(both_ways(middle, near, held_by=self._gate, after_first=True))
+        self._start(self._open())
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(self.cluster.tasks.create_task(work))
+
+    async def _open(self) -> None:
+        shown = self.shown
+        assert shown is not None
+        with contextlib.suppress(HboneError, OSError):
+            context = shown.client_context((identity("server"),))
+            self._connection = await connect(self._near, context, default_client(), self.cluster.node.poller)
+            self.client = Through(self.cluster, await self._connection.open(fields())).end
+
+    async def release(self) -> None:
+        await super().release()
+        if self.state is State.ACCEPTED:
+            self._start(self._open())
+        await self._tasks[-1]
+
+    async def finish(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Plain(Held):
+    """A captured plain connection to a pod."""
+
+    async def hold(self) -> None:
+        await self.prepare()
+        self.client = self.cluster.plain(f"{SERVER}:{APP_PORT}")
+
+
+class JoinedInbound(Held):
+    """A tunnel within the node; what is looked at is its inbound half."""
+
+    async def hold(self) -> None:
+        await self.prepare()
+        self.shown = self.cluster.certificates.put(identity("client"))
+        self.client = self.cluster.dial(f"{SERVER}:{APP_PORT}")
+
+
+class Outbound(Held):
+    """A connection that a pod opens to another node. Policies of the mesh do not judge it; revocation does."""
+
+    pod = "client"
+    direction = "outbound"
+
+    async def hold(self) -> None:
+        cluster = self.cluster
+        await cluster.start(NEAR)
+        cluster.mesh.apply([FAR])
+        self.shown = certificate(identity("far"))
+        peer = cluster.peer("far", OTHER, shown=self.shown)
+        if self.state is State.HANDSHAKE:
+            cluster.wire.handlers[SocketAddress(OTHER, HBONE_PORT)] = self._slow(peer)
+        if self.state is State.DIALING:
+            cluster.wire.gates[SocketAddress(OTHER, HBONE_PORT)] = self._gate
+        self.client = cluster.dial(f"{OTHER}:{APP_PORT}")
+
+    def _slow(self, peer: Peer) -> Callable[[socket.socket, tuple[str, int]], None]:
+        """Hold back the peer's answer to the ClientHello."""
+
+        def accepted(sock: socket.socket, address: tuple[str, int]) -> None:
+            near, far = pair("127.0.6.1", OTHER)
+            self.cluster.tasks.create_task(both_ways(near, sock, held_by=self._gate))
+            peer.accepted(far, address)
+
+        return accepted
+
+
+EVERY = [event for event in Event if event is not Event.CONFIGURATION]  # which is Envoy's dialect alone
+KINDS: dict[type[Held], list[State]] = {
+    Wire: [State.ACCEPTED, State.HANDSHAKE, State.IDENTIFIED, State.DIALING, State.OPEN],
+    Plain: [State.IDENTIFIED, State.DIALING, State.OPEN],
+    JoinedInbound: [State.IDENTIFIED, State.DIALING, State.JOINED],
+    Outbound: [State.HANDSHAKE, State.DIALING, State.OPEN],
+}
+
+
+def promised(kind: type[Held], state: State, event: Event) -> Outcome:
+    """The table's outcome, and what it means for a kind that an event cannot deny, or that has no such state."""
+    outcome = expected(state, event)
+    if event is Event.REVOCATIONS:
+        if kind is Plain:
+            return Outcome.WORKS  # nothing was proven that could be revoked
+        if state is State.IDENTIFIED:
+            return Outcome.REVOKED  # on the wire its connection is open, and ends what it carries
+        if kind is Outbound and state is State.DIALING:
+            return Outcome.REFUSED  # the peer is unknown until its handshake
+    if event in (Event.POLICIES, Event.WORKLOAD_REMOVED, Event.WORKLOAD_RESTORED) and kind is Outbound:
+        return Outcome.WORKS
+    if event is Event.WORKLOAD_REMOVED and outcome is Outcome.REFUSED:
+        # Before its facts are complete a connection is a new one.
+        return Outcome.WORKS if state is State.IDENTIFIED else Outcome.UNKNOWN
+    return outcome
+
+
+CELLS = [(kind, state, event) for kind, states in KINDS.items() for state in states for event in EVERY]
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "event"),
+    CELLS,
+    ids=lambda each: each.__name__ if isinstance(each, type) else each.value,
+)
+def test_what_becomes_of_a_connection(tmp_path: Path, kind: type[Held], state: State, event: Event) -> None:
+    async def body(cluster: Cluster) -> None:
+        held = kind(cluster, state)
+        await held.hold()
+        await cluster.until(lambda: held.is_held)
+        if state in (State.OPEN, State.JOINED):
+            await cluster.until(lambda: held.client is not None)
+            assert await held.works()
+        await held.meet(event)
+        await held.release()
+        outcome, wanted = await held.outcome(), promised(kind, state, event)
+        if wanted is Outcome.CLOSED and outcome is Outcome.FINISHED:
+            outcome = Outcome.CLOSED  # at once may be in order, too
+        assert outcome is wanted
+        await held.finish()
+
+    play(tmp_path, body)
