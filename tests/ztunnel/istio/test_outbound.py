@@ -340,6 +340,13 @@ def test_a_double_tunnel_without_descriptors_closes_its_outer_tunnel(
         await cluster.start(POD)
         gateway = cluster.peer("gateway", GATEWAY_HOST)
 
+        async def hold(request: Request) -> None:
+            tunnel = request.accept()
+            while not tunnel.gone:
+                await asyncio.sleep(0.1)
+
+        gateway.answer = hold
+
         def full() -> tuple[socket.socket, socket.socket]:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
