@@ -1,0 +1,132 @@
+"""How many files one connection visits, and how often it returns to one: ``python -m tests.life.walks``.
+
+Each call of a function of ``ztunnel/`` in the life of one connection is a step; a step into a file that it has
+left before is a return. A walk that goes down a stair has few. Modules that only keep counts or format lines count
+as well, because a reader follows them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.hbone import virtual_time
+from tests.ztunnel.envoy import rig as envoy
+from tests.ztunnel.istio import pods as istio
+from tests.ztunnel.istio.inbound_case import NEAR, POD, Through, fields
+
+PACKAGE = str(Path(__file__).parents[2] / "ztunnel") + "/"
+
+
+class Walk:
+    """Files in the order in which calls enter them."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def _profiled(self, frame: FrameType, event: str, _argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            file = name[len(PACKAGE) :]
+            if not self.steps or self.steps[-1] != file:
+                self.steps.append(file)
+
+    def __enter__(self) -> Walk:
+        sys.setprofile(self._profiled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def __str__(self) -> str:
+        seen: set[str] = set()
+        returns = 0
+        for file in self.steps:
+            returns += file in seen
+            seen.add(file)
+        return f"{len(seen)} files, {returns} returns; most often " + ", ".join(
+            f"{file} {self.steps.count(file)}" for file in sorted(seen, key=self.steps.count, reverse=True)[:4]
+        )
+
+
+async def _istio_outbound(cluster: istio.Cluster) -> Walk:
+    far = istio.workload("far", istio.OTHER, node=istio.ELSEWHERE)
+    await cluster.start(NEAR)
+    cluster.mesh.apply([far])
+    cluster.peer("far", istio.OTHER)
+
+    async def once() -> None:
+        assert await cluster.dial(f"{istio.OTHER}:{istio.APP_PORT}").ask() == b"ping"
+        await cluster.until(lambda: cluster.is_idle)
+
+    await once()  # the first one dials the tunnel connection
+    with Walk() as walk:
+        await once()
+    return walk
+
+
+async def _istio_inbound(cluster: istio.Cluster) -> Walk:
+    await cluster.start(POD)
+    cluster.application(istio.SERVER)
+    connection = await cluster.tunnels_to("server")
+
+    async def once() -> None:
+        assert await Through(cluster, await connection.open(fields())).end.ask() == b"ping"
+        await cluster.until(lambda: not cluster.pods["server"].dump()["inbound"])
+
+    await once()
+    with Walk() as walk:
+        await once()
+    connection.close()
+    return walk
+
+
+def _istio(body: Callable[[istio.Cluster], Awaitable[Walk]]) -> Walk:
+    walks: list[Walk] = []
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with istio.cluster(Path(folder)) as cluster:
+                walks.append(await body(cluster))
+
+    virtual_time.run(main)
+    return walks[0]
+
+
+def _envoy() -> Walk:
+    """Both directions of one tunnel in one proxy, on the wire."""
+    walks: list[Walk] = []
+
+    async def body(rig: envoy.Rig) -> None:
+        async with envoy.application() as port:
+            await envoy.tunnel(rig, port, envoy.Identities(), envoy.rbac(envoy.CLIENT))
+
+            async def once() -> None:
+                assert await envoy.ask(rig.port("l")) == b"ping"
+                await rig.until(lambda: rig.count("cluster.tunnel.upstream_rq_active") == 0)
+                await asyncio.sleep(0.02)
+
+            await once()
+            with Walk() as walk:
+                await once()
+            walks.append(walk)
+
+    with tempfile.TemporaryDirectory() as folder:
+        envoy.run(Path(folder), body)
+    return walks[0]
+
+
+def main() -> None:
+    """Print each walk."""
+    print(f"Istio, outbound        {_istio(_istio_outbound)}")
+    print(f"Istio, inbound         {_istio(_istio_inbound)}")
+    print(f"Envoy, both directions {_envoy()}")
+
+
+if __name__ == "__main__":
+    main()
