@@ -8,9 +8,10 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import h11
@@ -116,25 +117,61 @@ def _interruptible(sock: socket.socket) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+_STDOUT: Final = 1
+
+
+class _Output:
+    """Where a capture goes. A file keeps its content until the first bytes of the new capture arrive.
+
+    Unbuffered, because a reader follows, and because the interpreter must find nothing to flush into a pipe whose
+    reader has gone.
+    """
+
+    def __init__(self, descriptor: int, *, is_file: bool) -> None:
+        self._descriptor = descriptor
+        self._is_file = is_file
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        """Write all of it.
+
+        Raises:
+            OSError: as of write(2); BrokenPipeError when the reader has gone.
+        """
+        if self._is_file and not self.written:
+            os.ftruncate(self._descriptor, 0)
+        left = memoryview(data)
+        while left:
+            size = os.write(self._descriptor, left)
+            self.written += size
+            left = left[size:]
+
+
 @contextlib.contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
+def _output(name: str) -> Iterator[_Output]:
     """Open where the capture goes: a file that only its owner can read, or standard output."""
     if name == "-":
         if sys.stdout.isatty():
             raise TapFailed("a capture is nothing for a terminal: -w FILE, or pipe it into tshark -r -")
-        yield sys.stdout.buffer
+        yield _Output(_STDOUT, is_file=False)
         return
+    was_there = os.path.lexists(name)
     try:
         # A file that is there keeps its mode: its owner has chosen it.
-        file = os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise TapFailed(f"{name}: {error.strerror or error}") from None
-    with file:
-        yield file
+    output = _Output(descriptor, is_file=stat.S_ISREG(os.fstat(descriptor).st_mode))
+    try:
+        yield output
+    finally:
+        os.close(descriptor)
+        if not was_there and not output.written:
+            os.unlink(name)
 
 
 def _captured(
-    sock: socket.socket, path: str, given: dict[str, str], request: TapRequest, output: BinaryIO
+    sock: socket.socket, path: str, given: dict[str, str], request: TapRequest, output: _Output
 ) -> Iterator[str]:
     """Write a capture; yield what to tell its reader, one line each.
 
@@ -157,7 +194,6 @@ def _captured(
             size += len(event.data)
             try:
                 output.write(event.data)
-                output.flush()  # for a reader that follows
             except BrokenPipeError:
                 return  # it has enough, as tshark -c 10
     except (OSError, h11.RemoteProtocolError) as error:

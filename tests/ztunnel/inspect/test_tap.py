@@ -90,6 +90,24 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
 
 
+def test_a_refused_tap_leaves_the_capture_that_was_there(tmp_path: Path) -> None:
+    earlier, new = tmp_path / "earlier.pcapng", tmp_path / "new.pcapng"
+    earlier.write_bytes(b"an earlier capture")
+    with proxy(tmp_path / "tap"):
+        for name in (earlier, new):
+            assert main(["tap", "default/no", "--socket", str(tmp_path / "tap"), "-w", str(name)]) == 2
+    assert earlier.read_bytes() == b"an earlier capture"
+    assert not new.exists()
+
+
+def test_a_new_capture_replaces_a_longer_one(tmp_path: Path) -> None:
+    there = tmp_path / "tap.pcapng"
+    there.write_bytes(b"x" * 1_000_000)
+    with proxy(tmp_path / "tap"):
+        assert main(["tap", POD, "--socket", str(tmp_path / "tap"), "--for", "1s", "-w", str(there)]) == 0
+    assert read(there.read_bytes()).interfaces
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
