@@ -9,7 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ztunnel.runtime.proxy_flags import FLAGS, POLICY_FLAGS, SWITCH_FLAGS, names_a_source
 from ztunnel.runtime.settings import SettingsError
@@ -22,6 +22,9 @@ log = logging.getLogger("ztunnel")
 
 #: Exit status as of other programs in a pipe whose reader has gone: by SIGPIPE, says a shell.
 _READER_IS_GONE = 141
+
+#: How alike a mistyped command is to the one that is meant; below it "get" is like "agent".
+_NEAR: Final = 0.78
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -117,6 +120,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return run(int(given[1]))
     if given[:2] == ["completion", "--words"]:
         return _complete(given[2:])
+    if given[0] == "help" and given[1:] and not given[1].startswith("-"):
+        given = [*given[1:], "--help"]  # `ztunnel help explain`
     parser = _parser(given)
     if given[0] == "help":
         parser.print_help()
@@ -124,10 +129,10 @@ def _run(argv: Sequence[str] | None) -> int:
     if not given[0].startswith("-") and given[0] not in subcommands(parser):
         import difflib
 
-        near = difflib.get_close_matches(given[0], subcommands(parser), n=1)
+        near = difflib.get_close_matches(given[0], subcommands(parser), n=1, cutoff=_NEAR)
         hint = f"did you mean {near[0]}? " if near else ""
         print(f"unknown command: {given[0]}; {hint}`ztunnel help` lists them", file=sys.stderr)
-        return 1
+        return 2
     args, unknown = parser.parse_known_args(given)
     if unknown:
         _command_of(parser, given).error(f"unknown arguments: {' '.join(unknown)}")
@@ -249,7 +254,9 @@ def run_proxy(settings: "Settings", *, validate: bool) -> int:
             for fault in found.faults:
                 print(fault)
             summary = f"configuration is valid: {found.checked()}"
-            print(f"{len(found.faults)} faults" if found.faults else summary, file=sys.stderr)
+            number = len(found.faults)
+            counted = f"{number} fault{'' if number == 1 else 's'}"
+            print(counted if number else summary, file=sys.stderr)
             status = 1 if found.faults else 0
         else:
 

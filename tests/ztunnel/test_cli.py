@@ -59,11 +59,17 @@ def test_the_table_has_the_commands_of_each_package(package: str) -> None:
     assert tuple(added.choices) == COMMANDS[package]
 
 
-@pytest.mark.parametrize(("given", "hint"), [("prxoy", "did you mean proxy? "), ("x", "")])
+@pytest.mark.parametrize(("given", "hint"), [("prxoy", "did you mean proxy? "), ("x", ""), ("get", "")])
 def test_an_unknown_command_is_one_line_that_says_what_to_do(given: str, hint: str) -> None:
     done = ztunnel(given)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"unknown command: {given}; {hint}`ztunnel help` lists them\n"
+
+
+def test_help_of_a_command_is_its_own() -> None:
+    asked = ztunnel("help", "explain")
+    assert "usage: ztunnel explain" in asked.stdout
+    assert asked.stdout == ztunnel("explain", "--help").stdout
 
 
 @pytest.mark.parametrize("command", ["limits", "completion bash"])

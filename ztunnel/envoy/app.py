@@ -389,6 +389,9 @@ class Proxy:
         startup_ms = int((self.clock.monotonic() - self.started) * 1000)
         self.stats.scope("server").histogram("initialization_time_ms").record(startup_ms)
         log.info("live after %d ms, %d listeners", startup_ms, len(self.listeners.active))
+        if not self.listeners.active and not self.bootstrap.message.static_resources.listeners:
+            node = self.bootstrap.message.node.id or "(no name)"
+            log.warning("the control plane has no listener for node %s: is that the name it knows?", node)
 
     def _discover(
         self,

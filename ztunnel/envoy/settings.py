@@ -97,15 +97,21 @@ class Settings:
     warnings: tuple[str, ...] = ()
 
 
-def _address(text: str) -> SocketAddress | None:
+def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
+    """Read where a server listens; of a port alone at ``host``."""
     if text in ("", "off"):
         return None
     if text.isdigit():
-        text = f"0.0.0.0:{text}"
+        text = f"{host}:{text}"
     try:
         return SocketAddress.parse(text)
     except ValueError:
         raise ValueError("must be ip:port, a port, or off") from None
+
+
+def _admin_address(text: str) -> SocketAddress | None:
+    """Read the admin server's: it changes things and shows the mesh, so that another address must be said."""
+    return _address(text, "127.0.0.1")
 
 
 def _tunnel_source(text: str) -> TunnelSource:
@@ -126,7 +132,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "control_plane": str,
     "delta": boolean,
     "node": str,
-    "admin": _address,
+    "admin": _admin_address,
     "readiness": _address,
     "metrics": _address,
     "drain_s": duration_s,

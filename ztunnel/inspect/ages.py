@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from ztunnel.inspect.tables import Row
+Row = tuple[str, ...]
 
 #: The column of a table, and the first cell of a row of ``ztunnel status``.
 AGE: Final = "AGE"

@@ -1,6 +1,6 @@
 """The commands that ask a running proxy through its admin server.
 
-Exit status: 0; 2 when there is no answer. :mod:`ztunnel.inspect.explain` has one more.
+Exit status: 0; 1 of ``status`` when the control plane is not connected; 2 when there is no answer.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from ztunnel.inspect.completion import SCRIPTS
 from ztunnel.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.inspect.parts import NoSuchPart, part
 from ztunnel.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
-from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, mesh_dump
+from ztunnel.inspect.tables import TABLES, NotAMesh, Row, is_envoy_dump, is_good, mesh_dump
 from ztunnel.inspect.watch import watch
 from ztunnel.runtime.arguments import some_seconds
 from ztunnel.runtime.clock import SystemClock
@@ -97,7 +97,7 @@ def _table(args: argparse.Namespace) -> int:
         heading, *others = rows
         names = [name.lower().replace(" ", "_") for name in heading]
         print(json.dumps([dict(zip(names, row, strict=True)) for row in others], indent=2))
-    return 0
+    return 0 if args.command != "status" or is_good(rows) else 1
 
 
 def _interval_s(text: str) -> float:
@@ -180,7 +180,7 @@ def _refuse_namespace(args: argparse.Namespace) -> None:
 def _page_or_none(address: str, path: str) -> Any:
     """Return a page that only our proxies have; ``None`` of an Envoy."""
     try:
-        return ask_json(address, path)
+        return ask_json(address, path, PARAMETERS.get(path))
     except AskFailed as error:
         if error.status != _NOT_FOUND:
             raise

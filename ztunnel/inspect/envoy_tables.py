@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ztunnel.inspect.tables import Dump, Row, cell, counted, shown_denial
+from ztunnel.inspect.tables import Dump, Row, cell, control_plane, counted, shown_denial
 
 #: Pages by path; ``None``: the proxy does not have it.
 Pages = Mapping[str, Any]
 
 #: Names of one kind in the status; of more, only their number.
 _MOST_TOLD: Final = 8
+_CONNECTED: Final = "control_plane.connected_state"
 _LISTENERS, _CLUSTERS, _SECRETS = "ListenersConfigDump", "ClustersConfigDump", "SecretsConfigDump"
 
 
@@ -67,6 +68,9 @@ def certificates(pages: Pages) -> Iterator[Row]:
 
 def status(pages: Pages) -> Iterator[Row]:
     """Yield what a person looks at first: the server, what is in force, what is not, who was denied."""
+    connected = _connected(pages.get("/stats"))  # a saved dump has no statistics
+    if connected is not None:
+        yield control_plane("ADS", None, connected=connected)
     server = pages["/server_info"]
     for name, key in (("version", "version"), ("state", "state"), ("up for", "uptime_current_epoch")):
         yield (name, cell(server, key))
@@ -86,6 +90,14 @@ def status(pages: Pages) -> Iterator[Row]:
     yield from _few("not ready", _waiting(pages["/init_dump"]))
     yield from _few("no healthy endpoint", (cell(each, "name") for each in clusters if _is_down(each)))
     yield from _few("denied", (_denied(each) for each in pages["/denials"] or []), "/denials")
+
+
+def _connected(stats: Any) -> bool | None:
+    """Return the value of a statistic that a proxy with an ADS stream has; ``None``: it has none."""
+    for each in (stats or {}).get("stats") or []:
+        if each.get("name") == _CONNECTED:
+            return bool(each.get("value"))
+    return None
 
 
 def _few(name: str, texts: Iterator[str], page: str = "") -> Iterator[Row]:
@@ -164,9 +176,14 @@ ENVOY_TABLES: Final = {
     "policies": EnvoyTable(("/rbac",), policies),
     "certificates": EnvoyTable(("/certs",), certificates),
     "status": EnvoyTable(
-        ("/server_info", "/clusters", "/certs", "/init_dump"), status, optional=("/connections", "/denials")
+        ("/server_info", "/clusters", "/certs", "/init_dump"),
+        status,
+        optional=("/connections", "/denials", "/stats"),
     ),
 }
 
 #: Parameters by which a page is JSON.
-PARAMETERS: Final[Mapping[str, Mapping[str, str | None]]] = {"/clusters": {"format": "json"}}
+PARAMETERS: Final[Mapping[str, Mapping[str, str | None]]] = {
+    "/clusters": {"format": "json"},
+    "/stats": {"format": "json", "filter": f"^{_CONNECTED}$"},
+}

@@ -3,13 +3,18 @@
 Columns are those of ``istioctl ztunnel-config``. A dump is JSON of any origin: what is missing is shown as ``-``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from ztunnel.inspect.ages import shown_age
 
 Dump = Mapping[str, Any]
 Row = tuple[str, ...]
 
+#: The row of the status that is judged by the exit status.
+CONTROL_PLANE: Final = "control plane"
+_LOST: Final = "NOT CONNECTED"
 #: Pairs that the table of the status shows.
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
@@ -72,16 +77,26 @@ def services(dump: Dump, namespace: str = "") -> Iterator[Row]:
 
 
 def policies(dump: Dump, namespace: str = "") -> Iterator[Row]:
-    """Yield a row per policy, with the connections that it decided about; a dry-run one's are what it would do."""
+    """Yield a row per policy, with the connections that it decided about; a dry-run one's are what it would do.
+
+    The last row has those that were denied because no ALLOW policy matched, if there were any.
+    """
     yield ("NAMESPACE", "POLICY NAME", "ACTION", "SCOPE", "ENFORCED", "ALLOWED", "DENIED", "LAST")
     for each in sorted(_of(dump, "policies", namespace), key=_name):
         enforced = "dry run" if each.get("dryRun") else "yes"
         if each.get("faults"):
             enforced += ", not understood in part"
         made = each.get("decisions") or {}
-        denied = cell(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
-        counts = (cell(made, "allowed"), denied, cell(made, "lastTime"))
-        yield (*_name(each), cell(each, "action"), cell(each, "scope"), enforced, *counts)
+        yield (*_name(each), cell(each, "action"), cell(each, "scope"), enforced, *_counts(made))
+    implied = dump.get("noPolicyMatched")
+    if implied and not namespace:
+        yield (_NONE, "(no ALLOW policy matched)", "Deny", _NONE, "implied", *_counts(implied))
+
+
+def _counts(made: Dump) -> Row:
+    """Return what was allowed and denied, and when last."""
+    denied = cell(made, "denied") + (f", {made['ended']} ended" if made.get("ended") else "")
+    return cell(made, "allowed"), denied, cell(made, "lastTime")
 
 
 def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
@@ -114,6 +129,11 @@ def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:
 
 def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
     """Yield what a person looks at first: version, pods, connections, certificates, the mesh."""
+    plane = dump.get("controlPlane") or {}
+    if plane.get("address"):
+        yield control_plane(
+            cell(plane, "address"), plane.get("awaySeconds"), connected=bool(plane.get("connected"))
+        )
     version = dump.get("version") or {}
     yield ("version", cell(version, "version"))
     pods = list(_pods(dump, namespace))
@@ -143,6 +163,19 @@ def status(dump: Dump, namespace: str = "") -> Iterator[Row]:
         yield ("denied", shown_denial(each, cell(each, "destination")))
     if len(denials) > _MOST_DENIALS:
         yield ("denied", f"and {len(denials) - _MOST_DENIALS} pairs more: see /denials")
+
+
+def control_plane(address: str, away_s: float | None, *, connected: bool) -> Row:
+    """Return the first row of the status: whether what is in force can still change."""
+    if connected:
+        return (CONTROL_PLANE, f"connected to {address}")
+    away = f" for {shown_age(away_s)}" if away_s else ""
+    return (CONTROL_PLANE, f"{_LOST}{away}: {address}; what follows is what it said last")
+
+
+def is_good(rows: Sequence[Row]) -> bool:
+    """Return whether a status says that the control plane is connected, or says nothing of one."""
+    return not any(row[0] == CONTROL_PLANE and row[1].startswith(_LOST) for row in rows)
 
 
 def _number(number: int, one: str, several: str) -> str:

@@ -16,7 +16,10 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "delta": ("ZTUNNEL_XDS_DELTA", "true: incremental xDS (with --control-plane)"),
     "node": ("NODE_NAME", "name of this node (with --control-plane)"),
-    "admin": ("ZTUNNEL_ADMIN_ADDRESS", "admin address, ip:port or off (default 127.0.0.1:15000)"),
+    "admin": (
+        "ZTUNNEL_ADMIN_ADDRESS",
+        "admin address, ip:port, a port of loopback, or off (default 127.0.0.1:15000)",
+    ),
     "readiness": ("ZTUNNEL_READINESS_ADDRESS", "readiness address (default 0.0.0.0:15021)"),
     "metrics": ("ZTUNNEL_METRICS_ADDRESS", "Prometheus address (default 0.0.0.0:15020)"),
     "drain_s": (

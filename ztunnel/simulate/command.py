@@ -64,6 +64,13 @@ def add_arguments(subparsers: Any) -> None:
         help="with this dry-run policy in force; repeatable",
     )
     changes.add_argument(
+        *("--same-selector",),
+        action="append",
+        default=[],
+        metavar="NAMESPACE/NAME",
+        help="the selector in FILE is the active policy's, whose labels the mesh does not tell; repeatable",
+    )
+    changes.add_argument(
         "--suggest", action="store_true", help="instead print the least policies that let in what was allowed"
     )
     seen = command.add_argument_group("connections").add_mutually_exclusive_group(required=True)
@@ -100,10 +107,16 @@ def run(args: argparse.Namespace) -> int:
         proposals = [
             each for file in args.policy for each in read_policies(_read(file), file, args.root_namespace)
         ]
-        after = applied(before, proposals, removed=args.remove, enforced=args.enforce)
+        after = applied(
+            before,
+            proposals,
+            removed=args.remove,
+            enforced=args.enforce,
+            same_selector=args.same_selector,
+        )
         if not (proposals or args.remove or args.enforce or args.suggest):
             raise _Failed("nothing to simulate: give --policy, --remove, --enforce or --suggest")
-        log = read_log(_read(args.from_log).splitlines()) if args.from_log else _watched(args, before)
+        log = _logged(args.from_log) if args.from_log else _watched(args, before)
     except (AskFailed, NotAMesh, ConfigError, _Failed) as error:
         print(f"ztunnel simulate: {error}", file=sys.stderr)
         return 2
@@ -125,6 +138,14 @@ def _read(file: str) -> str:
         return sys.stdin.read() if file == "-" else read_text(Path(file))
     except OSError as error:
         raise _Failed(plain_reason(error)) from None
+
+
+def _logged(file: str) -> Log:
+    lines = _read(file).splitlines()
+    log = read_log(lines)
+    if lines and log.others == len(lines):
+        raise _Failed(f"{file}: none of its {len(lines)} lines is an access line of a ztunnel")
+    return log
 
 
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
@@ -159,7 +180,7 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
     found: dict[Seen, int] = {}
     for seen in sockets.values():
         found[seen] = found.get(seen, 0) + 1
-    return Log(found, 0)
+    return Log(found, 0, 0)
 
 
 def _print(answer: Simulation, log: Log) -> None:
@@ -176,6 +197,8 @@ def _print(answer: Simulation, log: Log) -> None:
         print(f"{answer.unknown} went to addresses that are no workload of the mesh: not judged")
     if log.unread:
         print(f"lines of the log that do not say enough, not judged: {log.unread}")
+    if log.others:
+        print(f"lines of the log that are no access lines: {log.others}")
 
 
 def _shown(answer: Simulation, log: Log) -> Mapping[str, Any]:
@@ -185,4 +208,5 @@ def _shown(answer: Simulation, log: Log) -> Mapping[str, Any]:
         "totals": {change.value: answer.total(change) for change in Change},
         "unknown_destinations": answer.unknown,
         "unread_lines": log.unread,
+        "other_lines": log.others,
     }

@@ -7,7 +7,7 @@ name, so that nobody trusts an answer about a policy of which only half was judg
 
 import ipaddress
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -100,7 +100,12 @@ def read_policies(text: str, file: str, root_namespace: str) -> list[Proposal]:
 
 
 def applied(
-    mesh: LocalMesh, proposals: Sequence[Proposal], *, removed: Sequence[str] = (), enforced: Sequence[str] = ()
+    mesh: LocalMesh,
+    proposals: Sequence[Proposal],
+    *,
+    removed: Sequence[str] = (),
+    enforced: Sequence[str] = (),
+    same_selector: Collection[str] = (),
 ) -> LocalMesh:
     """Return the mesh as it would be.
 
@@ -109,6 +114,7 @@ def applied(
         proposals: take the places of their namesakes.
         removed: keys of policies that go.
         enforced: keys of policies that are no dry run any more.
+        same_selector: keys of policies whose selector is the active one's, whatever its labels.
 
     Raises:
         ConfigError: a policy that is named is not there, or a selector has labels that the mesh does not tell.
@@ -139,27 +145,32 @@ def applied(
         policies[policy.key] = policy
         if policy.scope is not PolicyScope.WORKLOAD_SELECTOR:
             continue
-        # Of a selector that the control plane has evaluated before, its answer is taken: it knows all labels.
-        known = old is not None and old.scope is PolicyScope.WORKLOAD_SELECTOR
-        workloads = [
-            each
-            if (policy.key in each.authorization_policies) is wanted
-            else replace(each, authorization_policies=(*each.authorization_policies, policy.key))
-            for each, wanted in (
-                (each, policy.key in each.authorization_policies if known else _selects(proposal, each))
-                for each in workloads
-            )
-        ]
+        if policy.key in same_selector:
+            if old is None or old.scope is not PolicyScope.WORKLOAD_SELECTOR:
+                raise ConfigError(f"--same-selector {policy.key}: the mesh has no such policy with a selector")
+            continue  # the control plane has evaluated it, and knows all labels
+        active = old is not None and old.scope is PolicyScope.WORKLOAD_SELECTOR
+        workloads = [_with(each, policy.key, _selects(proposal, each, active=active)) for each in workloads]
     return replace(mesh, workloads=tuple(workloads), policies=tuple(policies.values()))
 
 
-def _selects(proposal: Proposal, workload: Workload) -> bool:
+def _with(workload: Workload, key: PolicyKey, selected: bool) -> Workload:
+    """Return a workload that names a policy, or does not."""
+    others = tuple(each for each in workload.authorization_policies if each != key)
+    if selected is (len(others) < len(workload.authorization_policies)):
+        return workload
+    return replace(workload, authorization_policies=(*others, key) if selected else others)
+
+
+def _selects(proposal: Proposal, workload: Workload, *, active: bool) -> bool:
     for label, value in proposal.labels.items():
         attribute = _KNOWN_LABELS.get(label)
         if attribute is None:
+            key = proposal.policy.key
+            hint = f"; if the selector is that of the active policy, --same-selector {key}" if active else ""
             raise ConfigError(
                 f"{proposal.place}: spec.selector.matchLabels.{label}: the mesh does not tell this label; it "
-                f"tells {', '.join(_KNOWN_LABELS)}"
+                f"tells {', '.join(_KNOWN_LABELS)}{hint}"
             )
         if getattr(workload, attribute) != value:
             return False

@@ -29,21 +29,24 @@ class Log(NamedTuple):
     Attributes:
         seen: how often each came.
         unread: lines about inbound connections that do not say enough.
+        others: lines that are no access lines.
     """
 
     seen: dict[Seen, int]
     unread: int
+    others: int
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Read access lines, plain or JSON; other lines are passed over.
+    """Read access lines, plain or JSON; other lines are counted and passed over.
 
     Only what the destination's proxy wrote counts: it is the one that judges, and it has the proven identity.
     """
     found: dict[Seen, int] = {}
-    unread = 0
+    unread = others = 0
     for line in lines:
         if _MESSAGE not in line:
+            others += 1
             continue
         fields = fields_of(line)
         if fields.get("direction") != "inbound":
@@ -64,7 +67,7 @@ def read_log(lines: Iterable[str]) -> Log:
             unread += 1
             continue
         found[connection] = found.get(connection, 0) + 1
-    return Log(found, unread)
+    return Log(found, unread, others)
 
 
 def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterator[Seen]:

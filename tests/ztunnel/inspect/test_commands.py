@@ -790,3 +790,27 @@ def test_an_always_policy_reads_well(capsys: Said) -> None:
     said = capsys.readouterr().out
     assert "refused: explicitly denied by: shop/all" in said
     assert "because: always" in said
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize(("connected", "status"), [(True, 0), (False, 1)])
+def test_a_lost_control_plane_is_the_first_line_of_the_status_and_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], connected: bool, status: int, as_json: list[str]
+) -> None:
+    plane = {"address": "istiod:15012", "connected": connected, "awaySeconds": 0.0 if connected else 191.0}
+    file = tmp_path / "dump.json"
+    file.write_text(json.dumps({"workloads": [], "certificates": [], "controlPlane": plane}))
+    assert main(["status", "-f", str(file), *as_json]) == status
+    said = capsys.readouterr().out
+    assert ("NOT CONNECTED for 3m11s: istiod:15012" in said) is not connected
+    if not as_json:
+        assert said.startswith("control plane")
+
+
+def test_policies_has_a_row_for_what_no_policy_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    implied = {"allowed": 0, "denied": 180, "ended": 2, "lastTime": "2026-11-25T10:00:00Z"}
+    file = tmp_path / "dump.json"
+    file.write_text(json.dumps({"workloads": [], "certificates": [], "noPolicyMatched": implied}))
+    assert main(["policies", "-f", str(file), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["policy_name"], row["denied"]) == ("(no ALLOW policy matched)", "180, 2 ended")

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from ztunnel.inspect.envoy_tables import certificates, policies, status
+from ztunnel.inspect.tables import is_good
 
 _DUMP = "type.googleapis.com/envoy.admin.v3."
 SERVER = {"version": "v", "state": "LIVE", "uptime_current_epoch": "5s", "node": {"id": "n"}}
@@ -39,6 +42,15 @@ def test_the_status_of_a_bare_envoy() -> None:
         ("clusters", "0"),
         ("certificates", "0"),
     ]
+
+
+@pytest.mark.parametrize(("value", "said"), [(1, "connected to ADS"), (0, "NOT CONNECTED: ADS; what follows is")])
+def test_the_status_begins_with_the_control_plane(value: int, said: str) -> None:
+    stats = {"stats": [{"name": "control_plane.connected_state", "value": value}]}
+    rows = list(status({**pages(), "/stats": stats}))
+    assert rows[0][0] == "control plane"
+    assert rows[0][1].startswith(said)
+    assert is_good(rows) is bool(value)
 
 
 def host(**health: Any) -> dict[str, Any]:

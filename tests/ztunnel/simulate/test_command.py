@@ -63,6 +63,16 @@ def test_in_envoys_dialect_it_says_what_to_use(files: list[str], tmp_path: Path,
     assert "in Envoy's dialect shadow_rules" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["root:x:0:0:root:/root:/bin/bash\n" * 3, "{}\n"])
+def test_a_file_without_access_lines_is_no_answer(
+    files: list[str], tmp_path: Path, capsys: Said, text: str
+) -> None:
+    (tmp_path / "access.log").write_text(text)
+    assert main([*files, "--suggest"]) == 2
+    lines = text.count("\n")
+    assert f"access.log: none of its {lines} lines is an access line of a ztunnel" in capsys.readouterr().err
+
+
 def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "access.log").write_text("")
     assert main([*files, "--suggest"]) == 0

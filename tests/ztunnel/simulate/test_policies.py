@@ -180,11 +180,29 @@ def test_a_selector_takes_the_workloads_that_it_names() -> None:
     assert policies_of(none) == policies_of(mesh)
 
 
-def test_of_a_policy_that_is_there_the_control_planes_selection_is_kept() -> None:
+def test_a_selector_of_unknown_labels_must_be_said_to_be_the_active_one() -> None:
     changed = read(written(name="old", selector={"matchLabels": {"tier": "any"}}))
-    after = applied(mesh_of(DUMP), [changed])
+    with pytest.raises(
+        ConfigError, match="if the selector is that of the active policy, --same-selector shop/old"
+    ):
+        applied(mesh_of(DUMP), [changed])
+    after = applied(mesh_of(DUMP), [changed], same_selector=["shop/old"])
     assert policies_of(after) == {"back": ["shop/old"], "b2": []}
     assert [policy.action for policy in after.policies] == [Action.ALLOW]
+
+
+def test_a_changed_selector_of_an_active_policy_is_evaluated() -> None:
+    mesh = mesh_of(DUMP)
+    narrowed = read(written(name="old", selector={"matchLabels": {"app": "front"}}))
+    assert policies_of(applied(mesh, [narrowed])) == {"back": [], "b2": []}
+    widened = read(written(name="old", selector={"matchLabels": {"app": "back"}}))
+    assert policies_of(applied(mesh, [widened])) == {"back": ["shop/old"], "b2": ["shop/old"]}
+
+
+def test_only_an_active_policy_with_a_selector_can_keep_it() -> None:
+    new = read(written(selector={"matchLabels": {"tier": "any"}}))
+    with pytest.raises(ConfigError, match="--same-selector shop/p: the mesh has no such policy"):
+        applied(mesh_of(DUMP), [new], same_selector=["shop/p"])
 
 
 def test_policies_can_go_and_come_into_force() -> None:

@@ -26,7 +26,7 @@ from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.config import IstioConfig, OriginalSource, PodName, ProxyMode
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.pod import PodProxy
-from ztunnel.istio.policy_uses import Use
+from ztunnel.istio.policy_uses import NONE_MATCHED, Use
 from ztunnel.istio.zds.pods import RunningPod
 
 
@@ -46,8 +46,11 @@ def pieces(
     yield "{\n"
     yield from _list("certificates", _certificates(proxy))
     yield from _value("config", config_entry(proxy.config))
+    yield from _value("controlPlane", control_plane_entry(proxy))
     yield from _list("denials", denials(counted))
-    yield from _list("policies", mesh_dump.policies(mesh, _decisions(counted)))
+    decisions = _decisions(counted)
+    yield from _value("noPolicyMatched", decisions.get(NONE_MATCHED))
+    yield from _list("policies", mesh_dump.policies(mesh, decisions))
     yield from _list("services", mesh_dump.services(mesh))
     yield from _value("stagedServices", mesh_dump.staged_services(mesh))
     yield from _value("staticConfig", proxy.control.static_config())
@@ -149,6 +152,14 @@ def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Ma
             entry["connections"] = connections[status.running]
         entries[uid] = entry
     return entries
+
+
+def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
+    """Return whether what is in force can still change, for the first line of ``ztunnel status``; ours."""
+    address, away_s = proxy.config.xds_address, proxy.control.staleness_s
+    if not address:
+        return {"address": None}
+    return {"address": address, "connected": away_s == 0.0, "awaySeconds": round(away_s, 1)}
 
 
 def version_entry(istio_version: str) -> Mapping[str, str]:

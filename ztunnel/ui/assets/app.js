@@ -408,11 +408,14 @@
     setText($("dialect"), facts.dialect === "istio" ? "Istio" : "Envoy's dialect");
     setText($("version"), facts.version);
     count("connections", data.connections.shown.length + data.connections.left_out);
-    count("policies", data.policies.shown.length + data.policies.left_out);
+    const implied = data.policies.shown.filter((each) => each.mode === "implied").length; // no policy of its own
+    count("policies", data.policies.shown.length - implied + data.policies.left_out);
     const late = data.certificates.shown.filter((each) => each.state !== "Available" || each.expires_s < data.time_s);
     count("certificates", late.length || data.certificates.shown.length + data.certificates.left_out, late.length);
     count("refusals", data.refusals.shown.length + data.refusals.left_out, true);
-    pill(facts.state, facts.ready ? "good" : "bad");
+    const lost = data.sources.shown.find((each) => each.connected === false);
+    if (lost) pill(`${lost.name} not connected`, "bad");
+    else pill(facts.state, facts.ready ? "good" : "bad");
     showMesh(data);
     showConnections(data);
     showPolicies(data);

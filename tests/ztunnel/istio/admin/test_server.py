@@ -339,7 +339,17 @@ def test_a_taken_port_is_named() -> None:
 
 #: The Rust ztunnel's, and ``denials``, in order.
 TOP = [
-    *("certificates", "config", "denials", "policies", "services", "stagedServices", "staticConfig"),
+    *(
+        "certificates",
+        "config",
+        "controlPlane",
+        "denials",
+        "noPolicyMatched",
+        "policies",
+        "services",
+        "stagedServices",
+        "staticConfig",
+    ),
     *("version", "workloads"),
 ]
 CONFIG_KEYS = """
