@@ -45,6 +45,7 @@ from tproxy.aio.netns import (
     unpublish,
     unshare,
 )
+from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
@@ -245,6 +246,7 @@ class Lab:
             _reap(child)
         self._children.clear()
         for netns in self._open:
+            SysctlMemory(cookie_of(netns)).forget_all()
             netns.remove_name()
             netns.close()
         self._open.clear()

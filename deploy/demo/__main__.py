@@ -54,7 +54,7 @@ def main() -> int:
         sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line when it is printed, as a terminal does
     try:
         if args.mode == "policy":
-            return policy.main()
+            return policy.main(keep=args.keep)
         if args.mode == "kube":
             programs()
         window = Window() if args.keep else None  # a browser is where we are now

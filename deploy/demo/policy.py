@@ -489,8 +489,12 @@ def running() -> Iterator[PolicyDemo]:
             demo.close()
 
 
-def main() -> int:
-    """Run the demo and return the exit status."""
+def main(*, keep: bool = False) -> int:
+    """Run the demo and return the exit status.
+
+    Args:
+        keep: stay up afterwards, until it is interrupted.
+    """
     with running() as demo:
         print("Setting the stage: a backend behind a real Envoy, a policy server, policies served from files")
         try:
@@ -502,4 +506,9 @@ def main() -> int:
             return 1
         failed = demo.failures
         print(f"\n{'Everything came out as expected.' if not failed else f'{failed} expectations failed.'}")
+        if keep:
+            print(f"It stays up until Ctrl-C. Its sockets, policies and logs are in {demo.folder}")
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:  # signal.pause() sleeps for ever on a signal that came just before it
+                    time.sleep(1)
         return 1 if failed else 0

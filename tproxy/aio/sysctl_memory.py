@@ -63,6 +63,10 @@ class SysctlMemory:
         gone = set(keys)
         self._write({key: value for key, value in self.load().items() if key not in gone})
 
+    def forget_all(self) -> None:
+        """Drop every value: the namespace ends, and nothing in it will be put back."""
+        self._write({})
+
     def _write(self, values: Mapping[SysctlKey, str]) -> None:
         path = self._path
         if path is None:
