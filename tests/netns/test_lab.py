@@ -18,7 +18,9 @@ from tests.programs import needed
 from tproxy.aio import netns
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
+from tproxy.aio.sysctl_memory import SysctlMemory, cookie_of
 from tproxy.errors import ConnectTimedOut, KernelRefused, UnknownNamespace
+from tproxy.resources import SysctlKey
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 PLAN = {"w1": ["productpage", "ratings", "details"], "w2": ["reviews-v1", "reviews-v2", "a-rather-long-name"]}
@@ -214,3 +216,14 @@ def test_entered_comes_back_after_an_exception() -> None:
             sock = socket.socket()
         with sock, pytest.raises(OSError, match="unreachable"):
             sock.connect(("127.0.0.1", 1))
+
+
+def test_what_is_remembered_of_its_namespaces_goes_with_them() -> None:
+    with Lab({"w1": ["a"]}) as lab:
+        place = lab.pod("a").netns
+        memory = SysctlMemory(cookie_of(place))
+        memory.save({SysctlKey("ipv4", "all", "rp_filter"): "1"})
+        path = memory._path
+        assert path is not None
+        assert path.exists()
+    assert not path.exists()
