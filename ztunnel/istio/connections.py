@@ -227,12 +227,16 @@ class PodConnections:
         for group in self.groups:
             group.dissolve()
 
-    def end_carried(self, connection: Connection, reason: str) -> None:
-        """End what a tunnel connection carries, with the reason for which it ends itself."""
-        for group in (self.inbound, self.outbound):
-            for entry in group:
-                if entry.connection is connection:
-                    entry.end(reason)
+    def end_carried(self, connection: Connection, reason: str) -> int:
+        """End what a tunnel connection carries, with the reason for which it ends itself.
+
+        Returns:
+            How many connections those were.
+        """
+        carried = [e for group in (self.inbound, self.outbound) for e in group if e.connection is connection]
+        for entry in carried:
+            entry.end(reason)
+        return len(carried)
 
     def dump(self) -> dict[str, list[dict[str, str | None]]]:
         """Return ``connections`` of the dump; equal inbound ones collapse, as in upstream's table.

@@ -201,7 +201,7 @@ class Inbound:
                 here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
                 here.identity = _first_identity(facts.uri_sans)
                 arrival.proved()
-                self._established(carrier, connection)
+                self._established(carrier, here, connection)
 
             owned = None  # from here on serve_connection owns the socket
             try:
@@ -237,7 +237,7 @@ class Inbound:
             if owned is not None:
                 owned.close()
 
-    def _established(self, carrier: Carrier, connection: Connection) -> None:
+    def _established(self, carrier: Carrier, peer: _Peer, connection: Connection) -> None:
         """Let a connection take requests, unless its peer was revoked during the handshake.
 
         Raises:
@@ -256,7 +256,9 @@ class Inbound:
             connection.close()
 
         def aborted(reason: str) -> None:
-            connections.end_carried(connection, reason)
+            if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
+                # No tunnel's line tells of it, and its peer is about to ask why it was turned away.
+                self._denials.write(peer.source, peer.local, reason)
             connection.abort(reason)
 
         carrier.opened(aborted, leave=connection.drain, finish=ended)

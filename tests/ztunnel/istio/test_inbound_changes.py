@@ -123,6 +123,23 @@ def test_a_revoked_client_loses_its_tunnels(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
+def test_a_revoked_client_without_a_tunnel_is_told_of(tmp_path: Path) -> None:
+    """Its connection ends although no tunnel's line would say so."""
+
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        shown = certificate(identity("client"))
+        connection = await cluster.tunnels_to("server", shown=shown)
+        await cluster.until(lambda: len(cluster.pods["server"].connections.carriers) == 1)
+        await asyncio.sleep(0.05)  # the end of the handshake, on its side
+        cluster.revoke(RevocationLists.parse(ROOT.revoke(shown.issued.chain[0])))
+        await cluster.until(lambda: connection.error is not None)
+        assert (await cluster.line())["error"] == REVOKED
+        assert cluster.node.metrics.crl_rejections["destination"] == 1
+
+    play(tmp_path, body)
+
+
 # Drain
 
 
