@@ -6,8 +6,11 @@ compiled are the modules that run per chunk and per tunnel. Of those, none may w
 """
 
 import os
+import subprocess
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 COMPILED = (
     "hbone/end_state.py",
@@ -41,6 +44,33 @@ COMPILED = (
     "hbone/aio/tunnel.py",
 )
 
+
+class BuildWithRevision(build_py):
+    """Records the commit in the package, as ``ztunnel/runtime/revision.py`` reads it.
+
+    It is taken from ``ZTUNNEL_REVISION``, for builds without a repository (the image's), or from git.
+    """
+
+    def run(self) -> None:
+        """Build, then write the record into the result."""
+        super().run()
+        revision = os.environ.get("ZTUNNEL_REVISION") or _described()
+        if revision and not self.editable_mode:
+            (Path(self.build_lib) / "ztunnel" / "revision.txt").write_text(revision + "\n", encoding="utf-8")
+
+
+def _described() -> str:
+    """Return the name of the commit here, with ``-dirty`` if files differ; empty without git or a repository."""
+    if not (Path(__file__).parent / ".git").exists():
+        return ""
+    described = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(described, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
 if __name__ == "__main__":
     extensions = []
     if os.environ.get("ZTUNNEL_COMPILE") == "1":
@@ -50,4 +80,4 @@ if __name__ == "__main__":
         extensions = mypycify(
             ["--config-file", "pyproject.toml", *COMPILED], opt_level="3", group_name="hbone.compiled"
         )
-    setup(ext_modules=extensions)
+    setup(ext_modules=extensions, cmdclass={"build_py": BuildWithRevision})

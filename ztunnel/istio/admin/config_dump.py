@@ -28,6 +28,7 @@ from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.policy_uses import NONE_MATCHED, Use
 from ztunnel.istio.zds.pods import RunningPod
+from ztunnel.runtime.revision import revision
 
 
 def pieces(
@@ -164,12 +165,13 @@ def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
 
 def version_entry(istio_version: str) -> Mapping[str, str]:
     """Return the version and build of this program, which ``ztunnel version`` prints, too."""
+    built = revision()
     return {
         "version": __version__,
-        "gitRevision": "unknown",
+        "gitRevision": built.commit,
         "rustVersion": f"Python {platform.python_version()}",
         "buildProfile": hbone.build(),
-        "buildStatus": "Clean",
+        "buildStatus": built.status,
         "istioVersion": istio_version,
         "cryptoProvider": "openssl",
     }
