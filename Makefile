@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Go's own installer leaves it beside the PATH.
+GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
+NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
 .PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui
@@ -133,14 +136,16 @@ bare: ## README's first hour in a root with only Python, git and make; needs roo
 helm: .tools/helm ## Helm for the tests of the chart; needs Go, some minutes once
 
 .tools/helm:
-	GOBIN=$(CURDIR)/.tools go install helm.sh/helm/v3/cmd/helm@v3.19.0
+	@$(NEEDS_GO)
+	GOBIN=$(CURDIR)/.tools $(GO) install helm.sh/helm/v3/cmd/helm@v3.19.0
 
 promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages; needs Go, some minutes once
 
 .tools/promtool:
-	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && go mod init promtool 2>/dev/null && \
-	go get github.com/prometheus/prometheus/cmd/promtool@v0.55.1 && \
-	go build -o $(CURDIR)/$@ github.com/prometheus/prometheus/cmd/promtool && rm -rf $$build
+	@$(NEEDS_GO)
+	@mkdir -p .tools && build=$$(mktemp -d) && cd $$build && $(GO) mod init promtool 2>/dev/null && \
+	$(GO) get github.com/prometheus/prometheus/cmd/promtool@v0.55.1 && \
+	$(GO) build -o $(CURDIR)/$@ github.com/prometheus/prometheus/cmd/promtool && rm -rf $$build
 
 lock: ## resolve requirements/*.lock anew
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -129,7 +129,7 @@ class Demo(ABC):
         command = f"{' '.join(ZTUNNEL_COMMAND)} tap {pod} --for 10s --socket {self.tap_socket(node)}"
         if shutil.which("tshark") is None:
             return f"{command} -w {pod.rpartition('/')[2]}.pcapng   (for Wireshark)"
-        return f"{command} -w - | tshark -l -r - -Y http -c 40"
+        return f"{command} -w - | tshark -l -r - -Y http"
 
     def tap_socket(self, node: str) -> Path:
         """Return where the proxy of a node listens for taps."""

@@ -1,6 +1,7 @@
 """Tables of what a proxy of an Istio mesh knows, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
 
-Columns are those of ``istioctl ztunnel-config``. A dump is JSON of any origin: what is missing is shown as ``-``.
+Columns are those of ``istioctl ztunnel-config``; serial numbers are hexadecimal.
+A dump is JSON of any origin: what is missing is shown as ``-``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ _LOST: Final = "NOT CONNECTED"
 #: Pairs that the table of the status shows.
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
+#: Decimal digits of 20 octets, the most that RFC 5280, 4.1.2.2 allows.
+_LONGEST_SERIAL: Final = 49
 #: The lists of a dump that other tables count.
 _COUNTED: Final = {
     "workloads": ("workload", "workloads"),
@@ -113,7 +116,15 @@ def certificates(dump: Dump, namespace: str = "") -> Iterator[Row]:
         chain += [("Root", held) for held in each.get("rootCerts") or []]
         for kind, held in chain or [(_NONE, {})]:
             times = (cell(held, "expirationTime"), cell(held, "validFrom"))
-            yield (identity, kind, cell(each, "state"), cell(held, "serialNumber"), *times)
+            yield (identity, kind, cell(each, "state"), _serial(cell(held, "serialNumber")), *times)
+
+
+def _serial(shown: str) -> str:
+    """Return the serial number of a dump, which has it in decimal, as OpenSSL, the live page and Envoy show it."""
+    if not (shown.isascii() and shown.isdecimal()) or len(shown) > _LONGEST_SERIAL:
+        return shown
+    digits = f"{int(shown):x}"
+    return digits.zfill(len(digits) + len(digits) % 2)
 
 
 def connections(dump: Dump, namespace: str = "") -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """Answers ``/ui`` and what is below it: the page, its script and style, one event as JSON, and all as a stream.
 
-Nothing here changes the proxy; every path takes GET only. The page is one document of our own files, and its
+Nothing here changes the proxy; every path takes GET and HEAD only.
+The page is one document of our own files, and its
 content security policy forbids it anything else. Three things keep other sites of the user's browser out:
 
 - ``Host`` must be an address or ``localhost``. A site can have its name point to 127.0.0.1 (DNS rebinding), and
@@ -54,6 +55,7 @@ _FILES: Final = {
 }
 _DATA: Final = f"{PATH}/data"
 _EVENTS: Final = f"{PATH}/events"
+_STREAM: Final = "text/event-stream"
 #: What a browser says of requests that no other site made; other clients say nothing.
 _OWN_SITE: Final = ("", "same-origin", "none")
 
@@ -113,8 +115,8 @@ class LivePages:
             return _secured(
                 text("ask by an address or localhost: a name in Host may be another site's\n", 403, PLAIN)
             )
-        if request.method != "GET":
-            return _secured(text("GET only: this page changes nothing\n", 405, PLAIN), ("allow", "GET"))
+        if request.method not in ("GET", "HEAD"):
+            return _secured(text("GET only: this page changes nothing\n", 405, PLAIN), ("allow", "GET, HEAD"))
         path = request.path.rstrip("/")
         found = _FILES.get(path)
         if found is not None:
@@ -125,7 +127,8 @@ class LivePages:
         if path == _DATA:
             return self._data()
         if path == _EVENTS:
-            return self._events()
+            # HEAD follows nothing, and must not take one of the streams.
+            return self._events() if request.method == "GET" else _secured(Page(content_type=_STREAM, body=()))
         return _secured(not_found((*_FILES, _DATA, _EVENTS)))
 
     async def _data(self) -> Page:
@@ -140,7 +143,7 @@ class LivePages:
         if self._followers == 1:
             self._began()
         page = Page(
-            content_type="text/event-stream",
+            content_type=_STREAM,
             # Browsers connect again after this time, also to a proxy that started anew.
             body=("retry: 2000\n\n",),
             repeated=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),

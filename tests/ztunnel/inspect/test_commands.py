@@ -253,7 +253,7 @@ def test_certificates_of_one_namespace(saved: str, capsys: Said) -> None:
     assert main(["certificates", "-f", saved, "-n", "default"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[1:3] for line in lines[1:]] == [["Leaf", "Available"], ["Root", "Available"]]
-    assert lines[1][3:] == ["7127", "2026-11-22T11:25:15Z", "2026-11-21T11:23:15Z"]
+    assert lines[1][3:] == ["1bd7", "2026-11-22T11:25:15Z", "2026-11-21T11:23:15Z"]
 
 
 def test_parts_of_a_saved_dump(saved: str, capsys: Said) -> None:

@@ -114,10 +114,17 @@ def test_addresses_and_localhost_are_answered(host: str) -> None:
     assert asked("/ui", host=host).status == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/ui", "/ui/data", "/ui/events", "/ui/app.js"])
 def test_nothing_takes_another_method(method: str, path: str) -> None:
     assert asked(path, method=method).status == 405
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/data", "/ui/events", "/ui/app.js"])
+def test_head_is_answered_and_follows_nothing(path: str) -> None:
+    page = asked(path, method="HEAD")
+    assert page.status == 200
+    assert page.repeated is None
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
