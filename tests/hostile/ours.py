@@ -40,6 +40,7 @@ from ztunnel.http.page import Page, PageRequest, text
 from ztunnel.http.server import PageServer
 from ztunnel.istio.dns.answer import DnsSettings
 from ztunnel.istio.dns.forwarder import Forwarder
+from ztunnel.istio.dns.hosts import Hosts
 from ztunnel.istio.dns.server import DnsServer
 from ztunnel.istio.xds.mesh_feed import MeshFeed
 from ztunnel.runtime import heap
@@ -147,7 +148,7 @@ async def serve(folder: Path, ports: dict[str, int], limits: Limits) -> None:
         return _CLIENT
 
     names = DnsServer(
-        mesh, client, DnsSettings(), Forwarder(_no_socket), lambda report: None, rng=random.Random(1)
+        mesh, client, DnsSettings(), Hosts(), Forwarder(_no_socket), lambda report: None, rng=random.Random(1)
     )
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     udp.bind((HOST, 0))

@@ -23,11 +23,12 @@ MOST_BYTES: Final = 65_535
 _QR, _AA, _TC, _RD, _RA, _CD = 0x8000, 0x0400, 0x0200, 0x0100, 0x0080, 0x0010
 _OPCODE: Final = 0x7800
 _RCODE: Final = 0x000F
-_A, _CNAME, _SOA, _AAAA, _OPT = 1, 5, 6, 28, 41
+_A, _CNAME, _SOA, _AAAA, _OPT, _TSIG = 1, 5, 6, 28, 41, 250
 _IN: Final = 1
 #: A compressed name that refers to the question's (RFC 1035, 4.1.4): a pointer to offset 12, behind the header.
 _TO_QUESTION: Final = b"\xc0\x0c"
 _NO_ERROR, _FORMERR, _SERVFAIL, _NXDOMAIN = 0, 1, 2, 3
+_BADVERS: Final = 16
 _DO: Final = 0x8000
 _LONGEST_TTL_S: Final = 86_400
 _MOST_NAME_BYTES: Final = 255  # encoded (RFC 1035, 2.3.4)
@@ -159,9 +160,17 @@ def _type_name(kind: int) -> str:
 
 
 def local_answer(
-    query: Query, addresses: Sequence[IpAddress], canonical: str | None, ttl_s: int, limit: int
+    query: Query,
+    addresses: Sequence[IpAddress],
+    canonical: str | None,
+    ttl_s: int,
+    limit: int,
+    *,
+    authoritative: bool = True,
 ) -> bytes:
     """Return our own answer: the addresses, behind a CNAME record if ``canonical`` is given.
+
+    Without addresses it has the SOA record that lets resolvers cache that there are none (RFC 2308, 3).
 
     An answer longer than ``limit`` holds as many addresses as fit and is marked as truncated. It is not emptied,
     because some clients never retry by TCP, unless there is no room for two names of 255 bytes. Addresses keep
@@ -184,9 +193,20 @@ def local_answer(
     fitting_records = records[: max(0, room // (len(fixed) + (16 if query.kind == _AAAA else 4)))]
     if room < 0:
         alias = b""
-    flags = _QR | _AA | _RA | (_TC if room < 0 or len(fitting_records) < len(records) else 0)
+    soa = _soa(owner, ttl_s) if not records else b""
+    if len(soa) > room:
+        soa = b""
+    cut = _TC if room < 0 or len(fitting_records) < len(records) else 0
+    flags = _QR | _RA | cut | (_AA if authoritative else 0)
     answers = len(fitting_records) + bool(alias)
-    return b"".join((_header(query, flags, answers), query.question, alias, *fitting_records, opt))
+    header = _header(query, flags, answers, 1 if soa else 0)
+    return b"".join((header, query.question, alias, *fitting_records, soa, opt))
+
+
+def _soa(owner: bytes, ttl_s: int) -> bytes:
+    """Return a SOA record for a name without data, which is a zone of its own, with ``owner`` a pointer to it."""
+    values = owner + b"\x0ahostmaster" + owner + struct.pack(">5I", 1, 7200, 1800, _LONGEST_TTL_S, ttl_s)
+    return owner + struct.pack(">HHIH", _SOA, _IN, ttl_s, len(values)) + values
 
 
 def server_failure(query: Query) -> bytes:
@@ -196,20 +216,24 @@ def server_failure(query: Query) -> bytes:
     return _header(query, _QR | _RA | _SERVFAIL, 0) + query.question + _opt(query)
 
 
-def _header(query: Query, flags: int, answers: int) -> bytes:
+def bad_version(query: Query) -> bytes:
+    """Return the answer BADVERS, with the version of EDNS that is supported (RFC 6891, 6.1.3)."""
+    opt = struct.pack(">BHHBBHH", 0, _OPT, query.udp_bytes, _BADVERS >> 4, 0, query.edns_flags & _DO, 0)
+    return _header(query, _QR | _RA | (_BADVERS & _RCODE), 0) + query.question + opt
+
+
+def _header(query: Query, flags: int, answers: int, authority: int = 0) -> bytes:
     """Return the header of a response with one question; RD and CD are copied from the query."""
     asked = int.from_bytes(query.wire[2:4], "big")
     flags |= asked & (_RD | _CD)
-    return query.wire[:2] + struct.pack(">5H", flags, 1, answers, 0, 1 if query.edns else 0)
+    return query.wire[:2] + struct.pack(">5H", flags, 1, answers, authority, 1 if query.edns else 0)
 
 
 def _opt(query: Query) -> bytes:
     """Return the OPT record of a response, or nothing if the query has none (RFC 6891, 6.1.1)."""
     if not query.edns:
         return b""
-    return b"\x00" + struct.pack(
-        ">HHBBHH", _OPT, query.udp_bytes, 0, query.edns_version, query.edns_flags & _DO, 0
-    )
+    return struct.pack(">BHHBBHH", 0, _OPT, query.udp_bytes, 0, 0, query.edns_flags & _DO, 0)
 
 
 def _error(wire: bytes, rcode: int) -> bytes:
@@ -279,7 +303,26 @@ def passed_on(query: Query, response: bytes) -> bytes:
     rest = response[4:]
     if int.from_bytes(response[4:6], "big") == 1:
         rest = response[4:HEADER_BYTES] + query.question + response[HEADER_BYTES + len(query.question) :]
-    return query.wire[:2] + flags.to_bytes(2, "big") + rest
+    return _with_opt(query, query.wire[:2] + flags.to_bytes(2, "big") + rest)
+
+
+def _with_opt(query: Query, response: bytes) -> bytes:
+    """Return a response with an OPT record if the query has one (RFC 6891, 7), though its server had none.
+
+    A response that is signed, or cannot be read, stays as it is.
+    """
+    questions, answers, authority, additional = struct.unpack_from(">4H", response, 4)
+    if not query.edns or questions != 1 or not _repeats(query, response):
+        return response
+    start = HEADER_BYTES + len(query.question)
+    try:
+        kinds = [record.kind for record in _records(response, start, answers + authority + additional)]
+    except (ValueError, struct.error, IndexError):
+        return response
+    if _OPT in kinds or _TSIG in kinds or additional == 0xFFFF:
+        return response
+    counted = int(additional + 1).to_bytes(2, "big")
+    return response[: HEADER_BYTES - 2] + counted + response[HEADER_BYTES:] + _opt(query)
 
 
 @dataclass(frozen=True, slots=True)

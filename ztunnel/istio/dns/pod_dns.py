@@ -18,6 +18,7 @@ from xds.model.workload import Workload
 from ztunnel.istio.config import PodName, ProxyMode
 from ztunnel.istio.dns.answer import DnsSettings
 from ztunnel.istio.dns.forwarder import Forwarder, search_domains
+from ztunnel.istio.dns.hosts import Hosts
 from ztunnel.istio.dns.server import DnsServer, QueryReport
 from ztunnel.istio.local_workload import LocalWorkload
 from ztunnel.istio.metrics import DnsDurations
@@ -66,6 +67,7 @@ class PodDns:
                 ipv6=config.ipv6,
                 preferred_namespace=config.preferred_service_namespace,
             ),
+            Hosts(),
             Forwarder(self._upstream_socket, _RESOLV_CONF, ipv6=config.ipv6, places=node.dns_places),
             self._report,
             dropped=node.metrics.dns_dropped,

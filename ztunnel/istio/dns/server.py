@@ -23,12 +23,14 @@ from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from ztunnel.istio.dns.answer import DnsSettings, answer
 from ztunnel.istio.dns.forwarder import Forwarder, ForwardFailed
+from ztunnel.istio.dns.hosts import Hosts
 from ztunnel.istio.dns.message import (
     MOST_BYTES,
     Malformed,
     Query,
     address_query,
     answer_count,
+    bad_version,
     first_address,
     fitting,
     local_answer,
@@ -54,7 +56,7 @@ QUERY_RATE: Final = 2000.0
 _PAUSE_S: Final = 0.02
 _DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB less headers
 _FD_PAUSE_S: Final = 1.0
-_NXDOMAIN: Final = 3
+_NO_ERROR: Final = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +68,11 @@ class QueryReport:
         query_type: ``A``, ``AAAA``, ``TXT``, ...
         protocol: ``udp`` or ``tcp``.
         name: with its final dot.
-        result: for the log: ``success``, ``no records``, ``forwarded``, ``forwarding failed (...)``.
+        result: for the log: ``success``, ``no records``, ``hosts file``, ``forwarded``,
+            ``forwarding failed (...)``.
         endpoints: number of addresses in our own answer, or of records in a forwarded one.
-        forwarded: whether the answer comes from name servers or from the cache of their answers.
-        failed: whether a forwarded query got no answer, or NXDOMAIN.
+        forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
+        failed: whether a forwarded query got no answer, or one that is an error.
         duration_s: time until the answer was made.
     """
 
@@ -100,6 +103,7 @@ class DnsServer:
         mesh: the mesh, whose services are answered here.
         client: returns the pod's workload, or None if it is not known in time.
         settings: see there.
+        hosts: the names of a hosts file, which are not forwarded either.
         forwarder: answers all other queries.
         on_query: called once per query, when it is answered.
         idle_s: time limit for each query and each answer on a TCP connection.
@@ -115,6 +119,7 @@ class DnsServer:
         mesh: Mesh,
         client: Callable[[], Awaitable[Workload | None]],
         settings: DnsSettings,
+        hosts: Hosts,
         forwarder: Forwarder,
         on_query: Callable[[QueryReport], None],
         *,
@@ -129,6 +134,7 @@ class DnsServer:
         self._mesh = mesh
         self._client = client
         self._settings = settings
+        self._hosts = hosts
         self._forwarder = forwarder
         self._on_query = on_query
         self._idle_s = idle_s
@@ -306,6 +312,8 @@ class DnsServer:
         client = await self._client()
         if client is None:
             return server_failure(query), _Outcome(None, "unknown client")
+        if query.edns_version > 0:
+            return bad_version(query), _Outcome(client, f"EDNS version {query.edns_version} is not supported")
         if query.wants_address:
             ipv6 = query.type_name == "AAAA"
             name = query.name.removesuffix(".")
@@ -317,13 +325,18 @@ class DnsServer:
                 wire = local_answer(query, addresses, local.canonical, self._settings.ttl_s, limit)
                 result = "success" if addresses else "no records"
                 return wire, _Outcome(client, result, len(addresses))
+            known = self._hosts.addresses(name, ipv6=ipv6)
+            if known:
+                wire = local_answer(query, known, None, self._settings.ttl_s, limit, authoritative=False)
+                return wire, _Outcome(client, "hosts file", len(known), forwarded=True)
         try:
             response = await self._forwarder.forward(query)
         except ForwardFailed as error:
             result = f"forwarding failed ({error})"
             return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
-        missing = rcode(response) == _NXDOMAIN
-        outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=missing)
+        # As the Rust ztunnel counts them: NXDOMAIN, SERVFAIL, REFUSED and the like.
+        failed = rcode(response) != _NO_ERROR
+        outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
         return fitting(query, response, limit), outcome
 
 

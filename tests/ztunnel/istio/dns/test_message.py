@@ -9,6 +9,7 @@ import dns.message
 import dns.opcode
 import dns.rcode
 import dns.rrset
+import dns.tsigkeyring
 import dns.update
 import pytest
 from hypothesis import given
@@ -18,6 +19,8 @@ from ztunnel.istio.dns.message import (
     Malformed,
     Query,
     address_query,
+    answer_count,
+    bad_version,
     first_address,
     fitting,
     is_answer_to,
@@ -133,6 +136,48 @@ def test_our_answer() -> None:
             assert (answer.payload, answer.ednsflags) == (1232, dns.flags.DO)
     empty = parsed(local_answer(query(kind="AAAA"), [], None, 30, 512))
     assert (empty.rcode(), empty.answer) == (dns.rcode.NOERROR, [])
+    (soa,) = empty.authority
+    assert soa.to_text().startswith("Cart.shop. 30 IN SOA ")
+    assert soa[0].minimum == 30, "for so long resolvers may remember that there is none"
+
+
+def test_no_records_behind_an_alias() -> None:
+    asked = query("api.example.com.shop.svc.cluster.local", "AAAA", use_edns=0)
+    answer = parsed(local_answer(asked, [], "api.example.com", 30, 512))
+    assert [records.to_text() for records in answer.answer] == [
+        "api.example.com.shop.svc.cluster.local. 30 IN CNAME api.example.com."
+    ]
+    assert answer.authority[0].name.to_text() == "api.example.com."
+    assert answer.edns == 0
+
+
+@pytest.mark.parametrize("version", [1, 2, 255])
+def test_another_version_of_edns_is_refused_with_ours(version: int) -> None:
+    answer = parsed(bad_version(query(use_edns=version, payload=1232, want_dnssec=True)))
+    assert answer.rcode() == dns.rcode.BADVERS
+    assert (answer.edns, answer.payload, answer.ednsflags & dns.flags.DO) == (0, 1232, dns.flags.DO)
+    assert answer.question[0].name.to_text() == "Cart.shop."
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_forwarded_answer_has_an_opt_record_if_the_query_has_one(*, asks: bool, keyed: bool) -> None:
+    """Of servers without EDNS, too; a signature stays the last record and true."""
+    asked = query("www.example.com", **({"use_edns": 0, "payload": 1232} if asks else {}))
+    plain = dns.message.make_response(dns.message.make_query("www.example.com", "A", id=4711))
+    plain.answer.append(dns.rrset.from_text("www.example.com.", 60, "IN", "A", "192.0.2.1"))
+    if keyed:
+        plain.use_tsig(dns.tsigkeyring.from_text({"key.": "c2VjcmV0"}), keyname="key.")
+        plain.request_mac = b""
+    wire = plain.to_wire()
+    answer = passed_on(asked, wire)
+    assert answer_count(answer) == 1
+    if keyed:
+        assert answer[10:12] == wire[10:12]
+    else:
+        assert parsed(answer).edns == (0 if asks else -1)
+        assert parsed(answer).answer == plain.answer
+    assert passed_on(asked, answer) == answer, "twice adds nothing"
 
 
 def test_an_answer_under_the_name_that_was_meant() -> None:

@@ -17,6 +17,7 @@ from tests.ztunnel.istio.dns.upstreams import Behaviour, Upstream, open_socket, 
 from xds.model.workload import Workload
 from ztunnel.istio.dns.answer import DnsSettings
 from ztunnel.istio.dns.forwarder import Forwarder
+from ztunnel.istio.dns.hosts import Hosts
 from ztunnel.istio.dns.server import DnsServer, QueryReport
 
 WAIT_S = 20.0
@@ -83,6 +84,7 @@ def run(
                 mesh(CART, BIG, *backends),
                 who,
                 DnsSettings(),
+                Hosts(tmp_path / "hosts"),
                 forwarder,
                 reports.append,
                 dropped=dropped,
@@ -149,6 +151,44 @@ def test_the_rest_is_forwarded(tmp_path: Path, loop: str) -> None:
         ]
 
     run(tmp_path, body, behave=behave, loop=loop)
+
+
+@pytest.mark.parametrize("code", [dns.rcode.SERVFAIL, dns.rcode.REFUSED, dns.rcode.NXDOMAIN])
+def test_errors_of_name_servers_are_failures(tmp_path: Path, code: dns.rcode.Rcode) -> None:
+    async def body(pod: Pod) -> None:
+        assert (await pod.ask("www.example.com")).rcode() == code
+        (report,) = pod.reports
+        assert report.forwarded
+        assert report.failed
+
+    run(tmp_path, body, behave=plain(code=code))
+
+
+def test_names_of_the_hosts_file_are_not_forwarded(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("192.0.2.7 db.example.com cart\n")
+
+    async def body(pod: Pod) -> None:
+        answer = await pod.ask("db.example.com")
+        assert [record.address for record in answer.answer[0]] == ["192.0.2.7"]
+        assert not answer.flags & dns.flags.AA
+        assert (await pod.ask("localhost")).answer[0][0].address == "127.0.0.1"
+        assert (await pod.ask("localhost", "AAAA")).answer[0][0].address == "::1"
+        assert (await pod.ask("cart")).answer[0][0].address == "10.9.0.1", "the mesh comes first"
+        assert pod.upstream.queries == []
+        await pod.ask("db.example.com", "TXT")
+        assert len(pod.upstream.queries) == 1
+        assert [report.result for report in pod.reports[:3]] == ["hosts file"] * 3
+
+    run(tmp_path, body, behave=plain(code=dns.rcode.NXDOMAIN))
+
+
+@pytest.mark.parametrize("name", ["cart", "www.example.com"])
+def test_another_version_of_edns_is_refused(tmp_path: Path, name: str) -> None:
+    async def body(pod: Pod) -> None:
+        assert (await pod.ask(name, use_edns=1)).rcode() == dns.rcode.BADVERS
+        assert pod.upstream.queries == []
+
+    run(tmp_path, body)
 
 
 def test_name_servers_that_are_away_are_a_failure_of_ours(tmp_path: Path) -> None:
