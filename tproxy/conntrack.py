@@ -21,6 +21,7 @@ class Flow:
 
     Attributes:
         family: of the addresses, ``AF_INET`` or ``AF_INET6``.
+        icmp: type and code of the first packet, of ICMP and ICMPv6; else zeros.
         entry: the attributes by which the kernel finds the entry.
     """
 
@@ -31,6 +32,7 @@ class Flow:
     source_port: int
     destination_port: int
     entry: bytes
+    icmp: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         return f"{self.source}:{self.source_port} > {self.destination}:{self.destination_port}/{self.protocol}"
@@ -61,19 +63,24 @@ def read_flow(body: bytes) -> Flow:
         if kind in parts
     )
     # Replies come from where the packets went after translation, with the address of the source before its own.
-    return Flow(body[0], original[0], reply[0], original[2], original[3], reply[3], entry)
+    return Flow(body[0], original[0], reply[0], original[2], original[3], reply[3], entry, original[5])
 
 
-def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int]:
-    """Return source, destination, protocol and ports of one direction."""
+def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int, tuple[int, int]]:
+    """Return source, destination, protocol, ports, and ICMP's type and code of one direction."""
     parts = attribute_map(payload)
     addresses, ports = attribute_map(parts.get(1, b"")), attribute_map(parts.get(2, b""))
     source, destination = (addresses.get(1) or addresses.get(3), addresses.get(2) or addresses.get(4))
     if source is None or destination is None or len(ports.get(1, b"")) != 1:
         raise MalformedDump(payload)
     numbers = (int.from_bytes(ports.get(kind, b""), "big") for kind in (2, 3))
+    # CTA_PROTO_ICMP_TYPE and _CODE, and those of ICMPv6.
+    icmp = next(
+        ((ports[kind][0], ports[kind + 1][0]) for kind in (5, 8) if ports.get(kind) and ports.get(kind + 1)),
+        (0, 0),
+    )
     try:
         ends = ip_address(source), ip_address(destination)
     except ValueError as error:
         raise MalformedDump(payload) from error
-    return *ends, ports[1][0], next(numbers), next(numbers)
+    return *ends, ports[1][0], next(numbers), next(numbers), icmp

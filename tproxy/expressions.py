@@ -379,6 +379,12 @@ def neighbour_discovery() -> Phrase:
     )
 
 
+def icmp_is(kind: int, code: int | None = None, *, negate: bool = False) -> Phrase:
+    """Match ICMP's or ICMPv6's type, with a code both as one value. A test of the protocol precedes it."""
+    value = bytes((kind,)) if code is None else bytes((kind, code))
+    return (Payload(Base.TRANSPORT, 0, len(value)), Compare(value, _test(negate=negate)))
+
+
 def ports_between(offset: int, first: int, last: int) -> Phrase:
     """Match ports in a range; ``offset`` 0 is the source's, 2 the destination's. A protocol's test precedes it."""
     load = Payload(Base.TRANSPORT, offset, 2)

@@ -46,7 +46,7 @@ class Packet:
     Attributes:
         state: of its connection, ``CT_*``.
         tcp_flags: of a TCP packet.
-        icmp_type: of an ICMP or ICMPv6 packet.
+        icmp_type, icmp_code: of an ICMP or ICMPv6 packet; a flow of conntrack has those of its first packet.
     """
 
     source: IpAddress
@@ -57,6 +57,7 @@ class Packet:
     state: int = CT_NEW
     tcp_flags: int = SYN
     icmp_type: int = 0
+    icmp_code: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ def _header(packet: Packet, base: int, offset: int, length: int) -> bytes | None
         if packet.protocol == TCP:
             header += bytes((packet.tcp_flags,))
     else:
-        header = bytes((packet.icmp_type, 0)) + bytes(6)
+        header = bytes((packet.icmp_type, packet.icmp_code)) + bytes(6)
     return header[offset : offset + length] if offset + length <= len(header) else None
 
 

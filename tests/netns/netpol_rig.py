@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_interface
 from typing import Any, Self
@@ -35,6 +35,8 @@ PROTOCOLS = {
 #: after all others have.
 WAIT_S, WATCH_S = 10.0, 0.03
 RESEND_S = 0.25
+#: How long a ping is waited for: an allowed one is answered at once, by the kernel.
+PING_S = 1.0
 
 
 def has_sctp() -> bool:
@@ -262,6 +264,31 @@ class Cluster:
         return sum(len(end_connections(node.built, node.place.netns)) for node in self.nodes if node.built)
 
     # Connections
+
+    @contextlib.contextmanager
+    def pinging(self, source: str, version: int) -> Iterator[Callable[..., bool]]:
+        """Yield a function that pings an address, all times as one flow, and returns whether it answers."""
+        family, protocol = ((socket.AF_INET, 1), (socket.AF_INET6, 58))[version == 6]
+        request, reply = ((8, 0), (128, 129))[version == 6]
+        with self.place(source).socket(family, socket.SOCK_RAW, protocol) as sock:
+
+            def ping(destination: str, *, number: int) -> bool:
+                body = struct.pack("!HH", 0x5A54, number)
+                # Over IPv6 the kernel fills the checksum in.
+                total = (request << 8) + 0x5A54 + number
+                checksum = ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF
+                target = self.address(destination, version)
+                deadline = time.monotonic() + PING_S
+                while (left := deadline - time.monotonic()) > 0:
+                    sock.sendto(struct.pack("!BBH", request, 0, checksum) + body, (target, 0))
+                    while select.select([sock], [], [], min(left, RESEND_S))[0]:
+                        packet = sock.recv(2048)
+                        found = packet[20:] if version == 4 else packet
+                        if found[0] == reply and found[4:8] == body:
+                            return True
+                return False
+
+            yield ping
 
     def address(self, end: str, version: int) -> str:
         """Return the address of ``x/a``, or of a node, ``w1``."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.netns import netpol_scenarios as s
 from tests.netns.netpol_rig import NODES, PORTS, PROTOCOLS, Cluster, Probe, outcome, probes
 from tproxy.packets import Interpreter, Packet
+from ztunnel.kube.objects import ObjectKey
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 NUMBERS = {"tcp": 6, "udp": 17, "sctp": 132}
@@ -155,6 +156,43 @@ def test_established_connections_are_judged_again_when_policies_change(cluster: 
             assert cluster.silent(goes)
             assert cluster.silent(cut)
             assert cluster.end_connections() == 0
+
+
+PING = {4: {"protocol": "ICMP", "icmp": {"type": 8}}, 6: {"protocol": "ICMPv6", "icmp": {"type": 128}}}
+
+
+def ping_policy(cluster: Cluster, *rules: dict[str, Any]) -> dict[ObjectKey, Any]:
+    """Return the lab's objects, and a policy of Calico's with these rules for pod x/a."""
+    return cluster.base() | {
+        ObjectKey("NetworkPolicy.projectcalico.org", "x", "ping"): {
+            "apiVersion": "projectcalico.org/v3",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": "ping", "namespace": "x"},
+            "spec": {"selector": "pod == 'a'", "types": ["Ingress"], "ingress": list(rules)},
+        }
+    }
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_pings_are_let_through_by_their_type(cluster: Cluster, version: int) -> None:
+    rule = {"action": "Allow", **PING[version]}
+    tcp = {"action": "Allow", "protocol": "TCP", "destination": {"ports": [80]}}
+    cluster.apply(ping_policy(cluster, rule, tcp))
+    assert cluster.wrong(probes("+y/b>x/a:80 -y/b>x/a:81")) == []
+    with cluster.pinging("y/b", version) as ping:
+        assert ping("x/a", number=1)
+        # A ping that is allowed is no connection that a change ends.
+        assert cluster.end_connections() == 0
+        assert ping("x/a", number=2)
+        cluster.apply(ping_policy(cluster, {**rule, "icmp": {"type": rule["icmp"]["type"], "code": 1}}, tcp))
+        assert cluster.end_connections() == 1
+        assert not ping("x/a", number=3)
+        cluster.apply(ping_policy(cluster, {"action": "Allow", "protocol": rule["protocol"]}, tcp))
+        assert ping("x/a", number=4)
+        without = {"action": "Allow", "protocol": rule["protocol"], "notICMP": rule["icmp"]}
+        cluster.apply(ping_policy(cluster, without, tcp))
+        assert cluster.end_connections() == 1
+        assert not ping("x/a", number=5)
 
 
 def test_probes_are_read() -> None:

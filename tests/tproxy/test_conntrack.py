@@ -38,6 +38,20 @@ def test_a_service_is_judged_as_its_pod(family: int, client: str, service: str, 
     assert attribute_map(request.body[4:]) == attribute_map(entry)
 
 
+@pytest.mark.parametrize(("family", "number", "first"), [(2, 1, 4), (10, 58, 7)])
+def test_a_ping_has_its_type_and_code(family: int, number: int, first: int) -> None:
+    client, pod = (ip_address("10.0.0.1" if family == 2 else f"fd00::{end}") for end in (1, 2))
+    ends = [attribute(at if family == 2 else at + 2, address.packed) for at, address in ((1, client), (2, pod))]
+
+    def tracked(kind: int, icmp: int) -> bytes:
+        values = (b"\x12\x34", bytes((icmp,)), b"\5")
+        fields = [attribute(first + at, value) for at, value in enumerate(values)]
+        return nest(kind, nest(1, *ends), nest(2, attribute(1, bytes((number,))), *fields))
+
+    flow = read_flow(bytes((family, 0, 0, 0)) + tracked(1, 8) + tracked(2, 0))
+    assert (flow.protocol, flow.icmp) == (number, (8, 5))
+
+
 @pytest.mark.parametrize(("octets", "protocol"), [(3, b"\6"), (4, b"")])
 def test_addresses_and_protocols_of_odd_lengths_are_malformed(octets: int, protocol: bytes) -> None:
     ends = nest(1, attribute(1, bytes(octets)), attribute(2, bytes(octets)))

@@ -85,7 +85,7 @@ from tproxy.resources import (
     Table,
 )
 
-_Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag", "flags"]
+_Kind = Literal["number", "name", "address", "port", "family", "protocol", "type", "flag", "flags", "hex"]
 _FAMILIES = {Family.INET: "inet", Family.IPV4: "ip", Family.IPV6: "ip6"}
 _PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp", 58: "ipv6-icmp", 132: "sctp", 136: "udplite"}
 _SIGNS: dict[int, str] = {Test.EQUAL: "", Test.NOT_EQUAL: "!= ", Test.AT_MOST: "<= ", Test.AT_LEAST: ">= "}
@@ -111,6 +111,7 @@ _ADDRESSES = {
     (24, 16): "ip6 daddr",
 }
 _PORTS = {0: "sport", 2: "dport"}
+_ICMP = {"icmp": "icmp", "ipv6-icmp": "icmpv6"}
 _TCP_FLAGS = {"fin": FIN, "syn": SYN, "rst": RST, "ack": ACK}
 _PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
 # nft takes these names on one hook each.
@@ -173,11 +174,14 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
             case Payload(Base.NETWORK, offset, length, register):
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
                 loaded.append(registers[register].text)
+            case Payload(Base.TRANSPORT, 0, 2, register) if protocol in _ICMP:
+                # Type and code as one value: nft has a name for each alone.
+                registers[register] = _Value("@th,0,16", "hex")
             case Payload(Base.TRANSPORT, offset, 2, register):
                 registers[register] = _Value(f"{protocol or 'th'} {_PORTS[offset]}", "port")
                 loaded.append(registers[register].text)
-            case Payload(Base.TRANSPORT, 0, 1, register) if protocol == "ipv6-icmp":
-                registers[register] = _Value("icmpv6 type", "flag")
+            case Payload(Base.TRANSPORT, 0, 1, register) if protocol is not None and protocol in _ICMP:
+                registers[register] = _Value(f"{_ICMP[protocol]} type", "flag")
             case Payload(Base.TRANSPORT, 13, 1, register) if protocol == "tcp":
                 registers[register] = _Value("tcp flags", "flags")
             case Fib(3, 2, register):
@@ -231,8 +235,9 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
         for protocol in ("tcp", "udp", "sctp", "udplite"):
             if clause.startswith(f"{protocol} ") and words and words[-1] == f"meta l4proto {protocol}":
                 words.pop()
-        if clause.startswith("icmpv6 ") and words and words[-1] == "meta l4proto ipv6-icmp":
-            words.pop()
+        for protocol, name in _ICMP.items():
+            if clause.startswith(f"{name} ") and words and words[-1] == f"meta l4proto {protocol}":
+                words.pop()
         words.append(clause)
     return words
 
@@ -266,6 +271,8 @@ def _comparison(value: _Value, data: bytes, op: int) -> str:
             return f"{value.text} {sign}{ip_address(data)}"
         case "port":
             return f"{value.text} {sign}{int.from_bytes(data, 'big')}"
+        case "hex":
+            return f"{value.text} {sign}{int.from_bytes(data, 'big'):#x}"
         case "family":
             return f"{value.text} {sign}{'ipv4' if data[0] == Family.IPV4 else 'ipv6'}"
         case "protocol":

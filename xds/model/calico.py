@@ -18,6 +18,8 @@ STAGED_KINDS: Final = frozenset(
 
 #: Names of IP protocols in rules, by number. Calico knows these; others are written as numbers.
 PROTOCOLS: Final = {"icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "sctp": 132, "udplite": 136}
+#: The protocols whose packets have a type and a code, by IP version.
+ICMP_PROTOCOLS: Final = {4: 1, 6: 58}
 
 
 class Direction(StrEnum):
@@ -92,6 +94,14 @@ class HttpMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class IcmpMatch:
+    """A type of ICMP or ICMPv6, and a code of it; None is every code."""
+
+    type: int
+    code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PeerMatch:
     """The clauses of a rule about one of the two ends, its source or its destination.
 
@@ -133,6 +143,8 @@ class Rule:
         protocol: number or name, None for any; a name that is unknown matches nothing.
         not_protocol: the same, negated: an unknown name excludes nothing.
         ip_version: 4, 6, or 0 for both.
+        icmp: ICMP packets of this type; without a protocol, those of either IP version.
+        not_icmp: packets of the rule's protocol, except this type of ICMP.
     """
 
     action: Action
@@ -142,6 +154,8 @@ class Rule:
     not_protocol: int | str | None = None
     ip_version: int = 0
     http: HttpMatch = HttpMatch()
+    icmp: IcmpMatch | None = None
+    not_icmp: IcmpMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +304,7 @@ class Flow:
         source_ip: text of the source's address; None if it has none (a pipe) or an unreadable one.
         source_port: 0 if unknown.
         protocol: IP protocol number.
+        icmp: type and code of a packet of ICMP or ICMPv6; None if they are not known.
         source_principal: the peer's SPIFFE id; empty for plain text.
         source_labels: labels that came with the request; those of the service account override them.
         method: of the request; None if there is no HTTP, which is not the empty method.
@@ -303,6 +318,7 @@ class Flow:
     source_port: int = 0
     destination_port: int = 0
     protocol: int = 6
+    icmp: tuple[int, int] | None = None
     source_principal: str = ""
     destination_principal: str = ""
     source_labels: tuple[tuple[str, str], ...] = ()

@@ -73,6 +73,10 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
     if rule.ip_version:
         clauses.append(Clause("ipVersion", _ip_version(rule.ip_version)))
     denies = rule.action.may_deny
+    if rule.icmp is not None:
+        clauses.append(Clause("icmp", _icmp(rule.icmp, denies=denies)))
+    if rule.not_icmp is not None:
+        clauses.append(Clause("notICMP", _not_icmp(rule.not_icmp, denies=denies)))
     needs_identity = connections_only and rule.action is c.Action.ALLOW
     for side, peer in (("source", rule.source), ("destination", rule.destination)):
         if needs_identity and _is_about_identity(peer):
@@ -161,6 +165,36 @@ def http_clause(rule: c.Rule) -> Check | None:
 def _protocol(protocol: int | str) -> Check:
     number = protocol if isinstance(protocol, int) else c.PROTOCOLS.get(protocol.lower())
     return lambda facts: facts.protocol == number
+
+
+def _icmp(wanted: c.IcmpMatch, *, denies: bool) -> Check:
+    def check(facts: Facts) -> bool:
+        if facts.protocol not in _ICMP:
+            return False
+        if facts.icmp is None:
+            return _unreadable(_ICMP_TYPE, denies=denies)
+        return _is_icmp(facts.icmp, wanted)
+
+    return check
+
+
+def _not_icmp(excluded: c.IcmpMatch, *, denies: bool) -> Check:
+    def check(facts: Facts) -> bool:
+        if facts.protocol not in _ICMP:
+            return True
+        if facts.icmp is None:
+            return _unreadable(_ICMP_TYPE, denies=denies)
+        return not _is_icmp(facts.icmp, excluded)
+
+    return check
+
+
+def _is_icmp(found: tuple[int, int], wanted: c.IcmpMatch) -> bool:
+    return found[0] == wanted.type and wanted.code in (None, found[1])
+
+
+_ICMP: Final = frozenset(c.ICMP_PROTOCOLS.values())
+_ICMP_TYPE: Final = "the type of an ICMP packet"
 
 
 def _ip_version(version: int) -> Check:

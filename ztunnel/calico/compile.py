@@ -153,7 +153,17 @@ class RuleCompiler(ABC):
         not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
         source = self._peer(rule.source, namespace, protocol, is_destination=False)
         destination = self._peer(rule.destination, namespace, protocol, is_destination=True)
-        return c.Rule(rule.action, source, destination, protocol, not_protocol, rule.ip_version, rule.http)
+        return c.Rule(
+            rule.action,
+            source,
+            destination,
+            protocol,
+            not_protocol,
+            rule.ip_version,
+            rule.http,
+            rule.icmp,
+            rule.not_icmp,
+        )
 
     def _peer(
         self, entity: Entity, namespace: str, protocol: int | str | None, *, is_destination: bool

@@ -372,6 +372,10 @@ class Evaluator:
         """Return whether an endpoint of the store has staged policies in a direction."""
         return self._plan(endpoint, direction).has_staged
 
+    def reads_source_port(self, endpoint: c.EndpointId, direction: c.Direction) -> bool:
+        """Return whether a rule that is evaluated for an endpoint of the store asks for the source's port."""
+        return self._plan(endpoint, direction).reads_source_port
+
     def _put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
         for tier in list(self._tiers.values()):
             if policy_id in tier.places:
@@ -469,6 +473,7 @@ def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
         flow.destination_ip,
         flow.destination_port,
         flow.protocol,
+        flow.icmp,
         flow.source_principal,
         flow.destination_principal,
         flow.requests_left_to,

@@ -13,6 +13,8 @@ from ztunnel.calico.walk import Outcome, Step, walk
 
 #: Profiles of service accounts are named so, with namespace and name.
 _OF_ACCOUNT: Final = "ksa."
+#: The source port of a connection about which nothing is said: the first that clients are given (RFC 6335, 6).
+EPHEMERAL_PORT: Final = 49152
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,13 @@ def answer(made: Evaluator, asked: Mapping[str, str]) -> tuple[bool, list[str]]:
 
     Args:
         made: the evaluator that answers there.
-        asked: ``from`` and ``to`` as for ``ztunnel policy explain``; ``port``, ``protocol``, ``method``, ``path``,
-            ``staged`` (``true``) and ``trust_domain``, each optional.
+        asked: ``from`` and ``to`` as for ``ztunnel policy explain``; ``port``, ``source_port``, ``protocol``,
+            ``method``, ``path``, ``staged`` (``true``) and ``trust_domain``, each optional.
 
     Raises:
         BadQuestion: a parameter is missing, unknown, or makes no sense.
     """
-    known = ("from", "to", "port", "protocol", "method", "path", "staged", "trust_domain")
+    known = ("from", "to", "port", "source_port", "protocol", "method", "path", "staged", "trust_domain")
     for name in asked:
         if name not in known:
             raise BadQuestion(f"{name}: unknown; there are {', '.join(known)}")
@@ -106,40 +108,94 @@ def answer(made: Evaluator, asked: Mapping[str, str]) -> tuple[bool, list[str]]:
     flow = flow_of(
         source,
         destination,
-        asked.get("port") or "80",
+        asked.get("port") or "",
         asked.get("protocol") or "tcp",
         asked.get("method"),
         asked.get("path"),
+        source_port=asked.get("source_port") or "",
     )
     return explain_both(made, flow, source, destination, enforced=asked.get("staged") != "true")
 
 
 def flow_of(
-    source: Party, destination: Party, port: str, protocol: str, method: str | None, path: str | None
+    source: Party,
+    destination: Party,
+    port: str,
+    protocol: str,
+    method: str | None,
+    path: str | None,
+    *,
+    source_port: str = "",
 ) -> c.Flow:
     """Return the flow between two parties; without method and path it is a connection.
 
+    Args:
+        port: of the destination, 80 if empty; of ICMP see :func:`icmp_of`, any type if empty.
+        source_port: :data:`EPHEMERAL_PORT` if empty.
+
     Raises:
-        BadQuestion: port or protocol are none.
+        BadQuestion: a port or the protocol is none.
     """
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise BadQuestion(f"port: {port!r} is no port")
-    number = c.PROTOCOLS.get(protocol.lower())
-    if number is None:
-        if not (protocol.isascii() and protocol.isdigit() and 0 < int(protocol) < 256):
-            raise BadQuestion(f"{protocol!r} is no IP protocol")
-        number = int(protocol)
+    number = protocol_of(protocol)
     http = method is not None or path is not None
+    is_icmp = number in c.ICMP_PROTOCOLS.values()
     return c.Flow(
         source_ip=source.address,
         destination_ip=destination.address,
-        destination_port=int(port),
+        source_port=0 if is_icmp else port_of("source_port", source_port or str(EPHEMERAL_PORT)),
+        destination_port=0 if is_icmp else port_of("port", port or "80"),
         protocol=number,
+        icmp=icmp_of(port) if is_icmp and port else None,
         source_principal=source.principal,
         destination_principal=destination.principal,
         method=(method or "") if http else None,
         path=(path or "") if http else None,
     )
+
+
+def protocol_of(text: str) -> int:
+    """Return the number of an IP protocol, given by name or number.
+
+    Raises:
+        BadQuestion: the text is neither.
+    """
+    number = c.PROTOCOLS.get(text.lower())
+    if number is None and text.isascii() and text.isdigit() and len(text) <= 3:
+        number = int(text)
+    if number is None or not 0 < number < 256:
+        raise BadQuestion(f"{text!r} is no IP protocol")
+    return number
+
+
+def port_of(name: str, text: str) -> int:
+    """Return a port, given as text.
+
+    Raises:
+        BadQuestion: the text is none; the error names the parameter.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
+        raise BadQuestion(f"{name}: {text!r} is no port")
+    return int(text)
+
+
+def port_text(flow: c.Flow) -> str:
+    """Return the destination's port of a flow in words, or the type of ICMP."""
+    if flow.protocol not in c.ICMP_PROTOCOLS.values():
+        return f"port {flow.destination_port}"
+    return "any type" if flow.icmp is None else f"type {flow.icmp[0]}, code {flow.icmp[1]}"
+
+
+def icmp_of(text: str) -> tuple[int, int]:
+    """Return type and code of ICMP, given as ``TYPE`` or ``TYPE/CODE``; the code is 0 unless it is given.
+
+    Raises:
+        BadQuestion: the text is neither.
+    """
+    kind, _, code = text.partition("/")
+    numbers = [int(part) for part in (kind, code or "0") if part.isascii() and part.isdigit() and len(part) <= 3]
+    if len(numbers) != 2 or max(numbers) > 255:
+        raise BadQuestion(f"port: {text!r} is no type of ICMP, nor a type and a code such as 3/4")
+    return numbers[0], numbers[1]
 
 
 def _party(text: str, store: Store, trust_domain: str) -> Party:

@@ -196,15 +196,13 @@ class _Reader(ClusterPolicyReader):
         if version not in (0, 4, 6) or isinstance(version, bool):
             self.fault(f"{where}.ipVersion", f"must be 4 or 6, not {version!r}")
             version = 0
-        for key in ("icmp", "notICMP"):
-            if entry.get(key) is not None:
-                self.fault(f"{where}.{key}", "connections have no ICMP types; the kernel's policy is for that")
         number = protocol if isinstance(protocol, int) else c.PROTOCOLS.get(str(protocol).lower())
         if number in (1, 58):
             needed = 4 if number == 1 else 6
             if version not in (0, needed):
                 self.fault(f"{where}.ipVersion", f"must be {needed} for {protocol}")
             version = needed
+        icmp, not_icmp = (self.icmp(entry, key, number, where) for key in ("icmp", "notICMP"))
         source = self.entity(entry, "source", where)
         destination = self.entity(entry, "destination", where)
         for side, entity in (("source", source), ("destination", destination)):
@@ -221,7 +219,28 @@ class _Reader(ClusterPolicyReader):
                 self.fault(f"{where}.http", "is for rules that allow")
             if protocol is not None and number != 6:
                 self.fault(f"{where}.http", f"needs protocol TCP, not {protocol}")
-        return ApiRule(c.Action(action.lower()), source, destination, protocol, not_protocol, version, http)
+        return ApiRule(
+            c.Action(action.lower()), source, destination, protocol, not_protocol, version, http, icmp, not_icmp
+        )
+
+    def icmp(self, entry: Json, key: str, protocol: int | None, where: str) -> c.IcmpMatch | None:
+        place = f"{where}.{key}"
+        given = self.mapping(entry.get(key), place, ("type", "code"))
+        kind, code = given.get("type"), given.get("code")
+        if kind is None and code is None:
+            return None
+        if kind is None:
+            self.fault(f"{place}.type", "must be given beside a code")
+            return None
+        for name, value in (("type", kind), ("code", code)):
+            if value is not None and not (
+                isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 256
+            ):
+                self.fault(f"{place}.{name}", f"must be 0 to 255, not {value!r}")
+                return None
+        if protocol not in c.ICMP_PROTOCOLS.values():
+            self.fault(place, "needs protocol ICMP or ICMPv6")
+        return c.IcmpMatch(kind, code)
 
     def protocol(self, entry: Json, key: str, where: str) -> int | str | None:
         value = entry.get(key)

@@ -57,6 +57,8 @@ class ApiRule:
     not_protocol: int | str | None = None
     ip_version: int = 0
     http: c.HttpMatch = NO_HTTP
+    icmp: c.IcmpMatch | None = None
+    not_icmp: c.IcmpMatch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

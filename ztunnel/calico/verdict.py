@@ -185,6 +185,7 @@ class Facts:
     __slots__ = (
         "_path",
         "destination",
+        "icmp",
         "ip_sets",
         "left",
         "left_to",
@@ -200,6 +201,7 @@ class Facts:
         protocol = flow.protocol
         self.ip_sets: IpSets = store.ip_sets
         self.protocol = protocol
+        self.icmp = flow.icmp
         self.source = Peer(store, flow.source_ip, flow.source_port, protocol, source, flow.source_labels)
         self.destination = Peer(
             store, flow.destination_ip, flow.destination_port, protocol, destination, flow.destination_labels

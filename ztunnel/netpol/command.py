@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ztunnel.runtime.arguments import port_or_any
-
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
     from tproxy.operations import NftStep
@@ -93,8 +91,13 @@ def add_arguments(subparsers: Any) -> None:
     _add_objects(ask)
     ask.add_argument("source", metavar="SRC", help="namespace/pod or IP")
     ask.add_argument("destination", metavar="DST", help="namespace/pod or IP")
-    ask.add_argument("port", type=port_or_any, metavar="PORT")
-    ask.add_argument("protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp or a number")
+    ask.add_argument("port", metavar="PORT", help="of icmp and icmpv6 TYPE or TYPE/CODE")
+    ask.add_argument(
+        "protocol", nargs="?", default="tcp", metavar="PROTO", help="tcp, udp, sctp, icmp, icmpv6 or a number"
+    )
+    ask.add_argument(
+        "--source-port", default="", metavar="PORT", help="of SRC (default 49152, one of those clients are given)"
+    )
     follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
     follow_packets.add_argument("source", metavar="IP")
     follow_packets.add_argument("destination", metavar="IP")
@@ -127,8 +130,8 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
     """Run a parsed command line, and return the exit status; errors are printed, not raised."""
     from tproxy.errors import TproxyError
     from xds.errors import ConfigError
+    from ztunnel.calico.explain import BadQuestion
     from ztunnel.kube.errors import KubeError
-    from ztunnel.netpol.explain import BadQuestion
     from ztunnel.runtime.settings import plain_reason
 
     out = out if out is not None else sys.stdout
@@ -348,7 +351,13 @@ async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     for key, problem in objects.problems.items():
         print(f"{key}: {problem}", file=out)
     allowed, lines = explained(
-        compiler.resources, compiler.compiled, args.source, args.destination, args.port, args.protocol
+        compiler.resources,
+        compiler.compiled,
+        args.source,
+        args.destination,
+        args.port,
+        args.protocol,
+        source_port=args.source_port,
     )
     print("\n".join(lines), file=out)
     return DONE if allowed else DENIED

@@ -273,6 +273,8 @@ def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
             protocol=flow.protocol,
             source_port=flow.source_port,
             destination_port=flow.destination_port,
+            icmp_type=flow.icmp[0],
+            icmp_code=flow.icmp[1],
         )
         return not made.judge(packet).accepted
 

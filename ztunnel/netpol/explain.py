@@ -1,35 +1,54 @@
 """Says whether one pod may reach another, and which policy decides: in the kernel's terms. Pure."""
 
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled, endpoint_id
 from ztunnel.calico.evaluator import Evaluator
-from ztunnel.calico.explain import Party, explain
+from ztunnel.calico.explain import (
+    EPHEMERAL_PORT,
+    BadQuestion,
+    Party,
+    explain,
+    icmp_of,
+    port_of,
+    protocol_of,
+)
 from ztunnel.calico.resources import Pod, Resources
 from ztunnel.netpol.table import TableBuilder
 from ztunnel.policysync.explain import evaluator_of, party
 
 
-class BadQuestion(ValueError):
-    """What was asked about is not there; the text says what."""
-
-
 def explained(
-    resources: Resources, compiled: Compiled, source: str, destination: str, port: int, protocol: str
+    resources: Resources,
+    compiled: Compiled,
+    source: str,
+    destination: str,
+    port: str,
+    protocol: str,
+    *,
+    source_port: str = "",
 ) -> tuple[bool, list[str]]:
     """Return whether a connection is allowed, and lines that say why.
 
     Args:
         source: ``namespace/pod`` or an address; likewise ``destination``.
-        protocol: ``tcp``, ``udp``, ``sctp`` or a number.
+        port: see :func:`~ztunnel.calico.explain.flow_of`; ``0`` is one that no rule names.
+        protocol: ``tcp``, ``udp``, ``sctp``, ``icmp``, ``icmpv6`` or a number.
+        source_port: likewise; :data:`~ztunnel.calico.explain.EPHEMERAL_PORT` if empty.
 
     Raises:
-        BadQuestion: no such pod, protocol or common IP version.
+        BadQuestion: no such pod, protocol, port or common IP version.
     """
-    number = c.PROTOCOLS.get(protocol.lower()) or (int(protocol) if protocol.isdecimal() else 0)
-    if not 0 < number < 256 or not 0 <= port < 65536:
-        raise BadQuestion(f"{protocol} {port} is no protocol and port")
+    number = protocol_of(protocol)
+    is_icmp = number in c.ICMP_PROTOCOLS.values()
+    asked = c.Flow(
+        source_port=0 if is_icmp else port_of("--source-port", source_port or str(EPHEMERAL_PORT)),
+        destination_port=0 if is_icmp or port == "0" else port_of("PORT", port),
+        protocol=number,
+        icmp=icmp_of(port) if is_icmp else None,
+    )
     try:
         ends = tuple(party(text, resources, "cluster.local") for text in (source, destination))
     except ValueError as error:
@@ -43,10 +62,20 @@ def explained(
     made = evaluator_of(compiled)
     lines: list[str] = []
     allowed = True
+    assumed = False
     for end, pod, direction in ((ends[0], pods[0], c.Direction.EGRESS), (ends[1], pods[1], c.Direction.INGRESS)):
-        answer, why = _one(compiled, made, end, pod, direction, addresses, port, number)
+        flow = replace(asked, source_ip=addresses[0], destination_ip=addresses[1])
+        answer, why = _one(compiled, made, end, pod, direction, flow)
         allowed = allowed and answer
         lines += why
+        assumed = assumed or (
+            not is_icmp
+            and not source_port
+            and end.endpoint is not None
+            and made.reads_source_port(end.endpoint, direction)
+        )
+    if assumed:
+        lines.append(f"  note: judged with source port {EPHEMERAL_PORT}; --source-port asks about another")
     lines.append("allowed" if allowed else "denied")
     return allowed, lines
 
@@ -57,9 +86,7 @@ def _one(
     end: Party,
     pod: Pod | None,
     direction: c.Direction,
-    addresses: tuple[str, str],
-    port: int,
-    protocol: int,
+    flow: c.Flow,
 ) -> tuple[bool, list[str]]:
     head = f"{direction} of {end.name}: "
     if end.endpoint is None:
@@ -68,7 +95,6 @@ def _one(
     built = TableBuilder().build(compiled, compiled.nodes[end.endpoint])
     if end.endpoint not in built.policed[direction]:
         return True, [head + "allowed, no policy isolates it in this direction"]
-    flow = c.Flow(source_ip=addresses[0], destination_ip=addresses[1], destination_port=port, protocol=protocol)
     verdict, lines = explain(made, flow, end.endpoint, direction)
     unseen = [item for item in built.unseen if verdict.rule and item.policy == verdict.rule.policy]
     for item in unseen:

@@ -41,6 +41,8 @@ TUNNEL_PORT: Final = 15008
 _MAX_COMMENT: Final = 120
 _WITH_PORTS: Final = (6, 17, 132, 136)
 _UDPLITE: Final = 136
+#: Protocols whose packets have a type and a code.
+_ICMP: Final = tuple(c.ICMP_PROTOCOLS.values())
 _FAMILIES: Final = (Family.IPV4, Family.IPV6)
 _VERSIONS: Final = {Family.IPV4: 4, Family.IPV6: 6}
 _EGRESS_PRIORITY: Final = -2
@@ -436,20 +438,36 @@ class _RuleCompiler:
         """Yield tests of the protocol, and whether what they match has ports."""
         excluded = _number(rule.not_protocol)
         unless = e.protocol_is(excluded, negate=True) if excluded is not None else ()
+        number = _number(rule.protocol)
         if rule.protocol is not None:
-            number = _number(rule.protocol)
-            if number is not None and number != excluded:
-                yield e.protocol_is(number), number in _WITH_PORTS
+            numbers: tuple[int, ...] = (number,) if number is not None else ()
+        elif rule.icmp is not None:
+            numbers = _ICMP
+        else:
+            yield from self._any_protocol(rule, excluded, unless)
             return
-        sides = (rule.source, rule.destination)
-        if not any(peer.ports or peer.not_ports for peer in sides):
-            yield unless, True
-            return
-        for number in _WITH_PORTS:
-            if number != excluded:
-                yield e.protocol_is(number), True
-        others = [word for number in _WITH_PORTS for word in e.protocol_is(number, negate=True)]
-        yield (*others, *unless), False
+        for each in numbers:
+            if each == excluded or (rule.icmp is not None and each not in _ICMP):
+                continue
+            test = e.protocol_is(each)
+            if each in _ICMP:
+                for match, negate in ((rule.icmp, False), (rule.not_icmp, True)):
+                    if match is not None:
+                        test += e.icmp_is(match.type, match.code, negate=negate)
+            yield test, each in _WITH_PORTS
+
+    def _any_protocol(self, rule: c.Rule, excluded: int | None, unless: Phrase) -> Iterator[tuple[Phrase, bool]]:
+        ported = any(peer.ports or peer.not_ports for peer in (rule.source, rule.destination))
+        apart = [*(_WITH_PORTS if ported else ()), *(_ICMP if rule.not_icmp is not None else ())]
+        for number in apart:
+            if number == excluded:
+                continue
+            test = e.protocol_is(number)
+            if number in _ICMP and rule.not_icmp is not None:
+                test += e.icmp_is(rule.not_icmp.type, rule.not_icmp.code, negate=True)
+            yield test, number in _WITH_PORTS
+        others = [word for number in apart for word in e.protocol_is(number, negate=True)]
+        yield (*others, *unless), not ported
 
     def _families(self, rule: c.Rule) -> Iterator[Family | None]:
         addressed = any(

@@ -51,7 +51,18 @@ def add_arguments(subparsers: Any) -> None:
         "--from", dest="source", required=True, metavar="WHO", help="namespace/pod, IP or SPIFFE id"
     )
     explain.add_argument("--to", required=True, metavar="WHO", help="namespace/pod or IP")
-    explain.add_argument("--port", default="80", metavar="PORT", help="of the destination (default 80)")
+    explain.add_argument(
+        "--port",
+        default="",
+        metavar="PORT",
+        help="of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
+    )
+    explain.add_argument(
+        "--source-port",
+        default="",
+        metavar="PORT",
+        help="of the client (default 49152, one of those they are given)",
+    )
     explain.add_argument("--protocol", default="tcp", metavar="NAME", help="(default tcp)")
     explain.add_argument("--method", help="of an HTTP request; without method and path it is a connection")
     explain.add_argument("--path", help="of an HTTP request")
@@ -116,7 +127,7 @@ def explain_command(args: argparse.Namespace) -> int:
     if args.server is not None:
         return _ask_server(args)
     from ztunnel.calico.compile import compile_resources
-    from ztunnel.calico.explain import BadQuestion, UnknownParty, explain_both, flow_of
+    from ztunnel.calico.explain import BadQuestion, UnknownParty, explain_both, flow_of, port_text
     from ztunnel.policysync.explain import evaluator_of, party
 
     if not args.files:
@@ -128,12 +139,20 @@ def explain_command(args: argparse.Namespace) -> int:
     try:
         source = party(args.source, resources, args.trust_domain)
         destination = party(args.to, resources, args.trust_domain)
-        flow = flow_of(source, destination, args.port, args.protocol, args.method, args.path)
+        flow = flow_of(
+            source,
+            destination,
+            args.port,
+            args.protocol,
+            args.method,
+            args.path,
+            source_port=args.source_port,
+        )
     except (UnknownParty, BadQuestion) as error:
         print(f"ztunnel policy explain: {error}", file=sys.stderr)
         return 2
     request = f" {flow.method} {flow.path}" if flow.method is not None else ""
-    print(f"from {source.name} to {destination.name}, port {args.port}/{args.protocol}{request}")
+    print(f"from {source.name} to {destination.name}, {port_text(flow)}/{args.protocol}{request}")
     made = evaluator_of(compile_resources(resources))
     allowed, lines = explain_both(made, flow, source, destination, enforced=not args.staged)
     print("\n".join(lines))
@@ -154,10 +173,11 @@ def _ask_server(args: argparse.Namespace) -> int:
     asked = {
         "from": args.source,
         "to": args.to,
-        "port": args.port,
         "protocol": args.protocol,
         "trust_domain": args.trust_domain,
         "staged": "true" if args.staged else "false",
+        **({"port": args.port} if args.port else {}),
+        **({"source_port": args.source_port} if args.source_port else {}),
         **({"method": args.method} if args.method is not None else {}),
         **({"path": args.path} if args.path is not None else {}),
     }

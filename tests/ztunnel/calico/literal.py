@@ -113,6 +113,8 @@ class Literal:
     def _clauses(self, rule: c.Rule, namespace: str, flow: c.Flow) -> Iterator[bool | None]:
         yield rule.protocol is None or protocol_is(rule.protocol, flow)
         yield rule.not_protocol is None or not protocol_is(rule.not_protocol, flow)
+        yield rule.icmp is None or icmp_is(rule.icmp, flow)
+        yield rule.not_icmp is None or inverse(icmp_is(rule.not_icmp, flow))
         address = flow.destination_ip or flow.source_ip
         yield not rule.ip_version or (address is not None and ip_address(address).version == rule.ip_version)
         source = (flow.source_ip, flow.source_port, flow.source_principal, flow.source_labels)
@@ -204,6 +206,15 @@ def put(table: Any, key: object, value: object) -> None:
 def protocol_is(protocol: int | str, flow: c.Flow) -> bool:
     number = protocol if isinstance(protocol, int) else c.PROTOCOLS.get(protocol.lower())
     return number == flow.protocol
+
+
+def icmp_is(wanted: c.IcmpMatch, flow: c.Flow) -> bool | None:
+    """Return whether a flow is of a type of ICMP; None if its type is not known."""
+    if flow.protocol not in (1, 58):
+        return False
+    if flow.icmp is None:
+        return None
+    return flow.icmp[0] == wanted.type and (wanted.code is None or wanted.code == flow.icmp[1])
 
 
 def selects(text: str, labels: dict[str, str]) -> bool | None:

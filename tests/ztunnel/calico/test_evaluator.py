@@ -56,6 +56,7 @@ HTTP = st.builds(
     methods=some(("GET", "POST", "*")),
     paths=some((c.PathMatch("/public", True), c.PathMatch("/admin", False), c.PathMatch("/%XY", True))),
 )
+ICMP = st.builds(c.IcmpMatch, st.sampled_from((3, 8)), st.sampled_from((None, 0, 1)))
 RULES = st.builds(
     c.Rule,
     action=st.sampled_from(list(c.Action)),
@@ -65,6 +66,8 @@ RULES = st.builds(
     not_protocol=mostly(None, st.sampled_from((6, "udp", "nonsense"))),
     ip_version=mostly(0, st.sampled_from((4, 6))),
     http=mostly(c.HttpMatch(), HTTP),
+    icmp=mostly(None, ICMP),
+    not_icmp=mostly(None, ICMP),
 )
 POLICIES = st.builds(
     c.Policy,
@@ -121,7 +124,8 @@ FLOWS = st.builds(
     destination_ip=st.sampled_from(ADDRESSES),
     source_port=st.sampled_from((0, 80, 50000)),
     destination_port=st.sampled_from((0, 80, 8080, 9999)),
-    protocol=st.sampled_from((6, 6, 17, 0, 300)),
+    protocol=st.sampled_from((6, 6, 17, 1, 58, 0, 300)),
+    icmp=st.sampled_from((None, (8, 0), (3, 1))),
     source_principal=st.sampled_from(PRINCIPALS),
     destination_principal=st.sampled_from(PRINCIPALS),
     source_labels=st.sampled_from(((), (("role", "web"),))),
@@ -384,6 +388,8 @@ SIX = ip_network("fd00::/8")
         ({"not_protocol": "nonsense"}, True),
         ({"ip_version": 4}, True),
         ({"ip_version": 6}, False),
+        ({"icmp": c.IcmpMatch(8)}, False),
+        ({"not_icmp": c.IcmpMatch(8)}, True),
         (source(nets=(NET,)), True),
         (source(nets=(SIX,)), False),
         (source(nets=(SIX, NET)), True),

@@ -16,7 +16,11 @@ def packets(draw: st.DrawFn, hosts: Sequence[tuple[str, str]]) -> Packet:
     protocol = draw(st.sampled_from((6, 6, 17, 132, 1 if version == 0 else 58)))
     if protocol in (1, 58):
         return Packet(
-            source=source, destination=destination, protocol=protocol, icmp_type=8 if version == 0 else 128
+            source=source,
+            destination=destination,
+            protocol=protocol,
+            icmp_type=draw(st.sampled_from((0, 3, 8, 128))),
+            icmp_code=draw(st.integers(0, 1)),
         )
     ports = st.sampled_from((80, 81, 82, 443))
     return Packet(

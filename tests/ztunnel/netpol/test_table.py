@@ -53,14 +53,17 @@ PEERS = st.builds(
     not_ip_sets=mostly((), some(SETS[:2])),
     ip_port_sets=mostly((), some(("n:http",))),
 )
+ICMP = st.builds(c.IcmpMatch, st.sampled_from((3, 8, 128)), st.sampled_from((None, 0, 1)))
 RULES = st.builds(
     c.Rule,
     action=st.sampled_from([action for action in c.Action if action is not c.Action.UNKNOWN]),
     source=mostly(c.PeerMatch(), PEERS),
     destination=mostly(c.PeerMatch(), PEERS),
-    protocol=st.sampled_from((None, None, 6, 17, "TCP", "udp", "SCTP", 1, "nonsense")),
-    not_protocol=mostly(None, st.sampled_from((6, "udp", "nonsense"))),
+    protocol=st.sampled_from((None, None, 6, 17, "TCP", "udp", "SCTP", 1, "icmpv6", "nonsense")),
+    not_protocol=mostly(None, st.sampled_from((6, "udp", 1, "nonsense"))),
     ip_version=mostly(0, st.sampled_from((4, 6))),
+    icmp=mostly(None, ICMP),
+    not_icmp=mostly(None, ICMP),
 )
 POLICIES = st.builds(
     c.Policy,
@@ -104,6 +107,7 @@ def verdict_of_policies(found: Compiled, packet: Packet) -> bool:
         source_port=packet.source_port,
         destination_port=packet.destination_port,
         protocol=packet.protocol,
+        icmp=(packet.icmp_type, packet.icmp_code) if packet.protocol in c.ICMP_PROTOCOLS.values() else None,
     )
     if source == destination:
         return True
@@ -217,6 +221,60 @@ def test_service_accounts_are_the_addresses_of_their_pods() -> None:
     assert not made.unseen
     assert accepts(made, "10.0.0.1", "10.0.0.2")
     assert not accepts(made, "10.0.0.3", "10.0.0.2")
+
+
+def pings(clauses: str, action: str = "Allow") -> Built:
+    rules = f"{{action: {action}, {clauses}}}, {{action: Allow, protocol: TCP, destination: {{ports: [8080]}}}}"
+    end = ", {action: Allow}" if action == "Deny" else ""
+    return built(global_policy("ping", f"{{selector: has(app), ingress: [{rules}{end}]}}"))
+
+
+def answers(made: Built, version: int, kind: int, code: int = 0) -> bool:
+    ends = ("10.0.0.9", "10.0.0.2") if version == 4 else ("fd00::9", "fd00::1")
+    protocol = c.ICMP_PROTOCOLS[version]
+    return accepts(made, *ends, 0, protocol=protocol, icmp_type=kind, icmp_code=code)
+
+
+@pytest.mark.parametrize(
+    ("clauses", "accepted", "refused"),
+    [
+        ("protocol: ICMP", [(4, 8), (4, 0), (4, 3, 1)], [(6, 128)]),
+        ("protocol: ICMP, icmp: {}", [(4, 8), (4, 13)], [(6, 128)]),
+        ("protocol: ICMP, icmp: {type: 8}", [(4, 8), (4, 8, 5)], [(4, 0), (6, 8), (6, 128)]),
+        ("protocol: ICMP, icmp: {type: 3, code: 4}", [(4, 3, 4)], [(4, 3), (4, 4, 4)]),
+        ("protocol: ICMP, notICMP: {type: 8}", [(4, 0), (4, 3, 8)], [(4, 8), (4, 8, 1), (6, 1)]),
+        ("protocol: ICMP, notICMP: {type: 3, code: 4}", [(4, 3), (4, 4, 4)], [(4, 3, 4)]),
+        ("protocol: ICMP, icmp: {type: 3}, notICMP: {type: 3, code: 4}", [(4, 3)], [(4, 3, 4), (4, 8)]),
+        ("protocol: ICMPv6", [(6, 128), (6, 1)], [(4, 8)]),
+        ("protocol: ICMPv6, icmp: {type: 128}", [(6, 128)], [(6, 129), (4, 128)]),
+        ("protocol: 58, notICMP: {type: 128}", [(6, 1)], [(6, 128), (4, 8)]),
+        ("protocol: 1, icmp: {type: 0}", [(4, 0)], [(4, 8)]),
+    ],
+)
+def test_icmp_rules_are_judged_by_type_and_code(
+    clauses: str, accepted: list[tuple[int, ...]], refused: list[tuple[int, ...]]
+) -> None:
+    allow, deny = pings(clauses), pings(clauses, "Deny")
+    assert not allow.unseen
+    for packet in accepted:
+        assert answers(allow, *packet)
+        assert not answers(deny, *packet)
+    for packet in refused:
+        assert not answers(allow, *packet)
+        assert answers(deny, *packet)
+    assert accepts(allow, "10.0.0.9", "10.0.0.2", 8080)
+    assert not accepts(allow, "10.0.0.9", "10.0.0.2", 8081)
+
+
+def test_a_rule_without_a_protocol_can_leave_out_a_type_of_icmp() -> None:
+    found = compiled(global_policy("one", "{selector: app == 'frontend', ingress: [{action: Allow}]}"))
+    [(policy_id, policy)] = found.policies.items()
+    rules = (c.Rule(c.Action.ALLOW, not_icmp=c.IcmpMatch(8)),)
+    found.policies[policy_id] = replace(policy, inbound=rules)
+    made = TableBuilder().build(found, "n1")
+    assert accepts(made, "10.0.0.9", "10.0.0.1")
+    for kind, accepted in ((8, False), (0, True)):
+        assert accepts(made, "10.0.0.9", "10.0.0.1", protocol=1, icmp_type=kind) == accepted
 
 
 @pytest.mark.parametrize("action", [c.Action.DENY, c.Action.PASS, c.Action.UNKNOWN])

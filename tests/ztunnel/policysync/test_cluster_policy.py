@@ -233,7 +233,7 @@ def test_a_baseline_is_for_pods_that_no_network_policy_isolates() -> None:
 
 def test_explain_names_tier_and_policy() -> None:
     made = Tables(cluster(DENY_X, "guard"))
-    answer, lines = explained(made.compiler.resources, made.compiler.compiled, "y/a", "x/a", 80, "tcp")
+    answer, lines = explained(made.compiler.resources, made.compiler.compiled, "y/a", "x/a", "80", "tcp")
     text = "\n".join(lines)
     assert not answer
     assert "tier kube-admin" in text

@@ -8,7 +8,7 @@ know becomes one with an unknown action, so that reaching it is an error and not
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from ipaddress import IPv4Network, ip_network
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from google.protobuf.message import DecodeError
 
@@ -192,19 +192,31 @@ def _rule(message: pb.Rule) -> c.Rule:
     # Unknown clauses narrow a rule in ways that cannot be obeyed. So does a path of an unknown kind.
     if unknown_fields(message) or any(not path.path for path in http.paths) or message.ip_version not in (0, 4, 6):
         action = c.Action.UNKNOWN
-    protocol = _protocol(message.protocol) if message.HasField("protocol") else None
-    if protocol is None and message.WhichOneof("icmp") is not None:
-        # Calico's API requires the protocol beside a type. Without it the rule is about ICMP all the same.
-        protocol = "icmpv6" if message.ip_version == pb.IPV6 else "icmp"
     return c.Rule(
         action,
         _source(message),
         _destination(message),
-        protocol,
+        _protocol(message.protocol) if message.HasField("protocol") else None,
         _protocol(message.not_protocol) if message.HasField("not_protocol") else None,
         int(message.ip_version),
         http,
+        _icmp(message, "icmp"),
+        _icmp(message, "not_icmp"),
     )
+
+
+def _icmp(message: pb.Rule, choice: Literal["icmp", "not_icmp"]) -> c.IcmpMatch | None:
+    match message.WhichOneof(choice):
+        case None:
+            return None
+        case "icmp_type":
+            return c.IcmpMatch(message.icmp_type)
+        case "not_icmp_type":
+            return c.IcmpMatch(message.not_icmp_type)
+        case "icmp_type_code":
+            return c.IcmpMatch(message.icmp_type_code.type, message.icmp_type_code.code)
+        case _:
+            return c.IcmpMatch(message.not_icmp_type_code.type, message.not_icmp_type_code.code)
 
 
 def _source(message: pb.Rule) -> c.PeerMatch:
@@ -406,6 +418,15 @@ def _rule_message(rule: c.Rule) -> pb.Rule:
             field.number = protocol
         elif protocol is not None:
             field.name = protocol
+    if rule.icmp is not None and rule.icmp.code is None:
+        message.icmp_type = rule.icmp.type
+    elif rule.icmp is not None:
+        message.icmp_type_code.type, message.icmp_type_code.code = rule.icmp.type, rule.icmp.code or 0
+    if rule.not_icmp is not None and rule.not_icmp.code is None:
+        message.not_icmp_type = rule.not_icmp.type
+    elif rule.not_icmp is not None:
+        message.not_icmp_type_code.type = rule.not_icmp.type
+        message.not_icmp_type_code.code = rule.not_icmp.code or 0
     message.http_match.methods.extend(rule.http.methods)
     for path in rule.http.paths:
         added = message.http_match.paths.add()

@@ -159,8 +159,9 @@ def test_texts_that_are_no_networks_are_kept_as_none() -> None:
 
 
 def test_a_rule_about_icmp_is_about_nothing_else() -> None:
-    assert rule(pb.Rule(action="allow", icmp_type=8)).protocol == "icmp"
-    assert rule(pb.Rule(action="allow", icmp_type=8, ip_version=pb.IPV6)).protocol == "icmpv6"
+    assert rule(pb.Rule(action="allow", icmp_type=8)).icmp == c.IcmpMatch(8)
+    both = pb.Rule(action="deny", not_icmp_type=8, icmp_type_code=pb.IcmpTypeAndCode(type=3, code=4))
+    assert (rule(both).icmp, rule(both).not_icmp) == (c.IcmpMatch(3, 4), c.IcmpMatch(8))
 
 
 @pytest.mark.parametrize(
