@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 WAIT_S = 30.0
 RUNNING: list["subprocess.Popen[Any]"] = []
 ROOT = Path(__file__).parents[2]
+CALICO = "projectcalico.org/v3"
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +292,39 @@ def test_a_faulty_policy_closes_its_pods_and_is_named(clean: Cluster, tmp_path: 
     _, errors = process.communicate(timeout=WAIT_S)
     assert b"PolicyNotApplied object=NetworkPolicy/x/bad" in errors
     assert b"70000" in errors
-    assert clean.wrong(probes("-y/a>x/a:80 -x/a>y/a:80 +y/a>x/b:80")) == []
+    # The policy is about ingress only, and its one rule allows nothing.
+    assert clean.wrong(probes("-y/a>x/a:80 +x/a>y/a:80 +y/a>x/b:80")) == []
+    status, text = ask("status", "--netns", clean.lab.worker("w1").place.netns.name)
+    assert status == DONE
+    [line] = [line for line in text.splitlines() if line.startswith("not as written: NetworkPolicy/x/bad: ")]
+    assert "must be a port or a name" in line
+    assert "so the rule allows nothing" in line
+
+
+def test_a_set_of_100_000_networks_is_in_the_kernel(clean: Cluster, tmp_path: Path) -> None:
+    far = [clean.address("y/c", version) for version in (4, 6)]
+    nets = [f"198.{18 + (at >> 15)}.{at >> 7 & 255}.{2 * at & 255}/32" for at in range(100_000)]
+    write(clean, tmp_path, s.Step({}, ""))
+    metadata = {"name": "feed", "labels": {"threat": "feed"}}
+    spec = {"nets": [*nets, "10.0.0.0/33", *far]}
+    deny = {"action": "Deny", "destination": {"selector": "threat == 'feed'"}}
+    objects = [
+        {"apiVersion": CALICO, "kind": "GlobalNetworkSet", "metadata": metadata, "spec": spec},
+        {
+            "apiVersion": CALICO,
+            "kind": "GlobalNetworkPolicy",
+            "metadata": {"name": "block"},
+            "spec": {"selector": "all()", "types": ["Egress"], "egress": [deny, {"action": "Allow"}]},
+        },
+    ]
+    (tmp_path / "feed.json").write_text(json.dumps({"kind": "List", "items": objects}))
+    process = start(clean, tmp_path, "--once")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert b"'10.0.0.0/33', so it is not in the set" in errors
+    assert clean.wrong(probes("+x/a>y/b:80 -x/a>y/c:80")) == []
+    sizes = {len(item.elements) for item in table(clean).sets}
+    assert len(set(nets)) + 1 in sizes
 
 
 def test_status_and_explain_say_what_the_kernel_does(clean: Cluster, tmp_path: Path) -> None:

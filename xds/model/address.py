@@ -1,6 +1,7 @@
 """Addresses as configuration names them."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -57,6 +58,26 @@ def canonical(address: IpAddress | str) -> str:
     if ip.version == 6 and ip.ipv4_mapped is not None:
         return str(ip.ipv4_mapped)
     return str(ip)
+
+
+_LENGTH = re.compile(r"[0-9]{1,3}")
+
+
+def parse_network(text: str) -> IpNetwork | None:
+    """Read a network as Go's ``net.ParseCIDR`` does, or one address; None if the text is neither.
+
+    Host bits are cleared, IPv4 mapped to IPv6 is IPv4. The length is a number of bits, and an address has no zone.
+    """
+    _, slash, length = text.partition("/")
+    if "%" in text or (slash and not _LENGTH.fullmatch(length)):
+        return None
+    try:
+        network = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+    if network.version == 6 and network.prefixlen >= 96 and (mapped := network.network_address.ipv4_mapped):
+        return ipaddress.IPv4Network((int(mapped), network.prefixlen - 96))
+    return network
 
 
 @lru_cache(maxsize=16384)

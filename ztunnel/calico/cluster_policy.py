@@ -10,11 +10,21 @@ the API says: a rule that allows does not match such a peer, any other rule deni
 policy names each.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from xds.model import calico as c
-from ztunnel.calico.kubernetes import Document, Json, KubernetesReader, is_port, with_ports
+from ztunnel.calico.kubernetes import (
+    ALLOWS_NOTHING,
+    ALLOWS_THE_REST,
+    Document,
+    Json,
+    KubernetesReader,
+    RuleFaults,
+    is_port,
+    with_ports,
+)
 from ztunnel.calico.resources import ApiPolicy, ApiRule, Entity
 
 _ADMIN: Final = "kube-admin"
@@ -37,15 +47,8 @@ class ClusterPolicyReader(KubernetesReader):
     def cluster_policy(self, resource: Document) -> None:
         """Read a policy of one of the three kinds; the resource has kind ``Kubernetes`` and its own."""
         where = f"{resource.where}: spec"
-        given = resource.body.get("spec")
-        if not isinstance(given, Mapping):
-            self.fault(where, "is missing")
-        fields: tuple[str, ...] = ("subject", "ingress", "egress")
-        if resource.kind == "ClusterNetworkPolicy":
-            fields += ("tier", "priority")
-        elif resource.kind == "AdminNetworkPolicy":
-            fields += ("priority",)
-        spec = self.mapping(given, where, fields)
+        spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
+        self.faults += unclear
         notes: list[str] = []
         inbound = self._cluster_rules(spec, "ingress", "from", resource.kind, where, notes)
         outbound = self._cluster_rules(spec, "egress", "to", resource.kind, where, notes)
@@ -57,13 +60,25 @@ class ClusterPolicyReader(KubernetesReader):
             selector=selected.selector,
             namespace_selector=selected.namespace_selector,
             # A policy without rules of a direction has no say about it, other than a NetworkPolicy.
-            ingress=bool(inbound),
-            egress=bool(outbound),
+            ingress=bool(inbound or unclear),
+            egress=bool(outbound or unclear),
             inbound=inbound,
             outbound=outbound,
             notes=tuple(notes),
         )
         self.put(self.found.policies, policy.id, policy, resource.where)
+
+    def _cluster_spec(self, resource: Document, where: str) -> Json:
+        given = resource.body.get("spec")
+        if not isinstance(given, Mapping):
+            self.fault(where, "is missing")
+            return {}
+        fields: tuple[str, ...] = ("subject", "ingress", "egress")
+        if resource.kind == "ClusterNetworkPolicy":
+            fields += ("tier", "priority")
+        elif resource.kind == "AdminNetworkPolicy":
+            fields += ("priority",)
+        return self.mapping(given, where, fields)
 
     def _tier(self, spec: Json, kind: str, where: str) -> str:
         if kind != "ClusterNetworkPolicy":
@@ -110,31 +125,50 @@ class ClusterPolicyReader(KubernetesReader):
     def _cluster_rules(
         self, spec: Json, key: str, peers_key: str, kind: str, where: str, notes: list[str]
     ) -> tuple[ApiRule, ...]:
+        items, faults = self.attempt(lambda: self.items(spec, key, where))
+        if faults:
+            self.flawed(faults, "everything is denied there")
+            return (_DENY_ALL,)
         rules: list[ApiRule] = []
-        ports_key = "protocols" if kind == "ClusterNetworkPolicy" else "ports"
-        for index, item in enumerate(self.items(spec, key, where)):
+        for index, item in enumerate(items):
             place = f"{where}.{key}[{index}]"
-            entry = self.mapping(item, place, ("name", "action", peers_key, ports_key))
-            action = self._action(entry, kind, place)
-            peers, unknown = self._peers(entry, peers_key, place, outward=key == "egress")
-            ports = self._cluster_ports(entry, ports_key, place)
-            if any(isinstance(port, str) for _, found in ports for port in found) and any(
-                peer.nets or peer.nodes is not None for peer in peers
-            ):
-                self.fault(
-                    f"{place}.{ports_key}", "names of ports are those of pods; nodes and networks have none"
-                )
-            if unknown:
-                what = "it allows nothing to that peer" if action is c.Action.ALLOW else "it denies everything"
-                notes += [f"{place.removeprefix(where + '.')}.{text}, so {what}" for text in unknown]
-                if action is not c.Action.ALLOW:
-                    rules.append(_DENY_ALL)
-                    continue
-            for protocol, found in ports:
-                for peer in peers:
-                    source, destination = (peer, Entity()) if key == "ingress" else (Entity(), peer)
-                    rules.append(ApiRule(action, source, with_ports(destination, found), protocol))
+            unknown: list[str] = []
+            allows = isinstance(item, Mapping) and item.get("action") == _ALLOWS.get(kind, "Allow")
+            found = RuleFaults(allows=allows)
+            made = list(self._cluster_rule(item, key, peers_key, kind, place, found, unknown))
+            what = "it allows nothing to that peer" if allows else "it denies everything"
+            notes += [f"{place.removeprefix(where + '.')}.{text}, so {what}" for text in unknown]
+            if allows:
+                self.flawed(found.faults, ALLOWS_NOTHING if found.opens else ALLOWS_THE_REST)
+                rules += () if found.opens else made
+            else:
+                self.flawed(found.faults, "the rule denies everything")
+                rules += [_DENY_ALL] if found.faults or unknown else made
         return tuple(rules)
+
+    def _cluster_rule(
+        self,
+        item: object,
+        key: str,
+        peers_key: str,
+        kind: str,
+        where: str,
+        found: RuleFaults,
+        unknown: list[str],
+    ) -> Iterator[ApiRule]:
+        """Yield what one rule becomes, one for each peer and protocol; ``unknown`` is as of :meth:`_peers`."""
+        ports_key = "protocols" if kind == "ClusterNetworkPolicy" else "ports"
+        entry = self.needed(found, lambda: self.mapping(item, where, ("name", "action", peers_key, ports_key)))
+        action = self.needed(found, lambda: self._action(entry, kind, where))
+        peers = self._peers(entry, peers_key, where, found, unknown)
+        ports = self.entries(found, lambda: self._cluster_ports(entry, ports_key, where))
+        named = any(isinstance(port, str) for _, each in ports for port in each)
+        if named and any(peer.nets or peer.nodes is not None for peer in peers):
+            found.note(f"{where}.{ports_key}", "names of ports are those of pods; nodes and networks have none")
+        for protocol, each in ports:
+            for peer in peers:
+                source, destination = (peer, Entity()) if key == "ingress" else (Entity(), peer)
+                yield ApiRule(action, source, with_ports(destination, each), protocol)
 
     def _action(self, entry: Json, kind: str, where: str) -> c.Action:
         allows = _ALLOWS.get(kind, "Allow")
@@ -147,43 +181,52 @@ class ClusterPolicyReader(KubernetesReader):
             return c.Action.DENY
         return known[value]
 
-    def _peers(self, entry: Json, key: str, where: str, *, outward: bool) -> tuple[list[Entity], list[str]]:
-        """Return peers, and what is to be said of those that cannot be judged here."""
+    def _peers(self, entry: Json, key: str, where: str, rule: RuleFaults, unknown: list[str]) -> list[Entity]:
+        """Return the peers that can be judged here; ``unknown`` gets what is to be said of the others."""
         found: list[Entity] = []
-        unknown: list[str] = []
-        items = self.items(entry, key, where)
+        items = self.needed(rule, lambda: self.items(entry, key, where))
         if not items:
-            self.fault(f"{where}.{key}", "must have at least one peer")
+            rule.note(f"{where}.{key}", "must have at least one peer")
         for index, item in enumerate(items):
-            place = f"{key}[{index}]"
-            peer = _given(self.mapping(item, f"{where}.{place}", None))
-            if len(peer) > 1:
-                self.fault(f"{where}.{place}", f"must be one kind of peer, not {' and '.join(map(str, peer))}")
-                continue
-            kind, value = next(iter(peer.items()), ("", None))
-            match kind:
-                case "namespaces" | "pods":
-                    found.append(self._pods(kind, value, f"{where}.{place}"))
-                case "networks" if outward:
-                    nets = self.nets(peer, kind, f"{where}.{place}")
-                    if not nets:
-                        self.fault(f"{where}.{place}.networks", "must have at least one network")
-                    found.append(Entity(nets=nets))
-                case "nodes" if outward:
-                    found.append(Entity(nodes=self.label_selector(value, f"{where}.{place}.nodes", pods=False)))
-                case "domainNames" if outward:
-                    unknown.append(f"{place}.domainNames: names are not followed here")
-                case "":
-                    # As the API has it: a kind of peer that its server knows and this reader's release does not.
-                    unknown.append(f"{place}: no kind of peer that is known here")
-                case _:
-                    unknown.append(f"{place}.{kind}: no kind of peer that is known here")
-        return found, unknown
+            read = functools.partial(self._cluster_peer, item, f"{key}[{index}]", where, rule, unknown)
+            peer, faults = self.attempt(read)
+            rule.faults += faults
+            found += [peer] if peer is not None and not faults else []
+        return found
 
-    def _cluster_ports(self, entry: Json, key: str, where: str) -> list[_Ports]:
+    def _cluster_peer(
+        self, item: object, place: str, where: str, rule: RuleFaults, unknown: list[str]
+    ) -> Entity | None:
+        outward = place.startswith("to[")
+        peer = _given(self.mapping(item, f"{where}.{place}", None))
+        if len(peer) > 1:
+            self.fault(f"{where}.{place}", f"must be one kind of peer, not {' and '.join(map(str, peer))}")
+            return None
+        kind, value = next(iter(peer.items()), ("", None))
+        match kind:
+            case "namespaces" | "pods":
+                return self._pods(kind, value, f"{where}.{place}")
+            case "networks" if outward:
+                nets, faults = self.attempt(lambda: self.nets(peer, "networks", f"{where}.{place}"))
+                rule.faults += faults
+                if not nets:
+                    self.fault(f"{where}.{place}.networks", "must have at least one network")
+                return Entity(nets=nets)
+            case "nodes" if outward:
+                return Entity(nodes=self.label_selector(value, f"{where}.{place}.nodes", pods=False))
+            case "domainNames" if outward:
+                unknown.append(f"{place}.domainNames: names are not followed here")
+            case "":
+                # As the API has it: a kind of peer that its server knows and this reader's release does not.
+                unknown.append(f"{place}: no kind of peer that is known here")
+            case _:
+                unknown.append(f"{place}.{kind}: no kind of peer that is known here")
+        return None
+
+    def _cluster_ports(self, entry: Json, key: str, where: str) -> tuple[_Ports, ...]:
         """Return what ``ports`` of v1alpha1 or ``protocols`` of v1alpha2 mean; no list at all means anything."""
         if entry.get(key) is None:
-            return [(None, ())]
+            return ((None, ()),)
         items = self.items(entry, key, where)
         if not items:
             self.fault(f"{where}.{key}", "must not be empty")
@@ -191,29 +234,34 @@ class ClusterPolicyReader(KubernetesReader):
         names: list[_Ports] = []
         for index, item in enumerate(items):
             place = f"{where}.{key}[{index}]"
-            port = _given(self.mapping(item, place, None))
-            if len(port) != 1:
-                self.fault(place, "must be one of the ways to say a port")
-                continue
-            [(way, value)] = port.items()
-            if way in ("namedPort", "destinationNamedPort") and (way == "namedPort") == (key == "ports"):
-                if not isinstance(value, str) or not value:
-                    self.fault(f"{place}.{way}", f"must be the name of a port, not {value!r}")
-                    continue
-                names.append((None, (value,)))
-                continue
-            read = self._port_of_v1alpha1 if key == "ports" else self._port_of_v1alpha2
-            found = read(way, value, place)
-            if found is None:
+            found, faults = self.attempt(functools.partial(self._cluster_port, item, key, place))
+            self.faults += faults
+            if faults or found is None:
                 continue
             protocol, ports = found
-            if ports is None:
+            if isinstance(ports, str):
+                names.append((None, (ports,)))
+            elif ports is None:
                 by_protocol[protocol] = None  # every port of the protocol, whatever else is listed
-                continue
-            listed = by_protocol.setdefault(protocol, [])
-            if listed is not None:
+            elif (listed := by_protocol.setdefault(protocol, [])) is not None:
                 listed.append(ports)
-        return [(protocol, tuple(ports or ())) for protocol, ports in sorted(by_protocol.items())] + names
+        numbers = ((protocol, tuple(ports or ())) for protocol, ports in sorted(by_protocol.items()))
+        return (*numbers, *names)
+
+    def _cluster_port(self, item: object, key: str, where: str) -> tuple[str, tuple[int, int] | str | None] | None:
+        """Return the protocol of an entry and its ports: a range, the name of one, or None for all."""
+        port = _given(self.mapping(item, where, None))
+        if len(port) != 1:
+            self.fault(where, "must be one of the ways to say a port")
+            return None
+        [(way, value)] = port.items()
+        if way in ("namedPort", "destinationNamedPort") and (way == "namedPort") == (key == "ports"):
+            if not isinstance(value, str) or not value:
+                self.fault(f"{where}.{way}", f"must be the name of a port, not {value!r}")
+                return None
+            return "", value
+        read = self._port_of_v1alpha1 if key == "ports" else self._port_of_v1alpha2
+        return read(way, value, where)
 
     def _port_of_v1alpha1(self, way: str, value: object, where: str) -> tuple[str, tuple[int, int] | None] | None:
         """Read ``portNumber`` or ``portRange``."""

@@ -20,6 +20,7 @@ from ztunnel.calico.resources import (
     ApiProfile,
     ApiRule,
     Entity,
+    HostEndpoint,
     Labelled,
     NamedPort,
     NetworkSet,
@@ -123,6 +124,15 @@ def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str
     return Selectable(labels, found.nets)
 
 
+def host_selectable(found: HostEndpoint, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
+    """Return what selectors see of a host endpoint: the addresses that it says it has."""
+    labels = dict(found.labels)
+    for name in found.profiles:
+        for key, value in labels_of(name).items():
+            labels.setdefault(key, value)
+    return Selectable(labels, tuple(map(ip_network, found.addresses)), found.ports)
+
+
 def node_selectable(node: ApiNode) -> Selectable:
     """Return what selectors of nodes see of a node. Selectors of endpoints never see it."""
     return Selectable(node.labels, tuple(ip_network(address) for address in node.addresses))
@@ -214,7 +224,8 @@ class _Compiler(RuleCompiler):
         }
         self._profiles = self._all_profiles()
         self._selectable = {key: pod_selectable(pod, self._labels_of) for key, pod in self._pods.items()}
-        self._everything = [*self._selectable.values(), *self._network_sets()]
+        hosts = (host_selectable(found, self._labels_of) for found in resources.host_endpoints.values())
+        self._everything = [*self._selectable.values(), *self._network_sets(), *hosts]
 
     def compiled(self) -> Compiled:
         result = self._result

@@ -22,6 +22,7 @@ from ztunnel.calico.compile import (
     Selectable,
     account_profile,
     endpoint_id,
+    host_selectable,
     named_port_id,
     named_port_members,
     namespace_profile,
@@ -174,6 +175,7 @@ class Compiler(RuleCompiler):
         """Follow changes from what is inherited to who inherits; ``changed`` has the values before."""
         pods = set(changed.get("pods", ()))
         networks = set(changed.get("network_sets", ()))
+        hosts = set(changed.get("host_endpoints", ()))
         for key in pods:
             self._count(changed["pods"][key], self.resources.pods.get(key))
         namespaces = set(changed.get("namespaces", ())) | {namespace for namespace, _ in pods}
@@ -183,6 +185,9 @@ class Compiler(RuleCompiler):
                 if pod is not None:
                     accounts.add((pod.namespace, pod.account))
         relabelled = self._update_profiles(namespaces, accounts, set(changed.get("profiles", ())))
+        if relabelled:
+            known = self.resources.host_endpoints.items()
+            hosts |= {name for name, host in known if not relabelled.isdisjoint(host.profiles)}
         for profile in relabelled:
             kind, _, rest = profile.partition(".")
             if kind == "kns":
@@ -198,6 +203,9 @@ class Compiler(RuleCompiler):
             self._put_pod(key, changed.get("pods", {}).get(key))
         for key in networks:
             self._put_thing(("set", *key), self._network(key))
+        for name in hosts:
+            host = self.resources.host_endpoints.get(name)
+            self._put_thing(("host", name), host_selectable(host, self._labels_of) if host is not None else None)
         for name in changed.get("nodes", ()):
             node = self.resources.nodes.get(name)
             self._put_thing(_NodeKey(name), node_selectable(node) if node is not None else None)

@@ -1,13 +1,21 @@
-"""Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure."""
+"""Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure.
 
+A part of an object that cannot be used is a :class:`Flaw`. It is left out alone, in the direction that lets
+nothing more through: of a list the entry, of a rule that allows the rule, of a rule that denies the clause. A
+fault makes the object as a whole unusable; only what says which pods it is about, or when it counts, can be one.
+
+Objects have no largest number of entries here: an API server keeps none of more than a few megabytes.
+"""
+
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from ipaddress import IPv4Address, IPv6Address, ip_network
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any, Final, TypeAlias, TypeVar
 
 from xds.model import calico as c
-from xds.model.address import IpNetwork
+from xds.model.address import IpNetwork, parse_network
 from xds.model.selector import SelectorError, parse_selector
 from ztunnel.calico.resources import (
     ApiPolicy,
@@ -22,9 +30,8 @@ from ztunnel.calico.resources import (
 )
 from ztunnel.runtime.config_reader import ConfigReader
 
-MAX_NETS: Final = 256
-
 Json: TypeAlias = Mapping[str, Any]
+_Value = TypeVar("_Value")
 IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 #: The kinds that policies of Kubernetes' form have in ids.
@@ -49,16 +56,88 @@ class Document:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A part of an object that is not in force as it is written.
+
+    Attributes:
+        fault: what is wrong with it, beginning with its place.
+        consequence: what is in force instead.
+    """
+
+    fault: str
+    consequence: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}, so {self.consequence}"
+
+
+@dataclass(slots=True)
+class RuleFaults:
+    """What cannot be read of one rule.
+
+    Attributes:
+        allows: the rule is one that allows.
+        faults: each beginning with its place.
+        opens: what is left of the rule matches more than the rule as written. A rule that denies may do that.
+    """
+
+    allows: bool
+    faults: list[str] = field(default_factory=list)
+    opens: bool = False
+
+    def note(self, place: str, reason: str) -> None:
+        """Record a fault of the rule as a whole."""
+        self.faults.append(f"{place}: {reason}")
+        self.opens = True
+
+
 class KubernetesReader(ConfigReader):
     """Reads documents of one kind each into :attr:`found`.
 
     Attributes:
         found: what was read.
+        flaws: the parts that were left out or made stricter.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found = Resources()
+        self.flaws: list[Flaw] = []
+
+    def attempt(self, read: Callable[[], _Value]) -> tuple[_Value, list[str]]:
+        """Return a value and the faults that reading it recorded, which are then no faults of the object."""
+        before = len(self.faults)
+        value = read()
+        faults = self.faults[before:]
+        del self.faults[before:]
+        return value, faults
+
+    def flawed(self, faults: Iterable[str], consequence: str) -> None:
+        """Record faults of a part, with what is in force instead."""
+        self.flaws += [Flaw(fault, consequence) for fault in faults]
+
+    def without(self, read: Callable[[], _Value], consequence: str) -> _Value:
+        """Return a value without its faulty parts; each is a flaw with this consequence."""
+        value, faults = self.attempt(read)
+        self.flawed(faults, consequence)
+        return value
+
+    def needed(self, rule: RuleFaults, read: Callable[[], _Value]) -> _Value:
+        """Return a clause of a rule, all of which is needed: the fallback for a fault matches more, never less."""
+        value, faults = self.attempt(read)
+        rule.faults += faults
+        rule.opens = rule.opens or bool(faults)
+        return value
+
+    def entries(self, rule: RuleFaults, read: Callable[[], tuple[_Value, ...]]) -> tuple[_Value, ...]:
+        """Return a list one of whose entries must match: without faulty ones if it allows, else all or any."""
+        values, faults = self.attempt(read)
+        rule.faults += faults
+        if faults and not (rule.allows and values):
+            rule.opens = True
+            return ()
+        return values
 
     def put(self, table: dict[Any, Any], key: Any, value: Any, where: str) -> None:
         """Add a resource to its table, or record that it is there twice."""
@@ -68,7 +147,9 @@ class KubernetesReader(ConfigReader):
 
     def labels(self, metadata: Json, where: str) -> Mapping[str, str]:
         """Return the labels of a resource."""
-        found = self.mapping(metadata.get("labels"), f"{where}: metadata.labels", None)
+        found = self.without(
+            lambda: self.mapping(metadata.get("labels"), f"{where}: metadata.labels", None), "it has no labels"
+        )
         return {str(key): str(value) for key, value in found.items()}
 
     def namespace_of(self, resource: Document) -> str:
@@ -77,16 +158,14 @@ class KubernetesReader(ConfigReader):
         return value if isinstance(value, str) and value else "default"
 
     def nets(self, entry: Json, key: str, where: str) -> tuple[IpNetwork, ...]:
-        """Return a list of networks, host bits cleared."""
-        texts = self.texts(entry, key, where)
-        if len(texts) > MAX_NETS:
-            self.fault(f"{where}.{key}", f"has more than {MAX_NETS} networks")
+        """Return a list of networks, host bits cleared, without those that are none."""
         found = []
-        for text in texts:
-            try:
-                found.append(ip_network(text, strict=False))
-            except ValueError:
-                self.fault(f"{where}.{key}", f"must be networks, such as 10.0.0.0/8, not {text!r}")
+        for value in self.items(entry, key, where):
+            network = parse_network(value) if isinstance(value, str) else None
+            if network is None:
+                self.fault(f"{where}.{key}", f"must be networks, such as 10.0.0.0/8, not {value!r}")
+            else:
+                found.append(network)
         return tuple(found)
 
     def read_namespace(self, resource: Document) -> None:
@@ -112,17 +191,11 @@ class KubernetesReader(ConfigReader):
             if isinstance(entry, Mapping)
         ]
         texts = listed or [text for text in [status.get("podIP")] if text]
-        addresses = self.addresses(texts, f"{resource.where}: status.podIPs") if texts and not finished else ()
-        ports = []
-        # Init containers that keep running (native sidecars) have ports as well.
-        for key in ("containers", "initContainers"):
-            for container in self.items(spec, key, f"{resource.where}: spec"):
-                for port in container.get("ports") or () if isinstance(container, Mapping) else ():
-                    if isinstance(port, Mapping) and port.get("name"):
-                        number = self.port(port.get("containerPort"), f"{resource.where}: spec.{key}.ports")
-                        ports.append(
-                            NamedPort(str(port["name"]), str(port.get("protocol", "TCP")).lower(), number)
-                        )
+        addresses: tuple[IpAddress, ...] = ()
+        if texts and not finished:
+            addresses = self.without(
+                lambda: self.addresses(texts, f"{resource.where}: status.podIPs"), "it is not one of its addresses"
+            )
         pod = Pod(
             namespace=self.namespace_of(resource),
             name=resource.name,
@@ -131,11 +204,26 @@ class KubernetesReader(ConfigReader):
             account=self.text(spec, "serviceAccountName", f"{resource.where}: spec", "default"),
             node=self.text(spec, "nodeName", f"{resource.where}: spec", ""),
             addresses=addresses,
-            ports=tuple(ports),
+            ports=tuple(self._named_ports(spec, f"{resource.where}: spec")),
             host_network=spec.get("hostNetwork") is True,
             captured=annotations.get(_REDIRECTION) == "enabled",
         )
         self.put(self.found.pods, (pod.namespace, pod.name), pod, resource.where)
+
+    def _named_ports(self, spec: Json, where: str) -> Iterator[NamedPort]:
+        # Init containers that keep running (native sidecars) have ports as well.
+        for key in ("containers", "initContainers"):
+            for container in self.items(spec, key, where):
+                ports = container.get("ports") if isinstance(container, Mapping) else None
+                for port in ports if isinstance(ports, list) else ():
+                    if isinstance(port, Mapping) and port.get("name"):
+                        name, protocol = str(port["name"]), str(port.get("protocol", "TCP")).lower()
+                        number, faults = self.attempt(
+                            functools.partial(self.port, port.get("containerPort"), f"{where}.{key}.ports")
+                        )
+                        self.flawed(faults, f"it has no port of the name {name}")
+                        if not faults:
+                            yield NamedPort(name, protocol, number)
 
     def node(self, resource: Document) -> None:
         """Read a Node: its labels, and those of its addresses that are IP addresses."""
@@ -145,7 +233,8 @@ class KubernetesReader(ConfigReader):
         for entry in self.items(status, "addresses", place):
             text = entry.get("address") if isinstance(entry, Mapping) else None
             if isinstance(entry, Mapping) and str(entry.get("type", "")).endswith("IP"):  # others are names
-                found += self.addresses([text], f"{place}.addresses")
+                read = functools.partial(self.addresses, [text], f"{place}.addresses")
+                found += self.without(read, "it is not one of its addresses")
         node = Node(resource.name, self.labels(resource.metadata, resource.where), tuple(found))
         self.put(self.found.nodes, resource.name, node, resource.where)
 
@@ -159,7 +248,8 @@ class KubernetesReader(ConfigReader):
             entry = self.mapping(port, f"{where}.ports", None)
             target = entry.get("targetPort", entry.get("port"))
             if not isinstance(target, int | str):
-                self.fault(f"{where}.ports", f"needs port or targetPort, not {port!r}")
+                fault = f"{where}.ports: needs port or targetPort, not {port!r}"
+                self.flawed([fault], "it has no such port")
                 continue
             targets.append((str(entry.get("protocol", "TCP")).lower(), target))
         found = Service(
@@ -173,67 +263,92 @@ class KubernetesReader(ConfigReader):
     def network_policy(self, resource: Document) -> None:
         """Convert Kubernetes' NetworkPolicy: rules that allow, of order 1,000 in the tier ``default``."""
         where = f"{resource.where}: spec"
-        spec = self.mapping(resource.body.get("spec"), where, ("podSelector", "policyTypes", "ingress", "egress"))
+        (spec, types), unclear = self.attempt(lambda: self._spec_and_types(resource, where))
+        self.faults += unclear
+        policy = ApiPolicy(
+            id=c.PolicyId(_POLICY_KINDS[resource.kind], self.namespace_of(resource), resource.name),
+            order=1000.0,
+            selector=self.label_selector(spec.get("podSelector"), f"{where}.podSelector", pods=True),
+            ingress=bool(unclear) or "Ingress" in types or not types,
+            egress=bool(unclear) or "Egress" in types or (not types and bool(spec.get("egress"))),
+            inbound=self._rules(spec, "ingress", "from", where),
+            outbound=self._rules(spec, "egress", "to", where),
+        )
+        self.put(self.found.policies, policy.id, policy, resource.where)
+
+    def _spec_and_types(self, resource: Document, where: str) -> tuple[Json, tuple[str, ...]]:
+        known = ("podSelector", "policyTypes", "ingress", "egress")
+        spec = self.mapping(resource.body.get("spec"), where, known)
         types = self.texts(spec, "policyTypes", where)
         for value in types:
             if value not in ("Ingress", "Egress"):
                 self.fault(f"{where}.policyTypes", f"must be Ingress or Egress, not {value!r}")
-        inbound = self._rules(spec, "ingress", "from", where)
-        outbound = self._rules(spec, "egress", "to", where)
-        namespace = self.namespace_of(resource)
-        policy = ApiPolicy(
-            id=c.PolicyId(_POLICY_KINDS[resource.kind], namespace, resource.name),
-            order=1000.0,
-            selector=self.label_selector(spec.get("podSelector"), f"{where}.podSelector", pods=True),
-            ingress="Ingress" in types or not types,
-            egress="Egress" in types or (not types and bool(spec.get("egress"))),
-            inbound=inbound,
-            outbound=outbound,
-        )
-        self.put(self.found.policies, policy.id, policy, resource.where)
+        return spec, types
 
     def _rules(self, spec: Json, key: str, peers_key: str, where: str) -> tuple[ApiRule, ...]:
         rules: list[ApiRule] = []
-        for index, item in enumerate(self.items(spec, key, where)):
-            place = f"{where}.{key}[{index}]"
-            entry = self.mapping(item, place, (peers_key, "ports"))
-            peers = [
-                self._peer(peer, f"{place}.{peers_key}[{number}]")
-                for number, peer in enumerate(self.items(entry, peers_key, place))
-            ]
-            for protocol, ports in self._ports(entry, place):
-                for peer in peers or [Entity()]:
-                    source, destination = (peer, Entity()) if key == "ingress" else (Entity(), peer)
-                    destination = with_ports(destination, ports)
-                    rules.append(ApiRule(c.Action.ALLOW, source, destination, protocol))
+        items = self.without(functools.partial(self.items, spec, key, where), "it allows nothing there")
+        for index, item in enumerate(items):
+            rule = RuleFaults(allows=True)
+            found = list(self._rule(item, key, peers_key, f"{where}.{key}[{index}]", rule))
+            self.flawed(rule.faults, ALLOWS_NOTHING if rule.opens else ALLOWS_THE_REST)
+            rules += () if rule.opens else found
         return tuple(rules)
 
-    def _ports(self, entry: Json, where: str) -> list[tuple[str | None, tuple[tuple[int, int] | str, ...]]]:
-        """Return protocols and their ports; no list at all means any."""
+    def _rule(self, item: object, key: str, peers_key: str, where: str, rule: RuleFaults) -> Iterator[ApiRule]:
+        """Yield what one rule becomes: an allow for each peer and protocol."""
+        entry = self.needed(rule, lambda: self.mapping(item, where, (peers_key, "ports")))
+        peers: list[Entity] = []
+        listed = self.needed(rule, lambda: self.items(entry, peers_key, where))
+        for number, peer in enumerate(listed):
+            read = functools.partial(self._peer, peer, f"{where}.{peers_key}[{number}]")
+            found, faults = self.attempt(read)
+            rule.faults += faults
+            peers += () if faults else [found]
+        # No peer at all is any peer; none that can be used is none.
+        rule.opens = rule.opens or bool(listed and not peers)
+        for protocol, ports in self.entries(rule, lambda: self._ports(entry, where)):
+            for peer in peers or [Entity()]:
+                source, destination = (peer, Entity()) if key == "ingress" else (Entity(), peer)
+                yield ApiRule(c.Action.ALLOW, source, with_ports(destination, ports), protocol)
+
+    def _ports(self, entry: Json, where: str) -> tuple[tuple[str | None, tuple[tuple[int, int] | str, ...]], ...]:
+        """Return protocols and their ports, without those that cannot be read; no list at all means any."""
         items = self.items(entry, "ports", where)
         if not items:
-            return [(None, ())]
+            return ((None, ()),)
         by_protocol: dict[str, list[tuple[int, int] | str] | None] = {}
         for index, item in enumerate(items):
             place = f"{where}.ports[{index}]"
-            port = self.mapping(item, place, ("protocol", "port", "endPort"))
-            protocol = self.choice(port, "protocol", place, ("TCP", "UDP", "SCTP"))
-            first, end = port.get("port"), port.get("endPort")
-            if first is None:
-                if end is not None:
-                    self.fault(f"{place}.endPort", "needs port")
-                by_protocol[protocol] = None  # every port of the protocol, whatever else is listed
+            found, faults = self.attempt(functools.partial(self._port, item, place))
+            self.faults += faults
+            if faults or found is None:
                 continue
-            found = read_port(first)
-            if found is None or (
-                end is not None and not (isinstance(found, tuple) and is_port(end) and end >= found[0])
-            ):
-                self.fault(place, f"must be a port or a name, and endPort no lower, not {first!r} to {end!r}")
+            protocol, port = found
+            if port is None:
+                by_protocol[protocol] = None  # every port of the protocol, whatever else is listed
                 continue
             ports = by_protocol.setdefault(protocol, [])
             if ports is not None:
-                ports.append((found[0], end) if isinstance(found, tuple) and end is not None else found)
-        return [(protocol, tuple(ports or ())) for protocol, ports in sorted(by_protocol.items())]
+                ports.append(port)
+        return tuple((protocol, tuple(ports or ())) for protocol, ports in sorted(by_protocol.items()))
+
+    def _port(self, item: object, where: str) -> tuple[str, tuple[int, int] | str | None] | None:
+        """Return the protocol of an entry and its port, None for all ports of the protocol."""
+        port = self.mapping(item, where, ("protocol", "port", "endPort"))
+        protocol = self.choice(port, "protocol", where, ("TCP", "UDP", "SCTP"))
+        first, end = port.get("port"), port.get("endPort")
+        if first is None:
+            if end is not None:
+                self.fault(f"{where}.endPort", "needs port")
+            return protocol, None
+        found = read_port(first)
+        if found is None or (
+            end is not None and not (isinstance(found, tuple) and is_port(end) and end >= found[0])
+        ):
+            self.fault(where, f"must be a port or a name, and endPort no lower, not {first!r} to {end!r}")
+            return None
+        return protocol, (found[0], end) if isinstance(found, tuple) and end is not None else found
 
     def _peer(self, item: object, where: str) -> Entity:
         peer = self.mapping(item, where, ("ipBlock", "podSelector", "namespaceSelector"))
@@ -254,32 +369,65 @@ class KubernetesReader(ConfigReader):
         )
 
     def label_selector(self, value: object, where: str, *, pods: bool) -> str:
-        """Return a LabelSelector in Calico's language; of pods, with the term that makes them Kubernetes' own."""
+        """Return a LabelSelector in Calico's language; of pods, with the term that makes them Kubernetes' own.
+
+        One with a fault selects all.
+        """
+        everything = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
+        terms, faults = self.attempt(lambda: self._label_terms(value, where))
+        text = " && ".join([*everything, *(() if faults else terms)]) or "all()"
+        try:
+            parse_selector(text)
+        except SelectorError as error:
+            faults.append(f"{where}: {error}")
+            text = " && ".join(everything) or "all()"
+        self.faults += faults
+        return text
+
+    def _label_terms(self, value: object, where: str) -> list[str]:
         selector = self.mapping(value, where, ("matchLabels", "matchExpressions"))
-        terms = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
         labels = self.mapping(selector.get("matchLabels"), f"{where}.matchLabels", None)
-        terms += [f"{key} == '{labels[key]}'" for key in sorted(labels)]
+        terms = [_is(key, str(labels[key])) for key in sorted(labels)]
         for index, item in enumerate(self.items(selector, "matchExpressions", where)):
             place = f"{where}.matchExpressions[{index}]"
             entry = self.mapping(item, place, ("key", "operator", "values"))
             key = self.text(entry, "key", place, "")
-            values = self.texts(entry, "values", place) if entry.get("values") != [""] else ("",)
-            operator = self.choice(entry, "operator", place, ("In", "NotIn", "Exists", "DoesNotExist"))
-            listed = "{" + ", ".join(f"'{value}'" for value in values) + "}"
-            terms.append(
-                {
-                    "In": f"{key} in {listed}",
-                    "NotIn": f"{key} not in {listed}",
-                    "Exists": f"has({key})",
-                    "DoesNotExist": f"!has({key})",
-                }[operator]
-            )
-        text = " && ".join(terms) or "all()"
-        try:
-            parse_selector(text)
-        except SelectorError as error:
-            self.fault(where, str(error))
-        return text
+            values = self.items(entry, "values", place)
+            if not all(isinstance(each, str) for each in values):
+                self.fault(f"{place}.values", "must be texts")
+            texts = [str(each) for each in values]
+            match self.choice(entry, "operator", place, ("In", "NotIn", "Exists", "DoesNotExist")):
+                case "In":
+                    terms.append(_is_one_of(key, "in", texts))
+                case "NotIn":
+                    terms.append(_is_one_of(key, "not in", texts))
+                case "Exists":
+                    terms.append(f"has({key})")
+                case _:
+                    terms.append(f"!has({key})")
+        return terms
+
+
+#: What is in force instead of a rule that allows and that has faults.
+ALLOWS_NOTHING: Final = "the rule allows nothing"
+ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
+
+
+def _is_one_of(label: str, operator: str, values: list[str]) -> str:
+    """Return a term of Calico's language. A text with both quotes, which it cannot hold, is no label's value."""
+    return f"{label} {operator} {{{', '.join(map(_quoted, filter(_is_value, values)))}}}"
+
+
+def _is(label: str, value: str) -> str:
+    return f"{label} == {_quoted(value)}" if _is_value(value) else _is_one_of(label, "in", [])
+
+
+def _is_value(text: str) -> bool:
+    return not {"'", '"'} <= set(text)
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if "'" in value else f"'{value}'"
 
 
 def read_port(value: object) -> tuple[int, int] | str | None:

@@ -155,6 +155,21 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
+class HostEndpoint:
+    """Interfaces of a node under Calico's policy; here only what selectors select, like a network set.
+
+    Attributes:
+        profiles: names of the profiles whose labels it has beside its own.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    addresses: tuple[IPv4Address | IPv6Address, ...]
+    ports: tuple[NamedPort, ...]
+    profiles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A node, as rules of cluster-wide policies select it."""
 
@@ -186,3 +201,4 @@ class Resources:
     accounts: dict[tuple[str, str], Labelled] = field(default_factory=dict)
     services: dict[tuple[str, str], Service] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
+    host_endpoints: dict[str, HostEndpoint] = field(default_factory=dict)

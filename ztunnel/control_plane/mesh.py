@@ -235,12 +235,12 @@ class _Reader(ConfigReader):
             if document.get("kind") == "Pod":
                 self.fault(place, "pods are those of the file, with their labels")
                 continue
-            read, faults = read_object(document)
-            for fault in faults:
+            read = read_object(document)
+            for fault in (*read.faults, *(flaw.fault for flaw in read.flaws)):
                 self.fault(place, fault)
             for part in fields(Resources):
                 table = getattr(found, part.name)
-                for key, value in getattr(read, part.name).items():
+                for key, value in getattr(read.found, part.name).items():
                     if key in table:
                         self.fault(place, f"{document.get('kind')} {key} is there twice")
                     table[key] = value

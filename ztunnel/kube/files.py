@@ -158,6 +158,7 @@ _CLUSTER_WIDE: Final = frozenset(
         "Profile",
         "GlobalNetworkPolicy",
         "GlobalNetworkSet",
+        "HostEndpoint",
         "AdminNetworkPolicy",
         "BaselineAdminNetworkPolicy",
         "ClusterNetworkPolicy",

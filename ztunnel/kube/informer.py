@@ -147,6 +147,8 @@ class Informer:
                     await asyncio.sleep(_MISSING_KIND_S)
                     continue
                 self._failed(index, error)
+                if error.status == 403 and self._selections[index].dispensable:
+                    self._has_listed(index)
                 await asyncio.sleep(backoff.next(self._random()))
             except KubeError as error:
                 self._failed(index, error)

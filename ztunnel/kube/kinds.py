@@ -83,6 +83,7 @@ class Selection:
         keep: makes of an object what the reader needs of it, for the heap: called once for each change. What it
             raises for a misshapen object is logged, and the object is passed whole, so that its reader judges it.
         optional: the API may not have the kind (a custom resource that is not installed): there are none then.
+        dispensable: a role that lacks the kind holds nothing up. It is a fault, and there are none meanwhile.
     """
 
     kind: Kind
@@ -91,6 +92,7 @@ class Selection:
     fields: str = ""
     keep: Callable[[Object], Object] | None = None
     optional: bool = False
+    dispensable: bool = False
 
     def params(self) -> dict[str, str]:
         """Return the query of a list or watch."""

@@ -326,9 +326,10 @@ async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *
         synced = changes.synced
         if is_files:
             break  # a file that cannot be read has been reported
-    built = builder.build(compiler.compiled, node)
-    for key, problem in objects.problems.items():
-        print(f"# {key}: {problem}", file=out)
+    notes = [f"{key}: {problem}" for key, problem in sorted(objects.problems.items())]
+    built = builder.build(compiler.compiled, node, notes)
+    for note in notes:
+        print(f"# {note}", file=out)
     for unseen in built.unseen:
         print(f"# {unseen}", file=out)
     print(table_text(built.table), file=out)
@@ -380,7 +381,7 @@ async def _status(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from tproxy.packets import counters
     from ztunnel.netpol.metrics import outcome
-    from ztunnel.netpol.table import TABLE
+    from ztunnel.netpol.table import TABLE, notes_of
 
     async with contextlib.AsyncExitStack() as stack:
         table = await (await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))).read()
@@ -392,6 +393,8 @@ async def _status(args: argparse.Namespace, out: TextIO) -> int:
         addresses = sum(sizes.get(f"{direction}{version}", 0) for version in (4, 6))
         print(f"{direction}: {addresses} addresses of pods are policed", file=out)
     print(f"{len(table.chains)} chains, {len(table.sets)} sets with {sum(sizes.values())} elements", file=out)
+    for note in notes_of(table):
+        print(f"not as written: {note}", file=out)
     packets: Counter[str] = Counter()
     for chain, rule, counter in counters(table):
         packets[f"{outcome(rule)}: {rule.comment or chain}"] += counter.packets

@@ -62,7 +62,9 @@ class _Work:
         self.compiler.apply(self.objects.changes(changes.objects))
 
     def build(self) -> Built:
-        return self.builder.build(self.compiler.compiled, self.node)
+        problems = self.objects.problems
+        notes = [f"{key}: {problem}" for key, problem in sorted(problems.items())]
+        return self.builder.build(self.compiler.compiled, self.node, notes)
 
     def excerpt(self, ours: set[IpAddress]) -> Compiled:
         """Return a copy of what this node's proxies need to judge as the table does.

@@ -11,6 +11,7 @@ per direction, which all chains of tiers call::
     s4-HASH, r4-HASH       addresses that a selector selects; r4 if networks are among them
     n4-HASH, p-HASH        networks without their exceptions, ports of a rule
     a4-HASH                addresses with protocol and port, of named ports and services
+    not-as-written         comments about objects with faults, for operators; no packet gets there
 
 Names are hashes, comments say what they are of. A member that joins or leaves changes elements of sets only.
 
@@ -20,9 +21,11 @@ matches otherwise; :attr:`Built.unseen` names it.
 
 import base64
 import hashlib
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
+from itertools import islice
 from typing import Final, TypeAlias
 
 from tproxy import expressions as e
@@ -39,6 +42,10 @@ TABLE: Final = "ztunnel-netpol"
 #: The port of tunnels between pods of a mesh.
 TUNNEL_PORT: Final = 15008
 _MAX_COMMENT: Final = 120
+#: The chain of notes, how many there are at most, and the beginning of a comment that goes on with the one before.
+_NOTES: Final = "not-as-written"
+_MAX_NOTES: Final = 100
+_CONTINUED: Final = "... "
 _WITH_PORTS: Final = (6, 17, 132, 136)
 _UDPLITE: Final = 136
 #: Protocols whose packets have a type and a code.
@@ -140,8 +147,12 @@ class TableBuilder:
         self._tier_chains: dict[str, Chain] = {}
         self._families: tuple[Family, ...] = ()
 
-    def build(self, compiled: Compiled, node: str) -> Built:
-        """Return the table for the pods of one node."""
+    def build(self, compiled: Compiled, node: str, notes: Iterable[str] = ()) -> Built:
+        """Return the table for the pods of one node.
+
+        Args:
+            notes: what operators are to find in the table beside rules, see :func:`notes_of`.
+        """
         local = {key: compiled.endpoints[key] for key in sorted(local_endpoints(compiled, node), key=str)}
         versions = {net.version for endpoint in local.values() for net in endpoint.addresses}
         versions |= {network.version for network in self._pod_cidrs}
@@ -160,7 +171,7 @@ class TableBuilder:
         self._forget(compiled, parts)
         captured = {key for key in local if key in compiled.captured} if self._tunnels else set()
         sets = [*self._pod_sets(local, heads, captured), *parts.sets.values()]
-        chains = [*self._base_chains(bool(captured)), *parts.chains.values()]
+        chains = [*self._base_chains(bool(captured)), *parts.chains.values(), *_noted(notes)]
         table = Table(TABLE, Family.INET, tuple(chains), tuple(sets))
         policed = {direction: frozenset(found) for direction, found in heads.items()}
         return Built(table, parts.owners, policed, tuple(parts.unseen))
@@ -611,6 +622,27 @@ def local_endpoints(compiled: Compiled, node: str) -> Iterator[c.EndpointId]:
     return (key for key, where in compiled.nodes.items() if where == node)
 
 
+def _noted(notes: Iterable[str]) -> Iterator[Chain]:
+    """Yield the chain that has notes as comments; no packet gets there."""
+    rules: list[Rule] = []
+    for note in islice(notes, _MAX_NOTES):
+        first, *rest = textwrap.wrap(comment(note, _MAX_COMMENT * 4), _MAX_COMMENT - len(_CONTINUED)) or [""]
+        rules += [Rule(e.return_(), text) for text in (first, *(_CONTINUED + part for part in rest))]
+    if rules:
+        yield Chain(_NOTES, tuple(rules))
+
+
+def notes_of(table: Table) -> list[str]:
+    """Return the notes of a table that was read: what is in force in another form than it is written."""
+    found: list[str] = []
+    for rule in (rule for chain in table.chains if chain.name == _NOTES for rule in chain.rules):
+        if rule.comment.startswith(_CONTINUED) and found:
+            found[-1] += " " + rule.comment.removeprefix(_CONTINUED)
+        else:
+            found.append(rule.comment)
+    return found
+
+
 def _packed(endpoint: c.Endpoint, version: int) -> Iterator[bytes]:
     return (net.network_address.packed for net in endpoint.addresses if net.version == version)
 
@@ -620,8 +652,8 @@ def hashed(text: str) -> str:
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:16].decode().lower()
 
 
-def comment(text: str) -> str:
+def comment(text: str, limit: int = _MAX_COMMENT) -> str:
     """Return a text as a comment; of a longer one the beginning, and a hash of the whole."""
     # nft prints comments in quotes and knows no escape for these.
     plain = text.replace('"', "'").encode("ascii", "replace").decode()
-    return plain if len(plain) <= _MAX_COMMENT else f"{plain[: _MAX_COMMENT - 17]} {hashed(text)}"
+    return plain if len(plain) <= limit else f"{plain[: limit - 17]} {hashed(text)}"

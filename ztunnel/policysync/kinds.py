@@ -80,8 +80,11 @@ NODES: Final = Selection(kinds.NODE, keep=kept_node)
 _CALICO: Final = "projectcalico.org"
 
 
-def _calico(name: str, plural: str, *, namespaced: bool = False, group: str = "") -> Selection:
-    return Selection(Kind(name, f"{_CALICO}/v3", plural, namespaced, group), optional=True)
+def _calico(
+    name: str, plural: str, *, namespaced: bool = False, group: str = "", dispensable: bool = False
+) -> Selection:
+    kind = Kind(name, f"{_CALICO}/v3", plural, namespaced, group)
+    return Selection(kind, optional=True, dispensable=dispensable)
 
 
 #: The kinds that ``ztunnel policy serve --kube`` follows; deploy/kustomize/policy has their role. Calico's are
@@ -99,4 +102,6 @@ SERVED: Final = (
     _calico("Profile", "profiles"),
     _calico("NetworkSet", "networksets", namespaced=True),
     _calico("GlobalNetworkSet", "globalnetworksets"),
+    # Roles of earlier releases lack it.
+    _calico("HostEndpoint", "hostendpoints", dispensable=True),
 )

@@ -1,6 +1,7 @@
 """Turns objects of an API server into changes of policy resources, with a fallback for each that is faulty. Pure.
 
-A faulty object leaves its last good form in force. A policy that never had one closes the pods that it selects, or
+A part that cannot be used is left out alone, see :mod:`ztunnel.calico.kubernetes`, and the rest is in force. Where
+that cannot be, the object's last good form stays. A policy that never had one closes the pods that it selects, or
 all pods of its namespace if its selector cannot be read either; one that is in no namespace closes all pods.
 """
 
@@ -21,7 +22,7 @@ KINDS: Final = (
     "Pod", "Namespace", "ServiceAccount", "Service", "NetworkPolicy", "GlobalNetworkPolicy", "NetworkSet",
     "GlobalNetworkSet", "Tier", "Profile", "StagedNetworkPolicy", "StagedGlobalNetworkPolicy",
     "StagedKubernetesNetworkPolicy", "AdminNetworkPolicy", "BaselineAdminNetworkPolicy", "ClusterNetworkPolicy",
-    "Node",
+    "Node", "HostEndpoint",
 )  # fmt: skip
 _POLICY_KINDS: Final = frozenset(
     {
@@ -33,6 +34,8 @@ _POLICY_KINDS: Final = frozenset(
     }
 )
 _STRICTER: Final = "the rest of it is in force"
+#: Faults of an object that are told one by one: a network set may have thousands.
+_TOLD: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ class Problem:
     consequence: str
 
     def __str__(self) -> str:
-        return f"{'; '.join(self.faults)} ({self.consequence})"
+        more = len(self.faults) - _TOLD
+        told = "; ".join(self.faults[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
+        return f"{told} ({self.consequence})"
 
 
 @dataclass(slots=True)
@@ -81,32 +86,33 @@ class PolicyObjects:
                 del self._made[key]
                 yield (*before, None)
             return
-        found, faults = read_object(value)
-        made = next(_entries(found), None)
-        if not faults:
-            if before is not None and (made is None or made[:2] != before):
-                del self._made[key]
-                yield (*before, None)
-            if made is not None:
-                if isinstance(made[2], ApiPolicy):
-                    policy = made[2] if self.nodes else _without_nodes(made[2])
-                    if policy.notes:
-                        self.problems[key] = Problem(key, policy.notes, _STRICTER)
-                    made = (*made[:2], policy)
-                self._made[key] = made[:2]
-                yield made
+        read = read_object(value)
+        made = next(_entries(read.found), None)
+        if read.faults and before is not None:
+            self.problems[key] = Problem(key, read.faults, "its last good form stays in force")
             return
-        if before is not None:
-            self.problems[key] = Problem(key, tuple(faults), "its last good form stays in force")
+        if read.faults and key.kind.partition(".")[0] not in _POLICY_KINDS:
+            self.problems[key] = Problem(key, read.faults, "not in force")
             return
-        if key.kind.partition(".")[0] not in _POLICY_KINDS:
-            self.problems[key] = Problem(key, tuple(faults), "not in force")
+        if read.faults:
+            policy = _closing(key, value, read.found)
+            self._made[key] = ("policies", policy.id)
+            self.problems[key] = Problem(key, read.faults, f"closed meanwhile: {_closed(policy)}")
+            yield "policies", policy.id, policy
             return
-        policy = _closing(key, value, found, faults)
-        self._made[key] = ("policies", policy.id)
-        whom = f"{policy.selector or 'all pods'} of {key.namespace or 'every namespace'}"
-        self.problems[key] = Problem(key, tuple(faults), f"closed meanwhile: {whom}")
-        yield "policies", policy.id, policy
+        if before is not None and (made is None or made[:2] != before):
+            del self._made[key]
+            yield (*before, None)
+        stricter = tuple(map(str, read.flaws))
+        if made is not None:
+            if isinstance(made[2], ApiPolicy):
+                policy = made[2] if self.nodes else _without_nodes(made[2])
+                stricter = (*policy.notes, *stricter)
+                made = (*made[:2], policy)
+            self._made[key] = made[:2]
+            yield made
+        if stricter:
+            self.problems[key] = Problem(key, stricter, _STRICTER if made is not None else "not in force")
 
 
 def _entries(found: Resources) -> Iterator[ResourceChange]:
@@ -136,18 +142,25 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
     return replace(policy, inbound=made[0], outbound=made[1], notes=(*policy.notes, *dict.fromkeys(notes)))
 
 
-def _closing(key: ObjectKey, value: Object, found: Resources, faults: list[str]) -> ApiPolicy:
-    """Return a policy that closes what a faulty one selects, in both directions."""
-    of_kubernetes = str(value.get("apiVersion", "")).startswith(
-        ("networking.k8s.io/", "policy.networking.k8s.io/")
-    )
+def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
+    """Return a policy that closes what a faulty one selects, in the directions that it governs.
+
+    What cannot be read of a selector selects all, and what cannot be read of the directions is both.
+    """
     made = next(iter(found.policies.values()), None)
     if made is None:
+        of_kubernetes = str(value.get("apiVersion", "")).startswith(
+            ("networking.k8s.io/", "policy.networking.k8s.io/")
+        )
         kind = f"{'Kubernetes' if of_kubernetes else ''}{key.kind.partition('.')[0]}"
-        made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name))
-    elif any("elector" in fault or "spec.subject" in fault for fault in faults):
-        # What came of a selector with a fault may select less. One of a peer is enough to doubt: the place in
-        # the text does not tell them apart for sure.
-        made = replace(made, selector="", namespace_selector="", account_selector="")
+        made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name), egress=True)
     drop = (ApiRule(c.Action.DENY),)
-    return replace(made, order=float("-inf"), ingress=True, egress=True, inbound=drop, outbound=drop)
+    return replace(made, order=float("-inf"), inbound=drop, outbound=drop)
+
+
+def _closed(policy: ApiPolicy) -> str:
+    """Return in words what a policy that closes selects."""
+    pods = " && ".join(filter(None, (policy.selector, policy.account_selector))) or "all pods"
+    where = policy.id.namespace or policy.namespace_selector or "every namespace"
+    governed = [name for name, whether in (("ingress", policy.ingress), ("egress", policy.egress)) if whether]
+    return f"{' and '.join(governed)} of {pods} of {where}"

@@ -92,7 +92,7 @@ def rule(text: str) -> str:
         ("{order: x}", "spec.order: must be a number"),
         ("{types: [Both]}", "spec.types: must be Ingress or Egress, not 'Both'"),
         ("{types: [Egress], ingress: [{action: Allow}]}", "spec.ingress: has rules, but types says"),
-        ("{ingress: [{}]}", "spec.ingress[0].action: must be Allow, Deny, Log or Pass, not ''"),
+        ("{ingress: [{}]}", "spec.ingress[0].action: must be Allow, Deny, Log or Pass, not None"),
         ("{ingress: [{action: allow}]}", "spec.ingress[0].action: must be"),
         (rule("protocol: XTP"), "spec.ingress[0].protocol: must be TCP"),
         (rule("protocol: 256"), "spec.ingress[0].protocol: must be TCP"),
@@ -111,7 +111,6 @@ def rule(text: str) -> str:
         (rule("source: {selektor: x}"), "source.selektor: unknown; known are"),
         ("{ingress: [{action: Deny, http: {methods: [GET]}}]}", "spec.ingress[0].http: is for rules that allow"),
         (rule("protocol: UDP, http: {methods: [GET]}"), "http: needs protocol TCP"),
-        (rule("http: {methods: [GET, GET]}"), "http.methods: must be at most 20 different"),
         (rule("http: {paths: [{exact: x}]}"), "paths[0].exact: must begin with /"),
         (rule("http: {paths: [{exact: '/a?b'}]}"), "paths[0].exact: must begin with /"),
         (rule("http: {paths: [{}]}"), "paths[0]: must be either exact or prefix"),
@@ -119,7 +118,6 @@ def rule(text: str) -> str:
         (rule("destination: {services: {name: a}, selector: all()}"), "cannot stand beside services"),
         (rule("protocol: TCP, destination: {services: {name: a}, ports: [1]}"), "services have their own ports"),
         ("{unknown: 1}", "spec.unknown: unknown; known are"),
-        ("{doNotTrack: true}", "spec.doNotTrack"),
     ],
 )
 def test_faults_have_their_place(spec: str, fault: str) -> None:
@@ -142,8 +140,6 @@ TWICE = "---\n".join(["kind: Namespace\napiVersion: v1\nmetadata: {name: a}\n"] 
             "kind: Ingress\napiVersion: networking.k8s.io/v1\nmetadata: {name: a}",
             "makes no policy here; known are",
         ),
-        ("kind: HostEndpoint\napiVersion: projectcalico.org/v3\nmetadata: {name: a}", "host endpoints are"),
-        (HEAD.format(kind="GlobalNetworkPolicy", spec="{preDNAT: true}"), "spec.preDNAT: is for host endpoints"),
         (HEAD.format(kind="Tier", spec="{order: x}"), "Tier shop/p: spec.order: must be a number"),
         (HEAD.format(kind="Tier", spec="{defaultAction: Allow}"), "spec.defaultAction: must be one of Deny, Pass"),
         (

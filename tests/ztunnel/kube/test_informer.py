@@ -248,6 +248,26 @@ def test_a_refusal_is_one_line_and_is_overcome(
     assert "\n" not in lines[0]
 
 
+@pytest.mark.parametrize("dispensable", [True, False])
+def test_a_kind_that_the_role_lacks_holds_nothing_up_if_it_is_dispensable(
+    tmp_path: Path, dispensable: bool
+) -> None:
+    async def check() -> None:
+        async with FakeApi().serve() as api:
+            api.refuse = (403, "Forbidden", "no")
+            async with following(api, tmp_path, Selection(POD, dispensable=dispensable)) as reader:
+                async with asyncio.timeout(WAIT_S):
+                    while len(api.requests) < 4:
+                        await asyncio.sleep(0.005)
+                assert reader.informer.synced is dispensable
+                assert "no" in reader.informer.faults["pods"]
+                api.refuse = None
+                await api.put("pods", "default", "a")
+                await reader.until(lambda: reader.names == {"a"})
+
+    run(check())
+
+
 def test_a_watch_that_has_died_without_a_word_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -241,6 +241,7 @@ def test_explain_names_tier_and_policy() -> None:
 
 
 RULE = "tier: Admin, priority: 1, subject: {namespaces: {}}"
+DENIES = "ingress: [{action: Deny, from: [{namespaces: {}}]}]"
 
 
 @pytest.mark.parametrize(
@@ -282,13 +283,13 @@ def test_rules_about_nodes_fail_closed_where_nodes_are_not_followed(action: str,
 @pytest.mark.parametrize(
     ("kind", "spec", "said"),
     [
-        ("ClusterNetworkPolicy", "{priority: 1, subject: {namespaces: {}}}", "spec.tier"),
-        ("ClusterNetworkPolicy", "{tier: Admin, subject: {namespaces: {}}}", "spec.priority"),
-        ("AdminNetworkPolicy", "{priority: 1001, subject: {namespaces: {}}}", "spec.priority"),
-        ("AdminNetworkPolicy", "{priority: 1, subject: {}}", "spec.subject: must be either"),
+        ("ClusterNetworkPolicy", f"{{priority: 1, subject: {{namespaces: {{}}}}, {DENIES}}}", "spec.tier"),
+        ("ClusterNetworkPolicy", f"{{tier: Admin, subject: {{namespaces: {{}}}}, {DENIES}}}", "spec.priority"),
+        ("AdminNetworkPolicy", f"{{priority: 1001, subject: {{namespaces: {{}}}}, {DENIES}}}", "spec.priority"),
+        ("AdminNetworkPolicy", f"{{priority: 1, subject: {{}}, {DENIES}}}", "spec.subject: must be either"),
         (
             "AdminNetworkPolicy",
-            "{priority: 1, subject: {namespaces: {}, pods: {}}}",
+            f"{{priority: 1, subject: {{namespaces: {{}}, pods: {{}}}}, {DENIES}}}",
             "spec.subject: must be either",
         ),
         ("BaselineAdminNetworkPolicy", "{priority: 1, subject: {namespaces: {}}}", "spec.priority: unknown"),
@@ -341,7 +342,7 @@ def test_rules_about_nodes_fail_closed_where_nodes_are_not_followed(action: str,
         ),
         (
             "AdminNetworkPolicy",
-            "{priority: 1, subject: {namespaces: {matchExpressions: [{key: a, operator: Near}]}}}",
+            "{priority: 1, subject: {namespaces: {matchExpressions: [{key: a, operator: Near}]}}, " + DENIES + "}",
             "spec.subject.namespaces.matchExpressions[0].operator",
         ),
     ],

@@ -7,14 +7,13 @@ know becomes one with an unknown action, so that reaching it is an error and not
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from ipaddress import IPv4Network, ip_network
 from typing import Any, Final, Literal
 
 from google.protobuf.message import DecodeError
 
 from xds.errors import ConfigError
 from xds.model import calico as c
-from xds.model.address import IpNetwork
+from xds.model.address import IpNetwork, parse_network
 from xds.proto.felix import policysync_pb2 as pb
 from xds.proto.unknown import unknown_fields
 
@@ -95,7 +94,7 @@ def _profile(message: pb.ActiveProfileUpdate) -> c.Update:
 
 def _endpoint(message: pb.WorkloadEndpointUpdate) -> c.Update:
     endpoint = message.endpoint
-    addresses = [_network(text) for text in (*endpoint.ipv4_nets, *endpoint.ipv6_nets)]
+    addresses = [parse_network(text) for text in (*endpoint.ipv4_nets, *endpoint.ipv6_nets)]
     return c.EndpointUpdate(
         _endpoint_id(message.id),
         c.Endpoint(
@@ -265,18 +264,7 @@ def _ranges(messages: Iterable[pb.PortRange]) -> tuple[tuple[int, int], ...]:
 
 
 def _networks(texts: Iterable[str]) -> tuple[IpNetwork | None, ...]:
-    return tuple(map(_network, texts))
-
-
-def _network(text: str) -> IpNetwork | None:
-    """Return a network, with host bits cleared and IPv4 addresses mapped to IPv6 as IPv4; None if it is none."""
-    try:
-        network = ip_network(text, strict=False)
-    except ValueError:
-        return None
-    if network.version == 6 and network.prefixlen >= 96 and (mapped := network.network_address.ipv4_mapped):
-        return IPv4Network((int(mapped), network.prefixlen - 96))
-    return network
+    return tuple(map(parse_network, texts))
 
 
 def _write(message: pb.ToDataplane, update: c.Update, form: PolicyForm) -> None:
