@@ -6,10 +6,10 @@ client.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from ipaddress import ip_network
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address, IPv6Address, ip_network
+from typing import Final, TypeAlias
 
 from xds.model import calico as c
 from xds.model.address import IpNetwork
@@ -29,6 +29,10 @@ from ztunnel.calico.resources import (
     Service,
 )
 from ztunnel.calico.resources import Node as ApiNode
+
+IpAddress: TypeAlias = IPv4Address | IPv6Address
+#: Namespace and name.
+PodKey: TypeAlias = tuple[str, str]
 
 NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
 ACCOUNT_LABEL: Final = "projectcalico.org/serviceaccount"
@@ -70,6 +74,27 @@ def compile_resources(resources: Resources) -> Compiled:
 def endpoint_id(pod: Pod) -> c.EndpointId:
     """Return the key of a pod's endpoint."""
     return c.EndpointId("k8s", f"{pod.namespace}/{pod.name}", "eth0")
+
+
+def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
+    """Return pods with the addresses that are their own: of an address that several have, one pod's only."""
+    holders: dict[IpAddress, Pod] = {}
+    for pod in filter(lambda pod: pod.is_endpoint, pods.values()):
+        for address in pod.addresses:
+            holder = holders.setdefault(address, pod)
+            if pod.claim > holder.claim:
+                holders[address] = pod
+    return {
+        key: with_addresses(pod, [address for address in pod.addresses if holders[address] is pod])
+        if pod.is_endpoint
+        else pod
+        for key, pod in pods.items()
+    }
+
+
+def with_addresses(pod: Pod, held: Sequence[IpAddress]) -> Pod:
+    """Return a pod with those of its addresses that it holds; itself if it holds them all."""
+    return pod if len(held) == len(pod.addresses) else replace(pod, addresses=tuple(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +244,8 @@ class _Compiler(RuleCompiler):
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._result = Compiled()
-        self._pods = {
-            endpoint_id(pod): pod for pod in resources.pods.values() if pod.addresses and not pod.host_network
-        }
+        pods = with_own_addresses(resources.pods)
+        self._pods = {endpoint_id(pod): pod for pod in pods.values() if pod.is_endpoint}
         self._profiles = self._all_profiles()
         self._selectable = {key: pod_selectable(pod, self._labels_of) for key, pod in self._pods.items()}
         hosts = (host_selectable(found, self._labels_of) for found in resources.host_endpoints.values())
@@ -255,12 +279,13 @@ class _Compiler(RuleCompiler):
     def _all_profiles(self) -> dict[str, ApiProfile]:
         """Return the profiles that exist and those that namespaces and accounts imply."""
         found: dict[str, ApiProfile] = {}
-        names = {pod.namespace for pod in self._pods.values()} | set(self._resources.namespaces)
+        pods = [pod for pod in self._resources.pods.values() if pod.is_endpoint]
+        names = {pod.namespace for pod in pods} | set(self._resources.namespaces)
         for name in sorted(names):
             known = self._resources.namespaces.get(name)
             self._result.namespaces[name] = own_labels(known, name)
             found[f"kns.{name}"] = namespace_profile(name, self._result.namespaces[name])
-        accounts = {(pod.namespace, pod.account) for pod in self._pods.values()} | set(self._resources.accounts)
+        accounts = {(pod.namespace, pod.account) for pod in pods} | set(self._resources.accounts)
         for namespace, name in sorted(accounts):
             account = self._resources.accounts.get((namespace, name))
             labels = self._result.accounts[namespace, name] = own_labels(account, name)

@@ -18,6 +18,8 @@ from ztunnel.calico.compile import (
     NAMESPACE_LABEL,
     ORCHESTRATOR_LABEL,
     Compiled,
+    IpAddress,
+    PodKey,
     RuleCompiler,
     Selectable,
     account_profile,
@@ -37,6 +39,7 @@ from ztunnel.calico.compile import (
     profiles_of,
     service_id,
     service_members,
+    with_addresses,
 )
 from ztunnel.calico.resources import BUILT_IN_TIERS, ApiPolicy, ApiProfile, Pod, Resources
 
@@ -139,6 +142,7 @@ class Compiler(RuleCompiler):
         self._pods_in: dict[str, set[tuple[str, str]]] = {}
         self._namespace_uses: Counter[str] = Counter()
         self._account_uses: Counter[tuple[str, str]] = Counter()
+        self._claims: dict[IpAddress, set[PodKey]] = {}
         self._by_uid: dict[str, dict[c.EndpointId, None]] = {}
         self._tiers: dict[str, tuple[bool, float, str, bool]] = {}
         self._dirty_sets: set[str] = set()
@@ -176,11 +180,14 @@ class Compiler(RuleCompiler):
         pods = set(changed.get("pods", ()))
         networks = set(changed.get("network_sets", ()))
         hosts = set(changed.get("host_endpoints", ()))
-        for key in pods:
-            self._count(changed["pods"][key], self.resources.pods.get(key))
+        for key in list(pods):
+            before, after = changed["pods"][key], self.resources.pods.get(key)
+            self._count(before, after)
+            # Whose an address is may have changed for every pod that has it.
+            pods |= self._claim(key, before, after)
         namespaces = set(changed.get("namespaces", ())) | {namespace for namespace, _ in pods}
         accounts = set(changed.get("accounts", ()))
-        for key in pods:
+        for key in changed.get("pods", ()):
             for pod in (changed["pods"][key], self.resources.pods.get(key)):
                 if pod is not None:
                     accounts.add((pod.namespace, pod.account))
@@ -200,7 +207,7 @@ class Compiler(RuleCompiler):
                 }
         # Things before selectors: anchors are chosen by how many things have them.
         for key in pods:
-            self._put_pod(key, changed.get("pods", {}).get(key))
+            self._put_pod(key, changed.get("pods", {}).get(key, self.resources.pods.get(key)))
         for key in networks:
             self._put_thing(("set", *key), self._network(key))
         for name in hosts:
@@ -230,9 +237,29 @@ class Compiler(RuleCompiler):
                 self._pods_in.setdefault(pod.namespace, set()).add(key)
             elif after is None or after.namespace != pod.namespace:
                 self._pods_in[pod.namespace].discard(key)
-            if _is_endpoint(pod):
+            if pod.is_endpoint:
                 self._namespace_uses[pod.namespace] += step
                 self._account_uses[pod.namespace, pod.account] += step
+
+    def _claim(self, key: PodKey, before: Pod | None, after: Pod | None) -> set[PodKey]:
+        """Note which addresses a pod has now, and return all pods with one of these, or of those of before."""
+        found: set[PodKey] = set()
+        for pod, has in ((before, False), (after, True)):
+            for address in pod.addresses if pod is not None and pod.is_endpoint else ():
+                claims = self._claims.setdefault(address, set())
+                (claims.add if has else claims.discard)(key)
+                found |= claims
+                if not claims:
+                    del self._claims[address]
+        return found
+
+    def _holding(self, pod: Pod) -> Pod:
+        """Return a pod with the addresses that are its own, as ``with_own_addresses`` does for all pods."""
+        if not pod.is_endpoint:
+            return pod
+        pods = self.resources.pods
+        others = ((address, (pods[key].claim for key in self._claims[address])) for address in pod.addresses)
+        return with_addresses(pod, [address for address, claims in others if max(claims) == pod.claim])
 
     # Profiles
 
@@ -297,10 +324,11 @@ class Compiler(RuleCompiler):
 
     def _put_pod(self, key: tuple[str, str], before: Pod | None) -> None:
         pod = self.resources.pods.get(key)
+        pod = self._holding(pod) if pod is not None else None
         result = self.compiled
-        if before is not None and before.uid and (pod is None or pod.uid != before.uid or not _is_endpoint(pod)):
+        if before is not None and before.uid and (pod is None or pod.uid != before.uid or not pod.is_endpoint):
             self._put_uid(before.uid, endpoint_id(before), add=False)
-        if pod is None or not _is_endpoint(pod):
+        if pod is None or not pod.is_endpoint:
             gone = endpoint_id(pod or Pod(namespace=key[0], name=key[1]))
             self._put_thing(gone, None)
             if result.endpoints.pop(gone, None) is not None:
@@ -579,10 +607,6 @@ def differences(before: Resources, after: Resources) -> Iterator[tuple[str, Any,
         for key, value in new.items():
             if old.get(key) != value:
                 yield item.name, key, value
-
-
-def _is_endpoint(pod: Pod) -> bool:
-    return bool(pod.addresses) and not pod.host_network
 
 
 def _by(selector: Selector) -> Callable[[Hashable, Selectable], bool]:

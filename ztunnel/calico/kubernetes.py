@@ -207,6 +207,8 @@ class KubernetesReader(ConfigReader):
             ports=tuple(self._named_ports(spec, f"{resource.where}: spec")),
             host_network=spec.get("hostNetwork") is True,
             captured=annotations.get(_REDIRECTION) == "enabled",
+            created=str(resource.metadata.get("creationTimestamp") or ""),
+            terminating=bool(resource.metadata.get("deletionTimestamp")),
         )
         self.put(self.found.pods, (pod.namespace, pod.name), pod, resource.where)
 

@@ -131,6 +131,8 @@ class Pod:
         addresses: none while it has none, and when it has finished.
         host_network: such a pod is no endpoint.
         captured: the mesh's node agent has redirected its traffic to the node's proxy.
+        created: the time of creation as the API server writes it, which sorts as text; empty if unknown.
+        terminating: it is being deleted.
     """
 
     namespace: str
@@ -143,6 +145,22 @@ class Pod:
     ports: tuple[NamedPort, ...] = ()
     host_network: bool = False
     captured: bool = False
+    created: str = ""
+    terminating: bool = False
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether policies are about the pod, if its addresses are its own."""
+        return bool(self.addresses) and not self.host_network
+
+    @property
+    def claim(self) -> tuple[bool, str, str, str]:
+        """What decides whose an address is that several endpoints have: the greatest claim's.
+
+        A pod that is being deleted, or an older one, has lost its address to another: its object may stay for days
+        after its sandbox has ended, waiting for a finalizer.
+        """
+        return not self.terminating, self.created, self.namespace, self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from xds.model import calico as c
-from ztunnel.calico.compile import Compiled, endpoint_id
+from ztunnel.calico.compile import Compiled, endpoint_id, with_own_addresses
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.explain import (
     EPHEMERAL_PORT,
@@ -55,7 +55,7 @@ def explained(
         raise BadQuestion(str(error)) from error
     pods = tuple(_pod(resources, end) for end in ends)
     addresses = _common(ends, pods)
-    if pods[0] is not None and pods[0] is pods[1]:
+    if pods[0] is not None and pods[0] == pods[1]:
         return True, ["a pod always reaches itself"]
     if _node_reaches(*pods):
         return True, ["a node always reaches its own pods"]
@@ -107,7 +107,7 @@ def _pod(resources: Resources, end: Party) -> Pod | None:
     return next(
         (
             pod
-            for pod in resources.pods.values()
+            for pod in with_own_addresses(resources.pods).values()
             if f"{pod.namespace}/{pod.name}" == end.name or (end.endpoint and endpoint_id(pod) == end.endpoint)
         ),
         None,

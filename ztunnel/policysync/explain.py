@@ -3,7 +3,7 @@
 from ipaddress import ip_address
 
 from xds.model import calico as c
-from ztunnel.calico.compile import Compiled, endpoint_id
+from ztunnel.calico.compile import Compiled, endpoint_id, with_own_addresses
 from ztunnel.calico.evaluator import Evaluator
 from ztunnel.calico.explain import Party, UnknownParty
 from ztunnel.calico.resources import Resources
@@ -19,17 +19,24 @@ def party(text: str, resources: Resources, trust_domain: str) -> Party:
     """
     if text.startswith("spiffe://"):
         return Party(text, None, None, text)
-    pods = resources.pods.values()
+    known = with_own_addresses(resources.pods)
+    pods = known.values()
     if "/" in text:
         found = next((pod for pod in pods if f"{pod.namespace}/{pod.name}" == text), None)
         if found is None:
             raise UnknownParty(f"there is no pod {text}")
+        lost = resources.pods[found.namespace, found.name].addresses
+        if lost and not found.addresses:
+            holder = next(pod for pod in pods if pod.is_endpoint and lost[0] in pod.addresses)
+            raise UnknownParty(f"{text} has lost its address {lost[0]} to {holder.namespace}/{holder.name}")
     else:
         try:
             wanted = ip_address(text)
         except ValueError:
             raise UnknownParty(f"{text!r} is neither namespace/pod, an IP address nor a SPIFFE id") from None
-        found = next((pod for pod in pods if wanted in pod.addresses), None)
+        # A pod before those of the node's network, which have the node's address.
+        having = (pod for pod in pods if wanted in pod.addresses)
+        found = min(having, key=lambda pod: pod.host_network, default=None)
         if found is None:
             return Party(text, None, str(wanted))
     return Party(

@@ -7,6 +7,7 @@ from ztunnel.kube import kinds
 from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Object
 
+_POD_METADATA: Final = ("name", "namespace", "uid", "labels", "creationTimestamp", "deletionTimestamp")
 _ANNOTATION: Final = "ambient.istio.io/redirection"
 
 
@@ -14,7 +15,7 @@ def kept_pod(pod: Object) -> Object:
     """Return the part of a pod that policies are about; the rest would take most of the memory."""
     metadata, spec, status = (pod.get(part) or {} for part in ("metadata", "spec", "status"))
     annotations: Mapping[str, Any] = metadata.get("annotations") or {}
-    kept = {key: metadata[key] for key in ("name", "namespace", "uid", "labels") if key in metadata}
+    kept = {key: metadata[key] for key in _POD_METADATA if key in metadata}
     if _ANNOTATION in annotations:
         kept["annotations"] = {_ANNOTATION: annotations[_ANNOTATION]}
     of_spec = {key: spec[key] for key in ("nodeName", "hostNetwork", "serviceAccountName") if key in spec}

@@ -4,12 +4,14 @@ from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ztunnel.calico.cluster import PODS, local_policy
 from xds.model import calico as c
-from ztunnel.calico.compile import compile_resources
+from ztunnel.calico.compile import compile_resources, endpoint_id
+from ztunnel.calico.explain import UnknownParty
 from ztunnel.calico.incremental import Compiler, differences
 from ztunnel.calico.read import read_resources
 from ztunnel.calico.resources import (
@@ -18,6 +20,7 @@ from ztunnel.calico.resources import (
     ApiRule,
     ApiTier,
     Entity,
+    HostEndpoint,
     Labelled,
     NamedPort,
     NetworkSet,
@@ -26,6 +29,8 @@ from ztunnel.calico.resources import (
     Resources,
     Service,
 )
+from ztunnel.netpol.table import TableBuilder
+from ztunnel.policysync.explain import evaluator_of, party
 
 NAMESPACES = ("x", "y")
 LABELS = st.dictionaries(st.sampled_from(("app", "role")), st.sampled_from(("a", "b")), max_size=2)
@@ -92,6 +97,8 @@ PODS_OF = st.builds(
     ports=PORTS,
     host_network=st.sampled_from((False, False, True)),
     captured=st.booleans(),
+    created=st.sampled_from(("", "2025-11-03T09:00:00Z", "2025-11-03T09:00:01Z")),
+    terminating=st.booleans(),
 )
 SERVICES = st.builds(
     Service,
@@ -117,6 +124,16 @@ SETS = st.builds(
 )
 
 
+HOSTS = st.builds(
+    HostEndpoint,
+    name=st.sampled_from(("h1", "h2")),
+    labels=LABELS,
+    addresses=st.sampled_from(((), (ip_address("192.168.0.1"), ip_address("fd00::8")))),
+    ports=PORTS,
+    profiles=st.sampled_from(((), ("mine",), ("mine", "kns.x"))),
+)
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> Resources:
     found = Resources()
@@ -134,6 +151,8 @@ def worlds(draw: st.DrawFn) -> Resources:
         found.services[service.namespace, service.name] = service
     for node in draw(st.lists(NODES, max_size=2)):
         found.nodes[node.name] = node
+    for host in draw(st.lists(HOSTS, max_size=2)):
+        found.host_endpoints[host.name] = host
     for item in draw(st.lists(SETS, max_size=2)):
         found.network_sets[item.namespace, item.name] = item
     for name in draw(st.sets(st.sampled_from(("kns.x", "ksa.x.sa", "mine")))):
@@ -167,6 +186,43 @@ def test_after_every_change_it_is_as_if_compiled_at_once(history: list[Resources
     assert not compiler._watches
     assert not compiler._by_term
     assert not compiler._things._by_term
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_an_address_is_that_of_one_pod_and_everything_says_so_alike(found: Resources) -> None:
+    made = compile_resources(found)
+    held = [net.network_address for endpoint in made.endpoints.values() for net in endpoint.addresses]
+    claimed = {address for pod in found.pods.values() if pod.is_endpoint for address in pod.addresses}
+    assert sorted(map(str, held)) == sorted(map(str, claimed))
+    tables = {node: TableBuilder().build(made, node).table for node in ("n1", "n2")}
+    for address in claimed:
+        pods = [pod for pod in found.pods.values() if pod.is_endpoint and address in pod.addresses]
+        wanted = max(pods, key=lambda pod: pod.claim)
+        where = endpoint_id(wanted)
+        assert party(str(address), found, "td").endpoint == where
+        assert party(where.workload, found, "td").endpoint == where
+        assert evaluator_of(made).store.endpoint_at(str(address)) == where
+        for node, table in tables.items():
+            comments = {
+                element.comment
+                for item in table.sets
+                if item.name.startswith(("ingress", "egress"))
+                for element in item.elements
+                if element.key == address.packed
+            }
+            assert comments <= ({where.workload} if node == wanted.node else set())
+
+
+def test_the_newer_pod_has_the_address() -> None:
+    old = Pod(namespace="x", name="z", addresses=(ip_address("10.0.0.1"),), created="2025-11-03T09:00:00Z")
+    new = replace(old, name="a", created="2025-11-03T09:00:01Z")
+    for ending, holder in ((False, "x/a"), (True, "x/z")):
+        pods = {("x", "z"): old, ("x", "a"): replace(new, terminating=ending)}
+        [found] = compile_resources(Resources(pods=pods)).endpoints
+        assert found.workload == holder
+    with pytest.raises(UnknownParty, match=r"x/z has lost its address 10\.0\.0\.1 to x/a"):
+        party("x/z", Resources(pods={("x", "z"): old, ("x", "a"): new}), "td")
 
 
 def _copied(compiled: Any) -> dict[str, dict[Any, Any]]:
