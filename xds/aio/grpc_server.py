@@ -4,6 +4,7 @@ gRPC's own library serves, because its hardening against hostile clients counts 
 thread do not. No proxy imports this module. It runs on asyncio's loop and on uvloop's. Messages are bytes.
 """
 
+import asyncio
 import ctypes
 import errno
 import logging
@@ -33,6 +34,9 @@ OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
+
+#: How long streams may take to notice that they were cancelled.
+_ENDED_S: Final = 1.0
 
 Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -73,6 +77,7 @@ class GrpcServer:
         tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
         socket_mode: of Unix sockets; None leaves what the umask makes of them.
         options: of grpcio, beside :data:`OPTIONS`.
+        replace_files: a regular file at a path of a Unix socket is replaced; otherwise only a stale socket is.
         stop_grace_s: how long calls may take to end once serving stops; None ends them at once.
 
     Raises:
@@ -89,6 +94,7 @@ class GrpcServer:
         socket_mode: int | None = None,
         options: Sequence[tuple[str, Any]] = (),
         stop_grace_s: float | None = None,
+        replace_files: bool = False,
     ) -> None:
         self.addresses: tuple[str, ...] = tuple(addresses)
         self._handler = _Methods(route, unary or {})
@@ -96,6 +102,7 @@ class GrpcServer:
         self._socket_mode = socket_mode
         self._options = (*OPTIONS, *options)
         self._stop_grace_s = stop_grace_s
+        self._replace_files = replace_files
         self._server: grpc.aio.Server | None = None
         self._sockets: dict[str, int] = {}
 
@@ -127,6 +134,10 @@ class GrpcServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._stop_grace_s)
+            # gRPC cancels streams and does not wait for them. A loop that ends meanwhile cancels them a second
+            # time, which gRPC reports as an error, with a traceback for each.
+            if self._handler.running:
+                await asyncio.wait(self._handler.running, timeout=_ENDED_S)
 
     def _listen(self, server: grpc.aio.Server, address: str) -> str:
         if address.startswith("unix:"):
@@ -141,14 +152,15 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
-        """Serve a Unix socket in place of a stale one; refuse to replace any other file.
+        """Serve a Unix socket in place of a stale one; refuse to replace a file of another kind.
 
         gRPC removes the path it has bound when it stops, even if another server has replaced the file by then.
         So it binds a name beside, which is moved over the wanted one: that also leaves no moment without a
         socket, and none in which it has another mode.
         """
         with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
+            mode = os.stat(path).st_mode
+            if not stat.S_ISSOCK(mode) and not (self._replace_files and stat.S_ISREG(mode)):
                 raise FileExistsError(errno.EEXIST, "not a socket")
         beside = f"{path}.new"
         with suppress(FileNotFoundError):
@@ -175,6 +187,7 @@ class _Methods(grpc.GenericRpcHandler):
     def __init__(self, route: Route, unary: Mapping[str, Answer]) -> None:
         self._route = route
         self._unary = unary
+        self.running: set[asyncio.Task[Any]] = set()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """See :class:`grpc.GenericRpcHandler`: the handler of a method, None for UNIMPLEMENTED."""
@@ -183,7 +196,7 @@ class _Methods(grpc.GenericRpcHandler):
         if answer is not None:
             return _unary_handler(path, answer)
         serve = self._route(path)
-        return None if serve is None else _stream_handler(path, serve)
+        return None if serve is None else _stream_handler(path, serve, self.running)
 
 
 def _unary_handler(path: str, answer: Answer) -> Any:
@@ -197,8 +210,12 @@ def _unary_handler(path: str, answer: Answer) -> Any:
     return grpc.unary_unary_rpc_method_handler(cast(Any, handle))
 
 
-def _stream_handler(path: str, serve: Serve) -> Any:
+def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) -> Any:
     async def handle(_: object, context: Context) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            running.add(task)
+            task.add_done_callback(running.discard)
         try:
             await serve(context)
         except grpc.aio.AbortError:

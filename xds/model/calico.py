@@ -43,8 +43,11 @@ class Action(StrEnum):
 
     @property
     def may_deny(self) -> bool:
-        """Whether leaving the rule out could let something through that it means to stop."""
-        return self in (Action.DENY, Action.UNKNOWN)
+        """Whether leaving the rule out could let something through that it means to stop.
+
+        A rule that passes keeps the rest of its tier from allowing.
+        """
+        return self in (Action.DENY, Action.PASS, Action.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def add_arguments(subparsers: Any) -> None:
     check.add_argument("--destination", metavar="IP[:PORT]", help="of the pod")
     check.add_argument("--trust-domain", default="cluster.local", metavar="NAME")
     _add_dial(check)
-    check.set_defaults(run=check_command)
+    check.set_defaults(run=check_command, denied=1)
     health = commands.add_parser("health", help="ask a server for its health; exit status 0, 2 or 3")
     health.add_argument("probe", choices=("liveness", "readiness"))
     _add_dial(health)
@@ -188,7 +188,7 @@ async def _serve(
 
 
 async def check_command(args: argparse.Namespace) -> int:
-    """Ask a server about one request and print its answer; the exit status is 0 if it allows."""
+    """Ask a server about one request and print its answer; the exit status is 0 if it allows, else ``denied``."""
     from xds.dialects.calico.authorization import decode_response, encode_request
     from xds.grpc.status import RpcFailed
     from xds.model import calico as c
@@ -218,7 +218,8 @@ async def check_command(args: argparse.Namespace) -> int:
     code, message = decode_response(answer)
     known = {each.value: each.name for each in Code}
     print(f"{known.get(code, code)}{f': {message}' if message else ''}")
-    return 0 if code == 0 else 1
+    status: int = 0 if code == 0 else args.denied
+    return status
 
 
 async def health_command(args: argparse.Namespace) -> int:

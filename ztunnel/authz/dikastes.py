@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if args.command == "server":
         port = os.environ.get("DIKASTES_HTTP_BIND_PORT")
-        if port is not None:
+        if port:  # one that is empty counts as none, as in Calico's
             address = os.environ.get("DIKASTES_HTTP_BIND_ADDR", "")
             bracketed = f"[{address}]" if ":" in address else address
             args.terminate = f"{bracketed}:{port}" if address else port
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "client":
         args.path = args.source = args.destination = None
         args.trust_domain = "cluster.local"
+        args.denied = 0  # as of Calico's client: a denial is an answer, too
         return asyncio.run(command.check_command(args))
     return asyncio.run(command.health_command(args))
 

@@ -1,8 +1,9 @@
 """Compiles the clauses of a rule to checks on facts. Clauses that are absent compile to nothing. Pure.
 
-Where a clause names what is not there (an IP set that has not come, text that is no network or selector) it
-fails: a rule that may be narrower than it looks must not allow. For a rule that denies, failing would be the open
-side, so there it ends the evaluation (:class:`~ztunnel.calico.verdict.Undecidable`).
+Where a clause cannot be judged it fails: a rule that may be narrower than it looks must not allow. A clause can
+name a missing IP set, or text that is no network or selector; it can ask for what the flow lacks: the address and
+port of a pipe, or the type of an ICMP packet. For a rule that denies or passes to the next tier, failing would be
+the open side, so there it ends the evaluation (:class:`~ztunnel.calico.verdict.Undecidable`).
 
 Where only connections are judged (``connections_only``), a rule must never open more than it does where requests
 are: a rule that allows and has an HTTP clause does not match, and a client without an identity does not satisfy a
@@ -71,7 +72,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
         excluded = _protocol(rule.not_protocol)
         clauses.append(Clause("notProtocol", lambda facts: not excluded(facts)))
     if rule.ip_version:
-        clauses.append(Clause("ipVersion", _ip_version(rule.ip_version)))
+        clauses.append(Clause("ipVersion", _ip_version(rule.ip_version, denies=rule.action.may_deny)))
     denies = rule.action.may_deny
     if rule.icmp is not None:
         clauses.append(Clause("icmp", _icmp(rule.icmp, denies=denies)))
@@ -112,7 +113,7 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     Args:
         place: of the rule, for :attr:`~ztunnel.calico.verdict.Facts.unseen`.
     """
-    if not has_http(rule) or rule.action.may_deny or rule.action is c.Action.LOG:
+    if not has_http(rule) or rule.action not in (c.Action.ALLOW, c.Action.PASS):
         return None
 
     def allows(facts: Facts) -> bool:
@@ -133,7 +134,8 @@ def http_clause(rule: c.Rule) -> Check | None:
     """Return the check of a rule's HTTP clause, or None if it has none. It is to be called last.
 
     A flow without HTTP satisfies it. The check raises :class:`Undecidable` for a request whose path does not begin
-    with a slash. A path without a normal form matches no rule that allows and every rule that denies.
+    with a slash. A path without a normal form matches no rule that allows and every rule that denies, and ends the
+    evaluation at a rule that passes.
     """
     if not has_http(rule):
         return None
@@ -142,7 +144,7 @@ def http_clause(rule: c.Rule) -> Check | None:
     known = [(normal, path.prefix) for path in paths if (normal := normal_path(path.path)) is not None]
     exact = frozenset(path for path, prefix in known if not prefix)
     prefixes = [path for path, prefix in known if prefix]
-    denies = rule.action.may_deny
+    denies, passes = rule.action.may_deny, rule.action is c.Action.PASS
 
     def check(facts: Facts) -> bool:
         facts.read_http = True
@@ -155,6 +157,8 @@ def http_clause(rule: c.Rule) -> Check | None:
         if not facts.path.startswith("/"):
             raise Undecidable(Code.INVALID_ARGUMENT, "the request's path does not begin with a slash")
         path = facts.normal_path
+        if path is None and passes:
+            raise Undecidable(Code.INVALID_ARGUMENT, "the request's path can be read in more than one way")
         if path is None:
             return denies
         return path in exact or any(is_below(path, prefix) for prefix in prefixes)
@@ -197,10 +201,12 @@ _ICMP: Final = frozenset(c.ICMP_PROTOCOLS.values())
 _ICMP_TYPE: Final = "the type of an ICMP packet"
 
 
-def _ip_version(version: int) -> Check:
+def _ip_version(version: int, *, denies: bool) -> Check:
     def check(facts: Facts) -> bool:
         address = facts.destination.address or facts.source.address
-        return address is not None and address_number(address)[0] == version
+        if address is None:
+            return _unreadable("the IP version of a flow without addresses", denies=denies)
+        return address_number(address)[0] == version
 
     return check
 
@@ -267,11 +273,15 @@ def _is_member(facts: Facts, wanted: frozenset[str], found: frozenset[str], *, d
     return False
 
 
+_ADDRESS: Final = "the address of an end that has none"
+_PORT: Final = "the port of an end that has no address"
+
+
 def _unreadable(what: str, *, denies: bool) -> bool:
-    """Fail a clause that has a text nobody can read.
+    """Fail a clause that cannot be judged.
 
     Raises:
-        Undecidable: the rule denies.
+        Undecidable: the rule denies, or passes to the next tier.
     """
     if denies:
         raise Undecidable(Code.INTERNAL, f"{what} cannot be read")
@@ -279,13 +289,12 @@ def _unreadable(what: str, *, denies: bool) -> bool:
 
 
 def _ports(of: _Of, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...], *, denies: bool) -> Check:
-    if not sets:
-        return lambda facts: _in_ranges(of(facts).port, ranges)
-
     def check(facts: Facts) -> bool:
         peer = of(facts)
-        if _in_ranges(peer.port, ranges) or not peer.port_sets.isdisjoint(sets):
+        if _has_one_of(peer, ranges, sets):
             return True
+        if peer.address is None and (sets or not peer.port):
+            return _unreadable(_PORT, denies=denies)
         if denies:
             _all_there(facts, sets, denies=True)
         return False
@@ -296,13 +305,20 @@ def _ports(of: _Of, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...], 
 def _not_ports(of: _Of, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...], *, denies: bool) -> Check:
     def check(facts: Facts) -> bool:
         peer = of(facts)
-        return (
-            not _in_ranges(peer.port, ranges)
-            and peer.port_sets.isdisjoint(sets)
-            and _all_there(facts, sets, denies=denies)
-        )
+        if _has_one_of(peer, ranges, sets):
+            return False
+        if peer.address is None and (sets or not peer.port):
+            return _unreadable(_PORT, denies=denies)
+        return _all_there(facts, sets, denies=denies)
 
     return check
+
+
+def _has_one_of(peer: Peer, ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...]) -> bool:
+    """Return whether an end is known to have a port of some ranges or sets."""
+    if peer.address is None and not peer.port:
+        return False
+    return _in_ranges(peer.port, ranges) or (bool(sets) and not peer.port_sets.isdisjoint(sets))
 
 
 def _in_ranges(port: int, ranges: tuple[tuple[int, int], ...]) -> bool:
@@ -316,7 +332,9 @@ def _nets(of: _Of, networks: tuple[IpNetwork | None, ...], *, denies: bool) -> C
 
     def check(facts: Facts) -> bool:
         address = of(facts).address
-        if address is not None and any(test(address) for test in tests):
+        if address is None:
+            return _unreadable(_ADDRESS, denies=denies)
+        if any(test(address) for test in tests):
             return True
         return not whole and _unreadable("a network", denies=denies)
 
@@ -330,7 +348,9 @@ def _not_nets(of: _Of, networks: tuple[IpNetwork | None, ...], *, denies: bool) 
 
     def check(facts: Facts) -> bool:
         address = of(facts).address
-        return address is None or not any(test(address) for test in tests)
+        if address is None:
+            return _unreadable(_ADDRESS, denies=denies)
+        return not any(test(address) for test in tests)
 
     return check
 
@@ -347,16 +367,36 @@ def _in_network(network: IpNetwork) -> Callable[[str], bool]:
 
 def _in_all(of: _Of, sets: tuple[str, ...], *, denies: bool) -> Check:
     wanted = frozenset(sets)
-    return lambda facts: _is_member(facts, wanted, of(facts).sets, denies=denies)
+
+    def check(facts: Facts) -> bool:
+        peer = of(facts)
+        if peer.address is None:
+            return _unreadable(_ADDRESS, denies=denies)
+        return _is_member(facts, wanted, peer.sets, denies=denies)
+
+    return check
 
 
 def _in_none(of: _Of, sets: tuple[str, ...], *, denies: bool) -> Check:
-    return lambda facts: of(facts).sets.isdisjoint(sets) and _all_there(facts, sets, denies=denies)
+    def check(facts: Facts) -> bool:
+        peer = of(facts)
+        if peer.address is None:
+            return _unreadable(_ADDRESS, denies=denies)
+        return peer.sets.isdisjoint(sets) and _all_there(facts, sets, denies=denies)
+
+    return check
 
 
 def _port_in_all(of: _Of, sets: tuple[str, ...], *, denies: bool) -> Check:
     wanted = frozenset(sets)
-    return lambda facts: _is_member(facts, wanted, of(facts).port_sets, denies=denies)
+
+    def check(facts: Facts) -> bool:
+        peer = of(facts)
+        if peer.address is None:
+            return _unreadable(_ADDRESS, denies=denies)
+        return _is_member(facts, wanted, peer.port_sets, denies=denies)
+
+    return check
 
 
 def _account_names(of: _Of, names: frozenset[str]) -> Check:

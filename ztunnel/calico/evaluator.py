@@ -38,6 +38,9 @@ _CACHED_CHARACTERS: Final = 512
 #: What a rule needs of a flow: a kind of look-up and the value it must find.
 _Need: TypeAlias = tuple[str, Hashable]
 
+#: What an end without an address offers instead of a network or a port.
+_NO_ADDRESS: Final = "no address"
+
 #: Ranges of more ports than this are checked, not looked up.
 _PORTS_LISTED: Final = 16
 
@@ -191,11 +194,12 @@ class _Tier:
         if what == "account":
             return (peer.identity.account,)
         if what == "port":
-            return (peer.port,)
+            return (peer.port,) if peer.address is not None or peer.port else (peer.port, _NO_ADDRESS)
         return self._prefixes(kind, peer.address)
 
     def _prefixes(self, kind: str, address: str | None) -> Iterator[Hashable]:
         if address is None:
+            yield _NO_ADDRESS
             return
         version, number = address_number(address)
         for found, length in self._lengths[kind]:
@@ -234,8 +238,9 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
     """Return values of the rarest clause: a flow must have one for the rule to match. Empty: any flow may match.
 
     Rules that may deny are not filed by IP sets: one that is missing must be noticed by every flow that gets
-    there.
+    there. An end without an address must get to those that ask for its network or port.
     """
+    unknown = _NO_ADDRESS if rule.action.may_deny else None
     sides = (("source", rule.source), ("destination", rule.destination))
     if not rule.action.may_deny:
         for side, peer in sides:
@@ -249,14 +254,12 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
             return tuple((f"{side}.account", name) for name in {*peer.account_names, ""})
     for side, peer in sides:
         if peer.nets and None not in peer.nets:
-            return tuple(
-                (
-                    f"{side}.net",
-                    (net.version, net.prefixlen, int(net.network_address) >> (net.max_prefixlen - net.prefixlen)),
-                )
+            networks = [
+                (net.version, net.prefixlen, int(net.network_address) >> (net.max_prefixlen - net.prefixlen))
                 for net in dict.fromkeys(peer.nets)
                 if net is not None
-            )
+            ]
+            return tuple((f"{side}.net", value) for value in (*networks, unknown) if value is not None)
     for side, peer in reversed(sides):
         if (
             peer.ports
@@ -264,7 +267,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
             and sum(last - first + 1 for first, last in peer.ports) <= _PORTS_LISTED
         ):
             ports = {port for first, last in peer.ports for port in range(first, last + 1)}
-            return tuple((f"{side}.port", port) for port in ports)
+            return tuple((f"{side}.port", value) for value in (*ports, unknown) if value is not None)
     if isinstance(rule.protocol, int):
         return (("protocol", rule.protocol),)
     if rule.protocol is not None:

@@ -89,7 +89,9 @@ def test_calicos_own_command_line(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     env = {"DIKASTES_HTTP_BIND_PORT": str(port), "DIKASTES_HTTP_BIND_ADDR": "127.0.0.1"}
     with served("dikastes", "server", "-l", path, "-d", f"{tmp_path}/felix.sock", env=env) as process:
-        assert ztunnel("client", "shop", "web", "--method", "GET", "-d", path, program="dikastes").returncode == 1
+        asked = ztunnel("client", "shop", "web", "--method", "GET", "-d", path, program="dikastes")
+        assert (asked.returncode, asked.stdout) == (0, "UNAVAILABLE: no policy has been received yet\n")
+        assert ztunnel("client", "shop", "web", "-d", f"{path}.none", program="dikastes").returncode == 2
         assert ztunnel("health", "liveness", "--dial-path", path, program="dikastes").returncode == 0
         assert ztunnel("readiness", "-dialPath", path, program="healthz").returncode == 3
         assert ztunnel("health", "nonsense", program="dikastes").returncode == 1
@@ -102,6 +104,19 @@ def test_calicos_own_command_line(tmp_path: Path) -> None:
             except OSError:  # the HTTP port is served after the socket
                 assert time.monotonic() < until
         assert process.wait(LIMIT_S) == 0
+
+
+def test_an_empty_port_of_the_terminator_is_none_and_a_file_at_the_path_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "dikastes.sock"
+    path.write_text("left over")
+    env = {"DIKASTES_HTTP_BIND_PORT": ""}
+    with served("dikastes", "server", "-l", str(path), "-d", f"{tmp_path}/felix.sock", env=env):
+        assert path.is_socket()
+        assert ztunnel("health", "liveness", "--dial-path", str(path), program="dikastes").returncode == 0
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    done = ztunnel("serve", "-l", str(folder))
+    assert (done.returncode, "File exists" in done.stderr) == (1, True)
 
 
 def test_metrics_of_a_server(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.ztunnel.calico.test_follower import run, until
@@ -92,16 +93,33 @@ def test_every_version_of_the_service_answers(method: str, tmp_path: Path) -> No
     run(main)
 
 
+def test_60_kb_of_metadata_are_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            serving(tmp_path, Snapshot(2)),
+            grpc.aio.insecure_channel(f"unix:{tmp_path}/authz.sock") as channel,
+        ):
+            call = channel.unary_unary(CHECK_METHODS[0])
+            answer = await call(encode_request(GET), metadata=(("x-much", "a" * 60_000),), timeout=5)
+            assert decode_response(answer) == (0, "")
+
+    run(main)
+
+
 @pytest.mark.parametrize("method", CHECK_METHODS)
 def test_a_request_of_any_version_may_lack_everything(method: str, tmp_path: Path) -> None:
-    """A network filter asks about a connection: what is absent is not an empty method, which would not match."""
+    """A network filter asks about a connection: what is absent is not an empty method, which would not match.
+
+    Of the versions before v3 both readings must allow: Calico's server takes it for an empty method.
+    """
+    connected = 0 if ".v3." in method else 7
     connection, empty = CheckRequest(), CheckRequest()
     connection.attributes.destination.address.socket_address.address = "10.0.0.2"
     empty.attributes.request.http.SetInParent()
 
     async def main() -> None:
         async with serving(tmp_path, Snapshot(2)) as (_, channel):
-            for message, code in ((CheckRequest(), 0), (connection, 0), (empty, 7)):
+            for message, code in ((CheckRequest(), connected), (connection, connected), (empty, 7)):
                 answer = await channel.unary(method, message.SerializeToString(), timeout_s=5)
                 assert decode_response(answer)[0] == code
 

@@ -5,6 +5,7 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 
 from xds.model import calico as c
+from xds.model.address import IpNetwork
 from xds.model.selector import SelectorError, parse_selector
 from ztunnel.calico.http_path import normal_path
 from ztunnel.calico.verdict import Code
@@ -99,7 +100,7 @@ class Literal:
     def _matches(self, rule: c.Rule, namespace: str, flow: c.Flow) -> bool:
         """Return whether a rule matches. Of a rule that denies, a clause that is None cannot be evaluated."""
         clauses = [*self._clauses(rule, namespace, flow)]
-        denies = rule.action in (c.Action.DENY, c.Action.UNKNOWN)
+        denies = rule.action in (c.Action.DENY, c.Action.PASS, c.Action.UNKNOWN)
         if False in clauses or (None in clauses and not denies):
             return False
         if None in clauses:
@@ -108,7 +109,7 @@ class Literal:
             if rule.action is c.Action.PASS:
                 raise Stop(Code.INVALID_ARGUMENT)
             return denies
-        return self.connections_only or http_matches(rule, flow, denies=denies)
+        return self.connections_only or http_matches(rule, flow)
 
     def _clauses(self, rule: c.Rule, namespace: str, flow: c.Flow) -> Iterator[bool | None]:
         yield rule.protocol is None or protocol_is(rule.protocol, flow)
@@ -116,7 +117,8 @@ class Literal:
         yield rule.icmp is None or icmp_is(rule.icmp, flow)
         yield rule.not_icmp is None or inverse(icmp_is(rule.not_icmp, flow))
         address = flow.destination_ip or flow.source_ip
-        yield not rule.ip_version or (address is not None and ip_address(address).version == rule.ip_version)
+        if rule.ip_version:
+            yield None if address is None else ip_address(address).version == rule.ip_version
         source = (flow.source_ip, flow.source_port, flow.source_principal, flow.source_labels)
         destination = (
             flow.destination_ip,
@@ -136,19 +138,22 @@ class Literal:
         def has_port(set_id: str) -> bool | None:
             return self._has_port(set_id, ip, protocol, port)
 
+        def has_one_of(ranges: tuple[tuple[int, int], ...], sets: tuple[str, ...]) -> bool | None:
+            known = ip is not None or port > 0
+            found = [first <= port <= last if known else None for first, last in ranges]
+            return any_of([*found, *map(has_port, sets)])
+
+        def is_inside(nets: tuple[IpNetwork | None, ...]) -> bool | None:
+            return None if ip is None else any(ip_address(ip) in net for net in nets if net is not None)
+
         if peer.ports or peer.named_ports:
-            yield any_of(
-                [*(first <= port <= last for first, last in peer.ports), *map(has_port, peer.named_ports)]
-            )
-        yield not any(first <= port <= last for first, last in peer.not_ports)
-        yield inverse(any_of([has_port(set_id) for set_id in peer.not_named_ports]))
+            yield has_one_of(peer.ports, peer.named_ports)
+        yield inverse(has_one_of(peer.not_ports, peer.not_named_ports))
         if peer.nets:
             before = peer.nets[: peer.nets.index(None)] if None in peer.nets else peer.nets
-            inside = ip is not None and any(ip_address(ip) in net for net in before if net is not None)
-            yield inside or (None if None in peer.nets else False)
+            yield is_inside(before) or (None if None in peer.nets or ip is None else False)
         if peer.not_nets:
-            inside = ip is not None and any(ip_address(ip) in net for net in peer.not_nets if net is not None)
-            yield None if None in peer.not_nets else not inside
+            yield None if None in peer.not_nets else inverse(is_inside(peer.not_nets))
         yield all_of([self._has(set_id, ip) for set_id in peer.ip_sets])
         yield inverse(any_of([self._has(set_id, ip) for set_id in peer.not_ip_sets]))
         yield all_of([has_port(set_id) for set_id in peer.ip_port_sets])
@@ -168,16 +173,16 @@ class Literal:
             yield namespace == policy_namespace
 
     def _has(self, set_id: str, ip: str | None) -> bool | None:
-        """Return whether a set has an address; None if there is no such set."""
-        if set_id not in self.sets:
+        """Return whether a set has an address; None if there is no such set, or no address."""
+        if set_id not in self.sets or ip is None:
             return None
         kind, members = self.sets[set_id]
-        if kind is c.IpSetType.IP_AND_PORT or ip is None:
+        if kind is c.IpSetType.IP_AND_PORT:
             return False
         return any(ip_address(ip) in ip_network(member) for member in members)
 
     def _has_port(self, set_id: str, ip: str | None, protocol: int, port: int) -> bool | None:
-        if set_id not in self.sets:
+        if set_id not in self.sets or ip is None:
             return None
         kind, members = self.sets[set_id]
         names = [name for name, number in c.PROTOCOLS.items() if number == protocol]
@@ -224,7 +229,7 @@ def selects(text: str, labels: dict[str, str]) -> bool | None:
         return None
 
 
-def http_matches(rule: c.Rule, flow: c.Flow, *, denies: bool) -> bool:
+def http_matches(rule: c.Rule, flow: c.Flow) -> bool:
     if flow.method is None and flow.path is None:
         return True
     methods, paths = rule.http.methods, rule.http.paths
@@ -235,8 +240,10 @@ def http_matches(rule: c.Rule, flow: c.Flow, *, denies: bool) -> bool:
     if not flow.path.startswith("/"):
         raise Stop(Code.INVALID_ARGUMENT)
     path = normal_path(flow.path)
+    if path is None and rule.action is c.Action.PASS:
+        raise Stop(Code.INVALID_ARGUMENT)
     if path is None:
-        return denies
+        return rule.action in (c.Action.DENY, c.Action.UNKNOWN)
     for match in paths:
         wanted = normal_path(match.path)
         if wanted is None:

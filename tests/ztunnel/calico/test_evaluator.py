@@ -359,6 +359,75 @@ def test_a_malformed_principal_is_denied_and_not_taken_for_plain_text(principal:
     assert found.check(POD, flow(**{side: principal})).code is Code.PERMISSION_DENIED
 
 
+GONE = "s:never"
+NOWHERE = c.Flow(protocol=6, source_principal=WEB)
+#: A clause that cannot be judged, and a flow that shows it.
+UNJUDGED: list[tuple[dict[str, Any], c.Flow]] = [
+    ({"ip_version": 4}, NOWHERE),
+    ({"icmp": c.IcmpMatch(8)}, replace(FLOW, protocol=1)),
+    ({"not_icmp": c.IcmpMatch(8)}, replace(FLOW, protocol=58)),
+    *(
+        ({side: c.PeerMatch(**clause)}, flow)
+        for side in ("source", "destination")
+        for clause, flow in (
+            ({"ip_sets": (GONE,)}, FLOW),
+            ({"not_ip_sets": (GONE,)}, FLOW),
+            ({"ip_port_sets": (GONE,)}, FLOW),
+            ({"named_ports": (GONE,)}, FLOW),
+            ({"not_named_ports": (GONE,)}, FLOW),
+            ({"nets": (None,)}, FLOW),
+            ({"not_nets": (None,)}, FLOW),
+            ({"nets": (ip_network("10.0.0.0/8"),)}, NOWHERE),
+            ({"not_nets": (ip_network("10.0.0.0/8"),)}, NOWHERE),
+            ({"ip_sets": ("s:a",)}, NOWHERE),
+            ({"not_ip_sets": ("s:a",)}, NOWHERE),
+            ({"ip_port_sets": ("n:http",)}, NOWHERE),
+            ({"named_ports": ("n:http",)}, NOWHERE),
+            ({"not_named_ports": ("n:http",)}, NOWHERE),
+            ({"ports": ((80, 80),)}, NOWHERE),
+            ({"ports": ((1, 60_000),)}, NOWHERE),
+            ({"not_ports": ((80, 80),)}, NOWHERE),
+        )
+    ),
+    ({"source": c.PeerMatch(account_selector="role ==")}, FLOW),
+    ({"source": c.PeerMatch(namespace_selector="env ==")}, FLOW),
+    ({"http": c.HttpMatch(paths=(c.PathMatch("/a", True),))}, replace(FLOW, path="a")),
+]
+
+
+@pytest.mark.parametrize("connections_only", [False, True])
+@pytest.mark.parametrize(("clause", "about"), UNJUDGED)
+def test_a_clause_that_cannot_be_judged_lets_nothing_through(
+    clause: dict[str, Any], about: c.Flow, connections_only: bool
+) -> None:
+    """Whatever the action is: what comes after the rule would allow, in its tier and in the next one."""
+    if connections_only and "http" in clause:
+        clause = {**clause, "source": c.PeerMatch(ip_sets=(GONE,))}
+    for action in (c.Action.ALLOW, c.Action.DENY, c.Action.PASS, c.Action.UNKNOWN):
+        found = Evaluator(Store(), connections_only=connections_only)
+        rules = (c.Rule(action, **clause), *((ALLOW,) if action is not c.Action.ALLOW else ()))
+        endpoint = c.Endpoint("", (), (tier(ONE, name="first"), tier(TWO)), ())
+        for update in (
+            policy(ONE, *rules),
+            policy(TWO, ALLOW),
+            NET_SET,
+            PORT_SET,
+            c.EndpointUpdate(POD, endpoint),
+        ):
+            found.apply(update)
+        found.apply(c.InSync())
+        verdict = found.check(POD, about)
+        assert not verdict.allowed, action
+        walked = walk(found.store, endpoint, about, identities(about), connections_only=connections_only).verdict
+        assert walked.code is verdict.code
+
+
+def test_a_rule_that_passes_some_requests_on_does_not_guess_about_a_path() -> None:
+    http = c.HttpMatch(paths=(c.PathMatch("/a", True),))
+    found = with_rule(c.Rule(c.Action.PASS, http=http), ALLOW)
+    assert found.check(POD, flow(path="/%XY")).code is Code.INVALID_ARGUMENT
+
+
 def test_trust_domains_can_be_listed() -> None:
     found = Evaluator(Store(), frozenset({"cluster.local"}))
     for update in (policy(ONE, ALLOW), c.EndpointUpdate(POD, c.Endpoint("", (), (tier(ONE),))), c.InSync()):

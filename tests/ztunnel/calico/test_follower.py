@@ -147,3 +147,20 @@ def test_a_snapshot_that_never_ends_is_bounded(tmp_path: Path, monkeypatch: pyte
             assert code(follower) is Code.OK
 
     run(main)
+
+
+def test_a_server_is_tried_again_within_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is there every check is refused, or answered by policies that may be out of date."""
+
+    async def main() -> None:
+        follower = Follower(f"unix:{tmp_path}/none", SystemClock())
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(follower.run())
+            await until(lambda: sum("stream ended" in record.message for record in caplog.records) >= 4)
+            task.cancel()
+
+    run(main)
+    waits = [
+        float(record.message.rpartition("wait_s=")[2]) for record in caplog.records if "wait_s" in record.message
+    ]
+    assert max(waits) <= 1.0

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import urllib.request
 from argparse import ArgumentParser
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.ports import free_port
@@ -277,3 +279,30 @@ def test_serve_needs_a_socket_and_files_without_faults(files: Path) -> None:
     done = ztunnel("serve", str(files), "--socket", f"{files}/x.sock")
     assert done.returncode == 1
     assert "policies.yaml: not valid YAML" in done.stderr
+
+
+def test_a_server_that_ends_with_streams_open_has_nothing_to_say(files: Path) -> None:
+    path = f"unix:{files}/node.sock"
+    command = [sys.executable, "-m", "ztunnel", "policy", "serve", str(files), "--socket", f"{files}/node.sock"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    async def main() -> None:
+        await until((files / "node.sock").exists)
+        async with AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(grpc.aio.insecure_channel(path)) for _ in range(8)]
+            calls = [channel.stream_stream("/felix.PolicySync/Sync")() for channel in channels]
+            for call in calls:
+                await call.write(b"")
+                assert await call.read()
+            process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(process.wait, LIMIT_S)
+
+    try:
+        run(main)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) == 1, errors

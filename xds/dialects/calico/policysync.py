@@ -147,8 +147,8 @@ def _policy_id(message: pb.PolicyID) -> c.PolicyId:
 
 
 def _tier(message: pb.TierInfo) -> c.Tier:
-    # Anything but "Pass" denies, an absent action too: Felix sends none for a tier whose object is missing.
-    passes = message.default_action.lower() == "pass"
+    # Anything but the API's own spelling denies. So does an absent action: Felix sends none for a missing tier.
+    passes = message.default_action == "Pass"
     ingress, egress = (
         tuple(_listed(message.name, item) for item in items)
         for items in (message.ingress_policies, message.egress_policies)

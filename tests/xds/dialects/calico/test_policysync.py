@@ -115,7 +115,7 @@ def test_a_tier_passes_by_that_word_only(action: str) -> None:
     update = decode(message.SerializeToString())
     assert isinstance(update, c.EndpointUpdate)
     assert update.endpoint is not None
-    assert update.endpoint.tiers[0].passes is (action != "default")
+    assert update.endpoint.tiers[0].passes is (action == "Pass")
 
 
 def rule(message: pb.Rule) -> c.Rule:
