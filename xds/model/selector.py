@@ -151,8 +151,9 @@ def parse_selector(text: str) -> Selector:
 
 
 _SPACE = re.compile(r"[ \t]*")
-_LABEL = re.compile(r"[A-Za-z0-9_./-]{1,512}")
-_HAS = re.compile(r"has\([ \t]*([A-Za-z0-9_./-]{1,512})[ \t]*\)")
+_LABEL = re.compile(r"[A-Za-z0-9_./-]+")
+_HAS = re.compile(r"has\([ \t]*([A-Za-z0-9_./-]+)[ \t]*\)")
+_WORD = re.compile(r"(all|global)\([ \t]*\)")
 _STRING = re.compile(r'"([^"]*)"|\'([^\']*)\'')
 # A word operator ends where no label could go on: "a inside" is no comparison.
 _OPERATOR = re.compile(
@@ -193,10 +194,9 @@ class _Parser:
             negated = not negated
         if self.skip("("):
             node = self.group()
-        elif self.skip("all()"):
-            node = All()
-        elif self.skip("global()"):
-            node = Global()
+        elif found := _WORD.match(self.text, self.at):
+            self.at = found.end()
+            node = All() if found[1] == "all" else Global()
         elif found := _HAS.match(self.text, self.at):
             self.at = found.end()
             node = Has(found[1])

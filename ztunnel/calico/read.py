@@ -32,6 +32,7 @@ from ztunnel.calico.resources import (
     Resources,
 )
 from ztunnel.runtime.config_reader import Faults
+from ztunnel.runtime.object_lists import items_of
 
 _WITH_PORTS: Final = frozenset({6, 17, 132})
 
@@ -93,11 +94,12 @@ class _Reader(ClusterPolicyReader):
         if not isinstance(document, Mapping):
             self.fault(file, f"must be resources, not {document!r}")
             return
-        kind = str(document.get("kind", ""))
-        if kind.endswith("List") and isinstance(document.get("items"), list):
-            for item in document["items"]:
+        items = items_of(document)
+        if items is not None:
+            for item in items:
                 self.document_of(file, item)
             return
+        kind = str(document.get("kind", ""))
         metadata = document.get("metadata")
         metadata = metadata if isinstance(metadata, Mapping) else {}
         name = metadata.get("name")

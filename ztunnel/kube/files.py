@@ -9,6 +9,7 @@ from typing import Final
 from xds.errors import ConfigError
 from xds.proto.core_yaml import load_all
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.runtime.object_lists import items_of
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 
@@ -118,11 +119,12 @@ class FileObjects:
             return
         if not isinstance(document, Mapping):
             raise ConfigError(f"must be objects, not {document!r}")
-        kind, items = str(document.get("kind", "")), document.get("items")
-        if kind.endswith("List") and isinstance(items, list):
+        items = items_of(document)
+        if items is not None:
             for item in items:
                 yield from self._objects_of(path, item)
             return
+        kind = str(document.get("kind", ""))
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, Mapping) else None
         if not kind or not isinstance(name, str) or not name or not isinstance(metadata, Mapping):

@@ -178,6 +178,14 @@ items:
     assert found.network_sets["", "s"].nets == (ip_network("10.0.0.1/32"),)
 
 
+@pytest.mark.parametrize("kind", ["NetworkPolicyList", "NamespaceList", "PodList"])
+def test_items_of_a_typed_list_have_its_kind(kind: str) -> None:
+    api = "networking.k8s.io/v1" if kind == "NetworkPolicyList" else "v1"
+    text = f"{{apiVersion: {api}, kind: {kind}, items: [{{metadata: {{name: a}}}}, {{metadata: {{name: b}}}}]}}"
+    found = read(text)
+    assert len(found.policies) + len(found.namespaces) + len(found.pods) == 2
+
+
 @pytest.mark.parametrize(("action", "count"), [("Set", 1), ("Learn", 1), ("Delete", 0), ("Ignore", 0)])
 def test_staged_policies_that_delete_or_ignore_are_none(action: str, count: int) -> None:
     text = HEAD.format(kind="StagedNetworkPolicy", spec=f"{{stagedAction: {action}}}")

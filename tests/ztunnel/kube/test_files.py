@@ -116,3 +116,14 @@ def test_who_asks_once_gets_what_can_be_read_and_the_faults(tmp_path: Path) -> N
     assert source.faults == {str(tmp_path / "b.yaml"): "not UTF-8 text at byte 0"}
     with pytest.raises(FileNotFoundError):
         FileObjects(tmp_path / "missing").everything()
+
+
+def test_items_of_a_typed_list_have_its_kind(tmp_path: Path) -> None:
+    text = (
+        "{apiVersion: networking.k8s.io/v1, kind: NetworkPolicyList, items: [{metadata: {name: a, namespace: x}}]}"
+    )
+    (tmp_path / "all.yaml").write_text(text)
+    [(key, body)] = FileObjects(tmp_path, ("NetworkPolicy",)).everything().objects.items()
+    assert key == ObjectKey("NetworkPolicy", "x", "a")
+    assert body is not None
+    assert (body["apiVersion"], body["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")

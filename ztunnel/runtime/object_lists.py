@@ -1,0 +1,18 @@
+"""Lists of Kubernetes objects in files. Pure."""
+
+from collections.abc import Iterator, Mapping
+
+
+def items_of(document: Mapping[str, object]) -> Iterator[object] | None:
+    """Return the items of a list, each with apiVersion and kind; None if the document is no list.
+
+    Items of a ``List`` have their own. Those of a typed list, such as a ``NetworkPolicyList`` that
+    ``kubectl get --raw`` prints, have none: the list's stand for them.
+    """
+    kind, items = document.get("kind"), document.get("items")
+    if not isinstance(kind, str) or not kind.endswith("List") or not isinstance(items, list):
+        return None
+    implied = {"apiVersion": document.get("apiVersion"), "kind": kind.removesuffix("List")}
+    if not implied["kind"]:
+        return iter(items)
+    return ({**implied, **item} if isinstance(item, Mapping) else item for item in items)
