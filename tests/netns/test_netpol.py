@@ -195,6 +195,24 @@ def test_pings_are_let_through_by_their_type(cluster: Cluster, version: int) -> 
         assert not ping("x/a", number=5)
 
 
+def tiers(count: int) -> dict[ObjectKey, Any]:
+    """Return tiers with a policy each, which passes all but TCP to port 81 on."""
+    found: dict[ObjectKey, Any] = {}
+    for at in range(count):
+        deny = {"action": "Deny", "protocol": "TCP", "destination": {"ports": [81 if at == count - 1 else 7]}}
+        spec = {"tier": f"t{at}", "selector": "all()", "ingress": [deny, {"action": "Pass"}]}
+        for kind, name, body in (("Tier", f"t{at}", {"order": at}), ("GlobalNetworkPolicy", f"t{at}.p", spec)):
+            found[ObjectKey(kind, "", name)] = {
+                "apiVersion": "projectcalico.org/v3", "kind": kind, "metadata": {"name": name}, "spec": body
+            }  # fmt: skip
+    return found
+
+
+def test_the_kernel_takes_any_number_of_tiers(cluster: Cluster) -> None:
+    cluster.apply(cluster.base() | tiers(40))
+    assert cluster.wrong(probes("+y/b>x/a:80 -y/b>x/a:81 +y/b>x/a:81/udp")) == []
+
+
 def test_probes_are_read() -> None:
     assert [str(probe) for probe in probes("+x/b>x/a:80 -y/b>x/a:81/udp")] == [
         "+x/b>x/a:80/tcp",

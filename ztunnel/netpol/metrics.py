@@ -55,11 +55,11 @@ def counted(built: Built, table: Table) -> Counter[tuple[str, str, str]]:
     found: Counter[tuple[str, str, str]] = Counter()
     for chain, rule, counter in counters(table):
         verdict = outcome(rule)
-        owner = built.owners.get(chain)
+        owner = built.owners.get(chain) or built.passing.get(rule.comment)
         if owner is not None:
             found[str(owner[0]), str(owner[1]), verdict] += counter.packets
         else:
-            direction = "egress" if chain.startswith(("pod-out", "egress")) else "ingress"
+            direction = "egress" if chain.startswith(("pod-out", "tier-out", "egress")) else "ingress"
             found[rule.comment, direction, verdict] += counter.packets
     return found
 

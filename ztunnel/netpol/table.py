@@ -3,10 +3,12 @@
 Per direction there is a base chain at the forward hook, egress before ingress: an accept ends its own base chain
 only, so both must let a connection in. A map leads from a local pod's address to the chain of its tiers; pods
 without policies are not in it. Pods that have the same policies share that chain, and every policy has one chain
-per direction, which all chains of tiers call::
+per direction, which all chains of tiers call. Rules that pass are in the chain of the tier, which they leave. A
+jump for each tier that goes on would soon be deeper than the kernel follows (16, NFT_JUMP_STACK_SIZE)::
 
     egress, ingress        established, neighbour discovery, the pod to itself; then the map
-    pod-in-HASH            calls each policy of a tier, then the tier's end: drop, or on to the next tier
+    pod-in-HASH            calls each tier, then the profiles
+    tier-in-HASH           calls each policy of a tier, then the tier's end: drop, or back
     in-HASH                the rules of one policy
     s4-HASH, r4-HASH       addresses that a selector selects; r4 if networks are among them
     n4-HASH, p-HASH        networks without their exceptions, ports of a rule
@@ -52,6 +54,7 @@ _UDPLITE: Final = 136
 _ICMP: Final = tuple(c.ICMP_PROTOCOLS.values())
 _FAMILIES: Final = (Family.IPV4, Family.IPV6)
 _VERSIONS: Final = {Family.IPV4: 4, Family.IPV6: 6}
+_WAYS: Final = {c.Direction.INGRESS: "in", c.Direction.EGRESS: "out"}
 _EGRESS_PRIORITY: Final = -2
 _INGRESS_PRIORITY: Final = -1
 
@@ -78,12 +81,14 @@ class Built:
 
     Attributes:
         owners: the policy and direction whose rules a chain has.
+        passing: the same of rules that pass, by their comments: they are in the chain of their tier.
         policed: local pods whose traffic the table judges, by direction.
         unseen: rules that are stricter here than written.
     """
 
     table: Table
     owners: dict[str, tuple[c.PolicyId, c.Direction]]
+    passing: dict[str, tuple[c.PolicyId, c.Direction]]
     policed: dict[c.Direction, frozenset[c.EndpointId]]
     unseen: tuple[Unseen, ...]
 
@@ -94,15 +99,14 @@ class _Policy:
 
     Attributes:
         source: the compiled policy, by identity.
-        next: where its rules that pass go on to; None if it has none.
+        parts: chains of its rules that decide, and between them those that pass, which leave the tier's chain.
         shapes: of the IP sets that it names, on which its rules depend.
         sets: names of those sets here, and the sets of its own.
     """
 
     source: c.Policy
-    next: Verdict | None
     shapes: tuple[tuple[str, object], ...]
-    chain: Chain
+    parts: tuple[Chain | Rule, ...]
     sets: tuple[Set, ...]
     named: frozenset[str]
     unseen: tuple[Unseen, ...]
@@ -125,8 +129,9 @@ class _Parts:
     chains: dict[str, Chain] = field(default_factory=dict)
     sets: dict[str, Set] = field(default_factory=dict)
     owners: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
+    passing: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
     unseen: dict[Unseen, None] = field(default_factory=dict)
-    #: Where the evaluation of tiers begins, by what is left of them.
+    #: Where the evaluation of pods' tiers begins, by the tiers and profiles.
     starts: dict[object, Verdict] = field(default_factory=dict)
 
 
@@ -143,7 +148,7 @@ class TableBuilder:
         self._tunnels = tunnels
         self._pod_cidrs = pod_cidrs
         self._ip_sets: dict[str, _IpSet] = {}
-        self._policies: dict[tuple[object, ...], _Policy] = {}
+        self._policies: dict[tuple[c.PolicyId, c.Direction], _Policy] = {}
         self._tier_chains: dict[str, Chain] = {}
         self._families: tuple[Family, ...] = ()
 
@@ -174,12 +179,13 @@ class TableBuilder:
         chains = [*self._base_chains(bool(captured)), *parts.chains.values(), *_noted(notes)]
         table = Table(TABLE, Family.INET, tuple(chains), tuple(sets))
         policed = {direction: frozenset(found) for direction, found in heads.items()}
-        return Built(table, parts.owners, policed, tuple(parts.unseen))
+        return Built(table, parts.owners, parts.passing, policed, tuple(parts.unseen))
 
     def _forget(self, compiled: Compiled, parts: _Parts) -> None:
         self._tier_chains = {name: chain for name, chain in self._tier_chains.items() if name in parts.chains}
         self._ip_sets = {key: value for key, value in self._ip_sets.items() if key in compiled.ip_sets}
-        self._policies = {key: value for key, value in self._policies.items() if value.chain.name in parts.chains}
+        used = {*parts.owners.values(), *parts.passing.values()}
+        self._policies = {key: value for key, value in self._policies.items() if key in used}
 
     # Pods
 
@@ -255,75 +261,100 @@ class TableBuilder:
     # Tiers
 
     def _start(self, compiled: Compiled, endpoint: c.Endpoint, direction: c.Direction, parts: _Parts) -> Verdict:
+        """Return what evaluates a pod's tiers and then its profiles: a chain to go to, or accept."""
         tiers = tuple(
             (tier.name, enforced, tier.passes)
             for tier in endpoint.tiers
             if (enforced := tuple(p for p in tier.policies(direction) if p.kind not in c.STAGED_KINDS))
         )
-        return self._from(compiled, tiers, endpoint.profiles, direction, parts)
-
-    def _from(
-        self,
-        compiled: Compiled,
-        tiers: tuple[tuple[str, tuple[c.PolicyId, ...], bool], ...],
-        profiles: tuple[str, ...],
-        direction: c.Direction,
-        parts: _Parts,
-    ) -> Verdict:
-        """Return what evaluates these tiers and then the profiles: a chain to go to, or accept."""
-        key = (direction, tiers, profiles)
+        key = (direction, tiers, endpoint.profiles)
         known = parts.starts.get(key)
         if known is not None:
             return known
         calls: list[Rule] = []
-        if not tiers:
-            for name in profiles:
-                profile = compiled.profiles.get(name)
-                who = c.PolicyId("Profile", "", name)
-                if profile is not None and not calls and _allows_all(profile.rules(direction)):
-                    verdict = parts.starts[key] = Verdict(VerdictCode.ACCEPT)
-                    return verdict
-                calls.append(self._call(compiled, who, profile, direction, None, parts))
-            calls.append(Rule((e.Counter(), *e.drop()), "no profile allows it"))
-        else:
-            (tier, policies, passes), rest = tiers[0], tiers[1:]
-            found = {policy_id: compiled.policies.get(policy_id) for policy_id in policies}
-            onward = None
-            if passes or any(policy and _passes(policy.rules(direction)) for policy in found.values()):
-                onward = self._from(compiled, rest, profiles, direction, parts)
-            for policy_id, policy in found.items():
-                calls.append(self._call(compiled, policy_id, policy, direction, onward, parts))
-            end: Phrase = (onward,) if passes and onward is not None else (e.Counter(), *e.drop())
-            calls.append(Rule(end, comment(f"end of tier {tier}")))
-        # The name follows from the rules: pods with the same ones share the chain, and a change of policies is
-        # another chain, which an element of the map comes to name.
-        name = f"pod-{'out' if direction is c.Direction.EGRESS else 'in'}-{hashed(repr(calls))}"
-        parts.chains[name] = self._tier_chains.setdefault(name, Chain(name, tuple(calls)))
-        verdict = parts.starts[key] = Verdict(VerdictCode.GOTO, name)
+        goes_on = True
+        for name, policies, passes in tiers:
+            if goes_on:
+                chain, goes_on = self._tier(compiled, name, policies, passes, direction, parts)
+                calls.append(Rule(e.jump(chain.name), comment(f"tier {name}")))
+        if goes_on:
+            calls += self._profiles(compiled, endpoint.profiles, direction, parts)
+        if len(calls) == 1 and calls[0].phrase == e.accept():
+            verdict = parts.starts[key] = Verdict(VerdictCode.ACCEPT)
+            return verdict
+        chain = self._named("pod", direction, calls, parts)
+        verdict = parts.starts[key] = Verdict(VerdictCode.GOTO, chain.name)
         return verdict
 
-    def _call(
+    def _tier(
+        self,
+        compiled: Compiled,
+        name: str,
+        policies: tuple[c.PolicyId, ...],
+        passes: bool,
+        direction: c.Direction,
+        parts: _Parts,
+    ) -> tuple[Chain, bool]:
+        """Return the chain of a tier, and whether any packet gets out of it undecided."""
+        found = {policy_id: compiled.policies.get(policy_id) for policy_id in policies}
+        calls = [
+            rule
+            for policy_id, policy in found.items()
+            for rule in self._calls(compiled, policy_id, policy, direction, parts)
+        ]
+        if not passes:
+            calls.append(Rule((e.Counter(), *e.drop()), comment(f"end of tier {name}")))
+        goes_on = passes or any(policy and _passes(policy.rules(direction)) for policy in found.values())
+        return self._named("tier", direction, calls, parts), goes_on
+
+    def _profiles(
+        self, compiled: Compiled, profiles: tuple[str, ...], direction: c.Direction, parts: _Parts
+    ) -> list[Rule]:
+        calls: list[Rule] = []
+        for name in profiles:
+            profile = compiled.profiles.get(name)
+            if profile is not None and not calls and _allows_all(profile.rules(direction)):
+                return [Rule(e.accept(), comment(f"profile {name}"))]
+            calls += self._calls(compiled, c.PolicyId("Profile", "", name), profile, direction, parts)
+        return [*calls, Rule((e.Counter(), *e.drop()), "no profile allows it")]
+
+    def _named(self, prefix: str, direction: c.Direction, calls: list[Rule], parts: _Parts) -> Chain:
+        """Return the chain of these rules.
+
+        Its name follows from them: pods with the same ones share the chain, and a change of policies is another
+        chain, which an element of the map or another rule comes to name.
+        """
+        name = f"{prefix}-{_WAYS[direction]}-{hashed(repr(calls))}"
+        chain = parts.chains[name] = self._tier_chains.setdefault(name, Chain(name, tuple(calls)))
+        return chain
+
+    def _calls(
         self,
         compiled: Compiled,
         policy_id: c.PolicyId,
         policy: c.Policy | None,
         direction: c.Direction,
-        onward: Verdict | None,
         parts: _Parts,
-    ) -> Rule:
+    ) -> list[Rule]:
+        """Return the rules that evaluate a policy, for the chain of its tier or for that of pods."""
         if policy is None:
             parts.unseen[
                 Unseen(policy_id, direction, -1, "is missing, so everything that reaches it is dropped")
             ] = None
-            return Rule((e.Counter(), *e.drop()), comment(f"{policy_id} is missing"))
-        onward = onward if _passes(policy.rules(direction)) else None
-        key = (policy_id, direction, onward)
+            return [Rule((e.Counter(), *e.drop()), comment(f"{policy_id} is missing"))]
+        key = (policy_id, direction)
         known = self._policies.get(key)
         if known is None or known.source is not policy or known.shapes != self._shapes(compiled, known.shapes):
-            known = self._policies[key] = self._policy(compiled, policy_id, policy, direction, onward)
-        name = known.chain.name
-        parts.chains[name] = known.chain
-        parts.owners[name] = (policy_id, direction)
+            known = self._policies[key] = self._policy(compiled, policy_id, policy, direction)
+        calls: list[Rule] = []
+        for part in known.parts:
+            if isinstance(part, Rule):
+                calls.append(part)
+                parts.passing[part.comment] = key
+            else:
+                parts.chains[part.name] = part
+                parts.owners[part.name] = key
+                calls.append(Rule(e.jump(part.name), comment(str(policy_id))))
         parts.unseen.update(dict.fromkeys(known.unseen))
         for item in known.sets:
             parts.sets[item.name] = item
@@ -331,7 +362,7 @@ class TableBuilder:
             for item in self._ip_set(compiled, set_id).sets.values():
                 if item.name in known.named:
                     parts.sets[item.name] = item
-        return Rule(e.jump(name), comment(str(policy_id)))
+        return calls
 
     def _shapes(self, compiled: Compiled, shapes: Iterable[tuple[str, object]]) -> tuple[tuple[str, object], ...]:
         return tuple((set_id, self._ip_set(compiled, set_id).shape) for set_id, _ in shapes)
@@ -339,16 +370,13 @@ class TableBuilder:
     # Policies
 
     def _policy(
-        self,
-        compiled: Compiled,
-        policy_id: c.PolicyId,
-        policy: c.Policy,
-        direction: c.Direction,
-        onward: Verdict | None,
+        self, compiled: Compiled, policy_id: c.PolicyId, policy: c.Policy, direction: c.Direction
     ) -> _Policy:
         compiler = _RuleCompiler(self._families, lambda set_id: self._ip_set(compiled, set_id))
-        rules: list[Rule] = []
+        #: Chains of rules that decide, and between them rules that pass; at least one chain.
+        parts: list[list[Rule] | Rule] = [[]]
         unseen: list[Unseen] = []
+        in_tier = policy_id.kind != "Profile"  # after profiles there is nothing to pass to
         for index, rule in enumerate(policy.rules(direction)):
             if rule.action is c.Action.LOG:
                 continue
@@ -357,24 +385,20 @@ class TableBuilder:
             unseen += [Unseen(policy_id, direction, index, reason) for reason in dict.fromkeys(compiler.reasons)]
             if compiler.reasons and rule.action is c.Action.ALLOW:
                 continue
-            match rule.action:
-                case c.Action.ALLOW:
-                    end = e.accept()
-                case c.Action.PASS if onward is not None and not compiler.reasons:
-                    end = (onward,)
-                case _:
-                    end = e.drop()
             text = comment(f"{policy_id} {direction} {index}")
-            rules += [Rule((*phrase, e.Counter(), *end), text) for phrase in phrases]
-        suffix = f" > {onward.chain}" if onward is not None else ""
-        prefix = "out" if direction is c.Direction.EGRESS else "in"
-        name = f"{prefix}-{hashed(f'{policy_id}{suffix}')}"
+            if rule.action is c.Action.PASS and in_tier and not compiler.reasons:
+                parts += [Rule((*phrase, e.Counter(), *e.return_()), text) for phrase in phrases]
+                continue
+            end = e.accept() if rule.action is c.Action.ALLOW else e.drop()
+            last = parts[-1]
+            if isinstance(last, Rule):
+                parts.append(last := [])
+            last += [Rule((*phrase, e.Counter(), *end), text) for phrase in phrases]
         shapes = tuple((set_id, self._ip_set(compiled, set_id).shape) for set_id in compiler.used)
         return _Policy(
             policy,
-            onward,
             shapes,
-            Chain(name, tuple(rules)),
+            tuple(_policy_parts(policy_id, direction, parts)),
             tuple(compiler.own.values()),
             frozenset(compiler.named),
             tuple(unseen),
@@ -388,6 +412,18 @@ class TableBuilder:
         if known is None or known.members is not found[1]:
             known = self._ip_sets[set_id] = _made(set_id, *found, known)
         return known
+
+
+def _policy_parts(
+    policy_id: c.PolicyId, direction: c.Direction, parts: list[list[Rule] | Rule]
+) -> Iterator[Chain | Rule]:
+    """Yield the parts of a policy: chains of the rules that decide, by position, and the rules that pass."""
+    for index, part in enumerate(parts):
+        if isinstance(part, Rule):
+            yield part
+        elif part or len(parts) == 1:
+            place = f" {index}" if index else ""
+            yield Chain(f"{_WAYS[direction]}-{hashed(f'{policy_id}{place}')}", tuple(part))
 
 
 def _made(set_id: str, kind: c.IpSetType, members: frozenset[str], before: _IpSet | None) -> _IpSet:

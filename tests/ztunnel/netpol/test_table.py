@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from tests.ztunnel.calico.cluster import BACK, FRONT, compiled, evaluator, global_policy, local_policy
 from tests.ztunnel.netpol.packets import packets
+from tproxy.expressions import Counter, Expression, Verdict
 from tproxy.packets import Interpreter, Packet
 from tproxy.render.text import rule_text, table_text
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.verdict import Code
+from ztunnel.netpol.metrics import counted
 from ztunnel.netpol.table import Built, TableBuilder, comment
 
 ENDS = {key: c.EndpointId("k8s", f"shop/{key}", "eth0") for key in ("a", "b", "far")}
@@ -355,3 +357,60 @@ def test_comments_fit_the_kernel() -> None:
     assert comment("x" * 120) == "x" * 120
     assert len(comment("y" * 300)) == 120
     assert comment('"ä"') == "'?'"
+
+
+def tiers(count: int, action: str, end: str) -> str:
+    text = "".join(
+        f"{{apiVersion: projectcalico.org/v3, kind: Tier, metadata: {{name: t{at}}},"
+        f" spec: {{order: {at}, defaultAction: {end}}}}}\n---\n"
+        for at in range(count)
+    )
+    for at in range(count):
+        rules = f"{{action: Deny, protocol: TCP, destination: {{ports: [{1000 + at}]}}}}, {{action: {action}}}"
+        text += global_policy(f"t{at}.p", f"{{tier: t{at}, selector: all(), ingress: [{rules}]}}")
+    return text
+
+
+def depth(made: Built, name: str) -> int:
+    chains = {chain.name: chain for chain in made.table.chains}
+    called = {
+        word.chain
+        for rule in chains[name].rules
+        for word in rule.phrase
+        if isinstance(word, Verdict) and word.chain
+    }
+    return 1 + max((depth(made, each) for each in called), default=0)
+
+
+@pytest.mark.parametrize(("action", "end"), [("Pass", "Deny"), ("Log", "Pass")])
+def test_the_number_of_tiers_is_not_the_depth_of_the_chains(action: str, end: str) -> None:
+    made = built(tiers(100, action, end))
+    [ingress] = [item for item in made.table.sets if item.name == "ingress4"]
+    assert {depth(made, element.verdict.chain) for element in ingress.elements if element.verdict} == {3}
+    assert accepts(made, "10.0.0.3", "10.0.0.2", 999)
+    for port in (1000, 1001, 1099):
+        assert not accepts(made, "10.0.0.3", "10.0.0.2", port)
+
+
+def test_packets_that_pass_are_counted_for_their_policy() -> None:
+    rules = "{action: Allow, protocol: UDP}, {action: Pass, protocol: TCP}, {action: Deny}"
+    made = built(global_policy("one", f"{{selector: all(), ingress: [{rules}]}}"))
+    policy = c.PolicyId("GlobalNetworkPolicy", "", "one")
+    [(text, owner)] = made.passing.items()
+    assert (text, owner) == ("GlobalNetworkPolicy/one ingress 1", (policy, c.Direction.INGRESS))
+    assert set(made.owners.values()) == {owner}
+    assert len(made.owners) == 2  # before the rule that passes, and after it
+    chains = [
+        replace(
+            chain, rules=tuple(replace(rule, phrase=tuple(map(counted_once, rule.phrase))) for rule in chain.rules)
+        )
+        for chain in made.table.chains
+    ]
+    found = counted(made, replace(made.table, chains=tuple(chains)))
+    assert {key: count for key, count in found.items() if key[0] == str(policy)} == {
+        (str(policy), "ingress", verdict): 1 for verdict in ("allowed", "passed", "dropped")
+    }
+
+
+def counted_once(word: Expression) -> Expression:
+    return Counter(1, 60) if isinstance(word, Counter) else word
