@@ -40,6 +40,7 @@ PURE_APPLICATION = (
     "ztunnel/simulate/policies.py",
     "ztunnel/simulate/seen.py",
     "ztunnel/simulate/suggest.py",
+    "ztunnel/authz/calls.py",
     "ztunnel/calico/http_path.py",
     "ztunnel/calico/ip_sets.py",
     "ztunnel/calico/store.py",

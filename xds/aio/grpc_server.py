@@ -1,7 +1,8 @@
 """gRPC servers: addresses, Unix sockets that replace stale ones, and handlers whose bugs are logged.
 
 gRPC's own library serves, because its hardening against hostile clients counts here, and its 13 MiB and its
-thread do not. No proxy imports this module. It runs on asyncio's loop and on uvloop's. Messages are bytes.
+thread do not. Where speed counts, in the server of ``ext_authz``, it does not serve. No proxy imports this module.
+It runs on asyncio's loop and on uvloop's. Messages are bytes.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from typing import Any, Final, Self, TypeAlias, cast
 import grpc
 import grpc.aio
 
-from xds.errors import XdsError
 from xds.grpc.address import host_and_port
+from xds.grpc.serve_error import ServeError
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +51,6 @@ Route: TypeAlias = Callable[[str], Serve | None]
 Answer: TypeAlias = Callable[[bytes], bytes]
 
 
-class ServeError(XdsError):
-    """An address cannot be served.
-
-    Attributes:
-        address: as given.
-    """
-
-    def __init__(self, address: str, reason: str) -> None:
-        super().__init__(address, reason)
-        self.address = address
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"cannot serve on {self.address}: {self.reason}"
-
-
 class GrpcServer:
     """A gRPC server; ``async with`` serves.
 
@@ -77,7 +62,6 @@ class GrpcServer:
         tls: such as :func:`server_tls`, for TCP addresses; Unix sockets stay in plain text.
         socket_mode: of Unix sockets; None leaves what the umask makes of them.
         options: of grpcio, beside :data:`OPTIONS`.
-        replace_files: a regular file at a path of a Unix socket is replaced; otherwise only a stale socket is.
         stop_grace_s: how long calls may take to end once serving stops; None ends them at once.
 
     Raises:
@@ -94,7 +78,6 @@ class GrpcServer:
         socket_mode: int | None = None,
         options: Sequence[tuple[str, Any]] = (),
         stop_grace_s: float | None = None,
-        replace_files: bool = False,
     ) -> None:
         self.addresses: tuple[str, ...] = tuple(addresses)
         self._handler = _Methods(route, unary or {})
@@ -102,7 +85,6 @@ class GrpcServer:
         self._socket_mode = socket_mode
         self._options = (*OPTIONS, *options)
         self._stop_grace_s = stop_grace_s
-        self._replace_files = replace_files
         self._server: grpc.aio.Server | None = None
         self._sockets: dict[str, int] = {}
 
@@ -152,15 +134,14 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
-        """Serve a Unix socket in place of a stale one; refuse to replace a file of another kind.
+        """Serve a Unix socket in place of a stale one; refuse to replace any other file.
 
         gRPC removes the path it has bound when it stops, even if another server has replaced the file by then.
         So it binds a name beside, which is moved over the wanted one: that also leaves no moment without a
         socket, and none in which it has another mode.
         """
         with suppress(FileNotFoundError):
-            mode = os.stat(path).st_mode
-            if not stat.S_ISSOCK(mode) and not (self._replace_files and stat.S_ISREG(mode)):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
                 raise FileExistsError(errno.EEXIST, "not a socket")
         beside = f"{path}.new"
         with suppress(FileNotFoundError):

@@ -100,7 +100,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve_command(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    from xds.aio.grpc_server import ServeError
+    import uvloop
+
+    from xds.grpc.serve_error import ServeError
 
     logging.basicConfig(
         level=logging.DEBUG if args.debug else logging.INFO,
@@ -116,7 +118,7 @@ def serve_command(args: argparse.Namespace) -> int:
         print(f"ztunnel authz serve: {error}", file=sys.stderr)
         return BAD_ARGUMENT
     try:
-        asyncio.run(_serve(args, listen, dial, terminate, metrics, admin))
+        uvloop.run(_serve(args, listen, dial, terminate, metrics, admin))
     except (ServeError, OSError) as error:
         print(f"ztunnel authz serve: {plain_reason(error)}", file=sys.stderr)
         return 1

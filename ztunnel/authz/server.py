@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Self
 
-from xds.aio.grpc_server import GrpcServer
 from xds.dialects.calico.authorization import decode_request, encode_response
 from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
+from ztunnel.authz.call_server import UnaryServer
 from ztunnel.authz.reporter import Reporter
 from ztunnel.calico.follower import Follower
 from ztunnel.calico.guard import Hits
@@ -38,12 +38,6 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 #  Everybody may connect: a proxy in another container has another user, and the socket's folder is private to the
 # pod.
 SOCKET_MODE: Final = 0o777
-#: Metadata of a call: gRPC's library refuses more than 8 to 16 KiB, where Calico's server takes 16 MiB.
-METADATA_BYTES: Final = 1024 * 1024
-_OPTIONS: Final = (
-    ("grpc.max_metadata_size", METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", METADATA_BYTES),
-)
 #: How long checks under way may take when the server stops.
 _STOP_S: Final = 5.0
 
@@ -102,13 +96,8 @@ class PolicyServer:
             method: partial(self._check, old=method != _CURRENT) for method in CHECK_METHODS
         }
         unary |= {READINESS: self._readiness, LIVENESS: self._liveness, HEALTH: self._health}
-        self._server = GrpcServer(
-            addresses,
-            unary=unary,
-            socket_mode=socket_mode,
-            stop_grace_s=_STOP_S,
-            options=_OPTIONS,
-            replace_files=True,
+        self._server = UnaryServer(
+            addresses, unary, socket_mode=socket_mode, replace_files=True, stop_grace_s=_STOP_S
         )
 
     @property

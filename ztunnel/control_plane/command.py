@@ -102,7 +102,7 @@ def _faulty(args: argparse.Namespace) -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    from xds.aio.grpc_server import ServeError
+    from xds.grpc.serve_error import ServeError
     from ztunnel.control_plane.accounts import NODE_ACCOUNTS
     from ztunnel.control_plane.mesh import MeshFaults, parse_mesh
     from ztunnel.control_plane.server import ControlPlane, Reviews

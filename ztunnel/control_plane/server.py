@@ -17,8 +17,9 @@ from typing import Self
 import grpc
 from google.protobuf.message import Message
 
-from xds.aio.grpc_server import ServeError, server_tls
+from xds.aio.grpc_server import server_tls
 from xds.aio.server import SnapshotServer
+from xds.grpc.serve_error import ServeError
 from xds.model.calico import EndpointId
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate

@@ -257,7 +257,7 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
     """
     if path is None:
         return None
-    from xds.aio.grpc_server import ServeError
+    from xds.grpc.serve_error import ServeError
     from ztunnel.policysync.server import NODE_STREAMS, PolicySyncServer
 
     server = await stack.enter_async_context(PolicySyncServer())

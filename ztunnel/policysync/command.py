@@ -241,7 +241,7 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
 
 def serve_command(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    from xds.aio.grpc_server import ServeError
+    from xds.grpc.serve_error import ServeError
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
-from xds.aio.grpc_server import Context, GrpcServer, ServeError, read
+from xds.aio.grpc_server import Context, GrpcServer, read
 from xds.dialects.calico.policysync import PolicyForm, decode_report, encode
 from xds.errors import ConfigError
+from xds.grpc.serve_error import ServeError
 from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.calico.compile import Compiled

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 
 from tests.ports import free_port
 from xds.aio.client import AdsClient, PerTypeClient, connect_to
-from xds.aio.grpc_server import ServeError
 from xds.aio.server import SnapshotServer
+from xds.grpc.serve_error import ServeError
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment

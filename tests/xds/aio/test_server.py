@@ -18,9 +18,10 @@ import pytest
 import uvloop
 
 from xds.aio.channel import Channel
-from xds.aio.grpc_server import ServeError, server_tls
+from xds.aio.grpc_server import server_tls
 from xds.aio.server import Caller, NotAdmitted, SnapshotServer
 from xds.grpc.messages import prefix
+from xds.grpc.serve_error import ServeError
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster

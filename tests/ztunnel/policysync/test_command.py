@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.ztunnel.calico.cluster import PODS, SEED, flow
 from tests.ztunnel.calico.test_follower import following, run, until
 from tests.ztunnel.kube.fake_api import FakeApi
-from xds.aio.grpc_server import ServeError
+from xds.grpc.serve_error import ServeError
 from xds.model import calico as c
 from ztunnel.policysync import add_arguments
 from ztunnel.policysync.cluster import ClusterPolicies

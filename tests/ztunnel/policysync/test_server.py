@@ -10,8 +10,8 @@ import pytest
 from tests.ztunnel.calico.cluster import BACK, FRONT, SEED, compiled, flow
 from tests.ztunnel.calico.test_follower import LOOPS, following, run, until
 from xds.aio.channel import Channel
-from xds.aio.grpc_server import ServeError
 from xds.dialects.calico.policysync import PolicyForm, decode, decode_report, encode_report
+from xds.grpc.serve_error import ServeError
 from xds.model import calico as c
 from xds.proto.felix.policysync_pb2 import ReportResult
 from ztunnel.authz import reporter as reporter_module
