@@ -40,8 +40,8 @@ class MalformedMember(ValueError):
 class IpSets:
     """The IP sets of a store.
 
-    A set of which a member cannot be read is as unknown as one that never came: clauses must not be judged by the
-    rest, since the member may be what narrows them.
+    Of a set of which a member cannot be read, the others are known members. Whether anything else is one is as
+    unknown as of a set that never came.
 
     Attributes:
         generation: changes when sets appear, disappear, break or are mended, but not with their members.
@@ -124,7 +124,7 @@ class IpSets:
             self.generation += 1
 
     def containing(self, address: str | None) -> frozenset[str]:
-        """Return the ids of the whole sets that contain an address; of sets with ports, none."""
+        """Return the ids of the sets that are known to contain an address; of sets with ports, none."""
         if address is None:
             return _NOTHING
         version, number = address_number(address)
@@ -152,7 +152,7 @@ class IpSets:
         return False
 
     def containing_port(self, address: str | None, protocol: int, port: int) -> frozenset[str]:
-        """Return the ids of the whole sets that contain an address with protocol and port."""
+        """Return the ids of the sets that are known to contain an address with protocol and port."""
         if address is None:
             return _NOTHING
         version, number = address_number(address)
@@ -163,7 +163,7 @@ class IpSets:
 
     def _ids(self, numbers: Iterable[int]) -> frozenset[str]:
         found = (self._by_number.get(number) for number in numbers)
-        return frozenset(each.id for each in found if each is not None and not each.broken)
+        return frozenset(each.id for each in found if each is not None)
 
     def _add(self, target: _Set, member: str) -> None:
         try:

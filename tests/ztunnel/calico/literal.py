@@ -10,6 +10,8 @@ from xds.model.selector import SelectorError, parse_selector
 from ztunnel.calico.http_path import normal_path
 from ztunnel.calico.verdict import Code
 
+#: A member that no set can read.
+UNREADABLE = "nonsense"
 Sets = dict[str, tuple[c.IpSetType, set[str]]]
 
 
@@ -178,15 +180,20 @@ class Literal:
             return None
         kind, members = self.sets[set_id]
         if kind is c.IpSetType.IP_AND_PORT:
-            return False
-        return any(ip_address(ip) in ip_network(member) for member in members)
+            return None if UNREADABLE in members else False
+        known = [member for member in members if member != UNREADABLE]
+        if any(ip_address(ip) in ip_network(member) for member in known):
+            return True
+        return None if UNREADABLE in members else False
 
     def _has_port(self, set_id: str, ip: str | None, protocol: int, port: int) -> bool | None:
         if set_id not in self.sets or ip is None:
             return None
         kind, members = self.sets[set_id]
         names = [name for name, number in c.PROTOCOLS.items() if number == protocol]
-        return kind is c.IpSetType.IP_AND_PORT and any(f"{ip},{name}:{port}" in members for name in names)
+        if kind is c.IpSetType.IP_AND_PORT and any(f"{ip},{name}:{port}" in members for name in names):
+            return True
+        return None if UNREADABLE in members else False
 
 
 def all_of(found: list[bool | None]) -> bool | None:

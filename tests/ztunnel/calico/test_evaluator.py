@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ztunnel.calico.literal import Literal
+from tests.ztunnel.calico.literal import UNREADABLE, Literal
 from xds.model import calico as c
 from ztunnel.calico import evaluator as module
 from ztunnel.calico.evaluator import Evaluator
@@ -87,9 +87,9 @@ ENDPOINTS = st.builds(
     c.Endpoint, tiers=st.lists(TIERS, max_size=3).map(tuple), profiles=some(("kns.shop", "ksa.web"))
 )
 MEMBERS = {
-    c.IpSetType.NET: ("10.0.0.0/24", "10.0.0.1/32", "10.1.0.1/32", "fd00::/64", "0.0.0.0/0"),
-    c.IpSetType.IP_AND_PORT: ("10.0.0.1,tcp:80", "10.0.0.2,udp:80", "fd00::1,tcp:8080"),
-    c.IpSetType.IP: ("10.0.0.1", "fd00::1"),
+    c.IpSetType.NET: ("10.0.0.0/24", "10.0.0.1/32", "10.1.0.1/32", "fd00::/64", "0.0.0.0/0", UNREADABLE),
+    c.IpSetType.IP_AND_PORT: ("10.0.0.1,tcp:80", "10.0.0.2,udp:80", "fd00::1,tcp:8080", UNREADABLE),
+    c.IpSetType.IP: ("10.0.0.1", "fd00::1", UNREADABLE),
 }
 #: What an id is the set of never changes, so that deltas fit.
 KINDS = {"s:a": c.IpSetType.NET, "s:b": c.IpSetType.IP, "n:http": c.IpSetType.IP_AND_PORT}
@@ -420,6 +420,25 @@ def test_a_clause_that_cannot_be_judged_lets_nothing_through(
         assert not verdict.allowed, action
         walked = walk(found.store, endpoint, about, identities(about), connections_only=connections_only).verdict
         assert walked.code is verdict.code
+
+
+@pytest.mark.parametrize(
+    ("action", "clause", "member", "other"),
+    [
+        (c.Action.ALLOW, "ip_sets", Code.OK, Code.PERMISSION_DENIED),
+        (c.Action.DENY, "ip_sets", Code.PERMISSION_DENIED, Code.INTERNAL),
+        (c.Action.ALLOW, "not_ip_sets", Code.PERMISSION_DENIED, Code.PERMISSION_DENIED),
+        (c.Action.DENY, "not_ip_sets", Code.OK, Code.INTERNAL),
+    ],
+)
+def test_a_member_that_cannot_be_read_leaves_the_others_in_force(
+    action: c.Action, clause: str, member: Code, other: Code
+) -> None:
+    broken = c.IpSetUpdate("s:b", c.IpSetType.IP, ("10.0.0.1", UNREADABLE))
+    rules = (c.Rule(action, c.PeerMatch(**{clause: ("s:b",)})), *((ALLOW,) if action is c.Action.DENY else ()))
+    found = evaluator(broken, policy(ONE, *rules), tiers=(tier(ONE),))
+    assert found.check(POD, FLOW).code is member
+    assert found.check(POD, flow(source_ip="10.0.0.9")).code is other
 
 
 def test_a_rule_that_passes_some_requests_on_does_not_guess_about_a_path() -> None:
