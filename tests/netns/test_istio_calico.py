@@ -21,7 +21,7 @@ POD = """
 apiVersion: v1
 kind: Pod
 metadata: {{name: {name}, namespace: default, uid: {name}, labels: {{app: {name}}}}}
-spec: {{serviceAccountName: {name}, nodeName: n}}
+spec: {{serviceAccountName: {name}, nodeName: node}}
 status: {{podIPs: [{ips}]}}
 ---
 """

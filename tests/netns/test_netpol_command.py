@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.netns import netpol_scenarios as s
 from tests.netns.dumps import everything, without_generation
@@ -35,6 +34,7 @@ from ztunnel.netpol import add_arguments
 from ztunnel.netpol.command import DENIED, DONE, FAILED
 from ztunnel.netpol.table import TABLE
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.go_yaml import dump, dump_all
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 WAIT_S = 30.0
@@ -62,7 +62,7 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def write(cluster: Cluster, folder: Path, step: s.Step, name: str = "all.yaml") -> None:
-    text = yaml.safe_dump_all(list(cluster.step(step).values()))
+    text = dump_all(cluster.step(step).values())
     (folder / (name + ".new")).write_text(text)
     (folder / (name + ".new")).rename(folder / name)
 
@@ -248,13 +248,13 @@ def test_a_pod_is_closed_from_its_first_packet_until_its_policies_are_there(
     ranges = [f"--pod-cidr={worker.gateway(4)}/24", f"--pod-cidr={worker.gateway(6)}/64"]
     objects = clean.step(s.Step({"x/p": s.ingress(s.pods("b"), s.sources(s.of_spaces("y")))}, ""))
     new = objects.pop(next(key for key in objects if (key.kind, key.namespace, key.name) == ("Pod", "x", "b")))
-    (tmp_path / "all.yaml").write_text(yaml.safe_dump_all(list(objects.values())))
+    (tmp_path / "all.yaml").write_text(dump_all(objects.values()))
     start(clean, tmp_path, *ranges)
     until(lambda: table(clean) is not None, "the first table")
     # It has its address, and the API server has not told of it.
     closed = "-y/b>x/b:80 -x/b>y/b:80 -x/a>x/b:80 -x/b>x/a:81/udp +w1>x/b:80"
     assert clean.wrong(probes(f"{closed} +y/b>x/a:80 +x/a>y/b:80 +x/c>x/a:80/udp")) == []
-    (tmp_path / "new.yaml").write_text(yaml.safe_dump(new))
+    (tmp_path / "new.yaml").write_text(dump(new))
     until(lambda: "x/b" in str(table(clean)), "the pod's address in a map")
     assert clean.wrong(probes("+y/b>x/b:80 +x/b>y/b:80 -z/a>x/b:80 -x/a>x/b:80 +x/b>x/a:81/udp")) == []
 

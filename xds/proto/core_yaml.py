@@ -49,6 +49,18 @@ def _guarded(read: Callable[[], _T]) -> _T:
         raise ConfigError(f"not valid YAML: {error}") from None
 
 
+def resolvers() -> dict[str, Any]:
+    """Return the patterns of plain scalars by their first character, as loaders of PyYAML have them."""
+    found: dict[str, Any] = _Loader.yaml_implicit_resolvers
+    return found
+
+
+def resolves_to_text(scalar: str) -> bool:
+    """Return whether a plain scalar without a tag is text by these rules."""
+    patterns = resolvers().get(scalar[:1], [])
+    return not any(pattern.match(scalar) for _, pattern in patterns)
+
+
 def check_aliases(value: object) -> None:
     """Refuse a loaded document whose aliases make it endless, or far larger than it is written.
 

@@ -13,7 +13,6 @@ from typing import Final
 from xds.errors import ConfigError
 from xds.model import calico as c
 from xds.model.selector import Global, Node, Not, Selector, SelectorError, parse_selector
-from xds.proto.core_yaml import load_all
 from ztunnel.calico.cluster_policy import ClusterPolicyReader
 from ztunnel.calico.kubernetes import ALLOWS_NOTHING, ALLOWS_THE_REST, Document, Flaw, Json, RuleFaults, read_port
 from ztunnel.calico.resources import (
@@ -32,6 +31,7 @@ from ztunnel.calico.resources import (
     Resources,
 )
 from ztunnel.runtime.config_reader import Faults
+from ztunnel.runtime.go_yaml import load_all
 from ztunnel.runtime.object_lists import items_of
 
 _WITH_PORTS: Final = frozenset({6, 17, 132})

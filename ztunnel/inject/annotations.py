@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
-import yaml
-
+from xds.errors import ConfigError
 from ztunnel.inject.config import SidecarConfig
 from ztunnel.runtime.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
+from ztunnel.runtime.go_yaml import load
 
 T = TypeVar("T")
 
@@ -242,17 +242,13 @@ def _level(text: str) -> str:
 
 def _mapping(text: str) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
+        found = load(text)
+    except ConfigError as error:
+        raise ValueError(f"is {error}") from None
     if found is None:
         return {}
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(found, dict):
         raise ValueError("must be a mapping")
-    try:
-        json.dumps(found)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot be written as JSON ({error})") from None
     metadata = found.get("proxyMetadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise ValueError("proxyMetadata must be a mapping")

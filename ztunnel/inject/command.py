@@ -216,10 +216,9 @@ def _listener(address: str, port: int) -> socket.socket:
 
 def run_webhooks(args: argparse.Namespace) -> int:
     """Print the configurations; the exit status."""
-    import yaml
-
     from ztunnel.inject.config import TEMPLATES, is_dns_label
     from ztunnel.inject.webhooks import ambient, sidecars, tag
+    from ztunnel.runtime.go_yaml import dump_all
 
     service, _, namespace = args.service.partition(".")
     faults = [] if _is_service(args.service) else [f"--service {args.service}: {_NO_SERVICE}"]
@@ -241,7 +240,7 @@ def run_webhooks(args: argparse.Namespace) -> int:
         every = args.every_namespace
         made = [sidecars(args.revision, service, namespace, template=args.template, every_namespace=every)]
         made += [tag(name, args.revision, service, namespace, template=args.template) for name in args.tag]
-    yaml.safe_dump_all(made, sys.stdout, sort_keys=False)
+    sys.stdout.write(dump_all(made))
     return 0
 
 

@@ -1,22 +1,21 @@
 """Injects into the documents of a file: pods, and whatever has a template of pods. Pure.
 
-What has none is passed on as it was written, comments included, so that a whole file can be piped through. A
-document that is changed is written anew, with its keys in their order: YAML's library keeps no comments, but for
-those before its first line. JSON stays JSON.
+Documents and items of lists that are not injected keep their bytes, comments included, so that a whole file can be
+piped through. A document or item that is injected is written anew, with its keys in their order and without its
+comments. JSON stays JSON.
 """
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import yaml
-
+from xds.errors import ConfigError
 from ztunnel.inject.config import InjectConfig
 from ztunnel.inject.decision import mapping
 from ztunnel.inject.inject import Denied, inject
 from ztunnel.inject.patch import same
 from ztunnel.inject.review import pod_name
+from ztunnel.runtime.go_yaml import Document, Span, dump, dump_json, json_items, load_documents, load_json
 
 #: Where in an object its pod is.
 _TEMPLATES: Final = {
@@ -25,6 +24,8 @@ _TEMPLATES: Final = {
     "DaemonSet": ("spec", "template"),
     "ReplicaSet": ("spec", "template"),
     "ReplicationController": ("spec", "template"),
+    "DeploymentConfig": ("spec", "template"),
+    "PodTemplate": ("template",),
     "Job": ("spec", "template"),
     "CronJob": ("spec", "jobTemplate", "spec", "template"),
     "Pod": (),
@@ -42,67 +43,107 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
         text: YAML, of any number of documents, or JSON, one value after the other.
         namespace: of objects that name none.
         config: the injector's.
-        notes: as of :func:`inject_documents`.
+        notes: gets a line for each pod: what was done, or why not.
 
     Raises:
-        BadDocument: as there, or the file is neither.
+        BadDocument: names the object and what is wrong with it, or the file is neither YAML nor JSON.
     """
-    found = _json_values(text)
-    if found is not None:
-        indent = 4 if "\n" in text.strip() else None
-        made = inject_documents(found, namespace, config, notes)
-        return "".join(f"{json.dumps(each, indent=indent, ensure_ascii=False)}\n" for each in made)
-    parts = []
     try:
-        for number, (written, head, document) in enumerate(_yaml_documents(text)):
-            made_document = document
-            if document is not None:
-                made_document = _injected(document, namespace, config, notes, f"document {number}")
-            if same(document, made_document):
-                parts.append(written)
-            else:
-                parts.append(head + yaml.safe_dump(made_document, sort_keys=False, default_flow_style=False))
-    except (yaml.YAMLError, RecursionError) as error:
+        values = load_json(text)
+        if values is not None:
+            made = _Rewrite(text, namespace, config, notes)
+            for number, (value, start, end) in enumerate(values):
+                made.json(value, start, end, f"document {number}")
+            return made.text()
+        made = _Rewrite(text, namespace, config, notes)
+        for number, document in enumerate(load_documents(text)):
+            if document.value is not None:
+                made.yaml(document, f"document {number}")
+        return made.text()
+    except (ConfigError, RecursionError) as error:
         raise BadDocument(" ".join(str(error).split())) from error
-    # A last line without its end would run into the next document's.
-    return "".join(part if part.endswith("\n") or not part else f"{part}\n" for part in parts)
 
 
-def _json_values(text: str) -> list[Any] | None:
-    """Return the values of a JSON text; ``None``: it is none."""
-    decoder, found, at = json.JSONDecoder(), [], 0
-    try:
-        while rest := text[at:].lstrip():
-            if rest[0] not in "{[":
-                return None
-            value, length = decoder.raw_decode(rest)
-            found.append(value)
-            at = len(text) - len(rest) + length
-    except (ValueError, RecursionError):
+class _Rewrite:
+    """Collects replacements of parts of a text, from its start to its end."""
+
+    def __init__(self, text: str, namespace: str, config: InjectConfig, notes: list[str]) -> None:
+        self._text = text
+        self._namespace = namespace
+        self._config = config
+        self._notes = notes
+        self._parts: list[str] = []
+        self._at = 0
+
+    def text(self) -> str:
+        """Return the text with its replacements."""
+        return "".join([*self._parts, self._text[self._at :]])
+
+    def json(self, value: object, start: int, end: int, place: str) -> None:
+        """Replace what is injected of a JSON value."""
+        made = _injected(value, self._namespace, self._config, self._notes, place)
+        if same(value, made):
+            return
+        changed = _changed_items(value, made)
+        if changed is None:
+            indent = 4 if "\n" in self._text[start:end].strip() else None
+            self._replace(start, end, dump_json(made, indent))
+            return
+        places = json_items(self._text, start, "items")
+        for number, item in changed:
+            first, last = places[number]
+            written = dump_json(item, 2 if "\n" in self._text[first:last] else None)
+            line = self._text.rfind("\n", 0, first) + 1
+            margin = first - line if not self._text[line:first].strip() else 0
+            self._replace(first, last, written.replace("\n", "\n" + " " * margin))
+
+    def yaml(self, document: Document, place: str) -> None:
+        """Replace what is injected of a YAML document."""
+        value = document.value
+        made = _injected(value, self._namespace, self._config, self._notes, place)
+        if same(value, made) or document.root is None:
+            return
+        changed = None if document.aliased else _changed_items(value, made)
+        if changed is None or not isinstance(value, dict):
+            self._block(document.root, made)
+            return
+        items = value["items"]
+        for number, item in changed:
+            span = document.spans[id(items[number])]
+            if document.spans[id(items)].flow:
+                self._replace(span.start, span.end, dump_json(item))
+            else:
+                self._block(span, item)
+
+    def _block(self, span: Span, value: object) -> None:
+        """Replace a mapping, and the comment in its last line, by a value in block style."""
+        line = self._text.rfind("\n", 0, span.start) + 1
+        before = self._text[line : span.start]
+        end = span.end
+        if self._text[end - 1] != "\n":  # a literal block ends behind its last line
+            end = self._text.find("\n", end) + 1 or len(self._text)
+        written = dump(value)
+        if before.startswith("---"):
+            # A block cannot begin in the line of the marker.
+            self._replace(line, end, f"---\n{written}")
+            return
+        margin = " " * len(before)
+        lines = written.split("\n")
+        indented = "\n".join(f"{margin}{each}" if each else each for each in lines)
+        self._replace(span.start, end, indented[len(margin) :])
+
+    def _replace(self, start: int, end: int, written: str) -> None:
+        self._parts += self._text[self._at : start], written
+        self._at = end
+
+
+def _changed_items(value: object, made: object) -> list[tuple[int, object]] | None:
+    """Return the items of a list of objects that are injected, by their number; None if it is no such list."""
+    items, made_items = (each.get("items") if isinstance(each, dict) else None for each in (value, made))
+    if not isinstance(items, list) or not isinstance(made_items, list):
         return None
-    return found or None
-
-
-def _yaml_documents(text: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield for each document its text, the part of that before its first node, in whole lines, and its value.
-
-    The texts together are the whole of the file.
-    """
-    # Where each begins: at its "---", but for the first one, which has what is before that, too.
-    starts = [
-        event.start_mark.index
-        for event in yaml.parse(text)
-        if isinstance(event, yaml.DocumentStartEvent) and event.start_mark is not None
-    ]
-    values = yaml.safe_load_all(text)
-    for start, end in zip([0, *starts[1:]], [*starts[1:], len(text)], strict=False):
-        chunk = text[start:end]
-        value = next(values, None)
-        node = yaml.compose(chunk)
-        begins = len(chunk) if node is None else chunk.rfind("\n", 0, node.start_mark.index) + 1
-        # A node may begin in the line of its "---".
-        mark = "---\n" if chunk[begins:].startswith("---") else ""
-        yield chunk, chunk[:begins] + mark, value
+    pairs = zip(items, made_items, strict=True)
+    return [(number, item) for number, (old, item) in enumerate(pairs) if not same(old, item)]
 
 
 def inject_documents(
@@ -111,7 +152,7 @@ def inject_documents(
     """Yield the documents with their pods injected.
 
     Args:
-        documents: as YAML has loaded them; None for an empty one.
+        documents: JSON values; None for an empty one.
         namespace: of objects that name none.
         config: the injector's.
         notes: gets a line for each pod: what was done, or why not.
@@ -124,20 +165,29 @@ def inject_documents(
             yield _injected(document, namespace, config, notes, f"document {number}")
 
 
-def _injected(document: Any, namespace: str, config: InjectConfig, notes: list[str], place: str) -> Any:
+def _injected(
+    document: Any, namespace: str, config: InjectConfig, notes: list[str], place: str, of_list: str | None = None
+) -> Any:
     if not isinstance(document, dict):
         raise BadDocument(f"{place}: is no object of Kubernetes")
-    kind = document.get("kind")
+    kind = document.get("kind", of_list)
     if kind == "List" or (isinstance(kind, str) and kind.endswith("List") and "items" in document):
         items = document.get("items")
         if not isinstance(items, list):
             raise BadDocument(f"{place}.items: must be a list")
-        made = [_injected(item, namespace, config, notes, f"{place}.items[{at}]") for at, item in enumerate(items)]
+        # An item without a kind has that of its list, as in answers of the API server.
+        each_kind = kind.removesuffix("List") or None
+        made = [
+            _injected(item, namespace, config, notes, f"{place}.items[{at}]", each_kind)
+            for at, item in enumerate(items)
+        ]
         return {**document, "items": made}
     path = _TEMPLATES.get(kind) if isinstance(kind, str) else None
-    if path is None:
-        return document
     name = f"{kind} {pod_name(document)}"
+    if path is None:
+        if mapping(mapping(mapping(document, "spec"), "template"), "spec").get("containers"):
+            notes.append(f"{name}: not injected: its kind is unknown here; only the webhook injects its pods")
+        return document
     made_document = copy.deepcopy(document)
     holder: Any = {"": made_document}
     key = ""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from xds.errors import ConfigError
 from ztunnel.calico.settings import (
     DIRECTORY,
     HTTP_WAYPOINTS,
@@ -205,15 +206,15 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
     ):
         if text is None:
             continue
-        import yaml  # 1 MiB, which proxies without these settings save
+        from xds.proto import core_yaml  # 1 MiB, which proxies without these settings save
 
         try:
-            loaded = yaml.safe_load(text)
+            loaded = core_yaml.load(text)
             if key is not None and isinstance(loaded, dict):
                 loaded = loaded.get(key)
             loaded = {} if loaded is None else loaded
-        except yaml.YAMLError as error:
-            seen.faults.append(f"{place}: not YAML: {str(error).splitlines()[0]}")
+        except ConfigError as error:
+            seen.faults.append(f"{place}: {error}")
             continue
         if not isinstance(loaded, dict):
             seen.faults.append(f"{place}: must be a mapping")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from xds.errors import ConfigError
-from xds.proto.core_yaml import load_all
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.runtime.go_yaml import load_all
 from ztunnel.runtime.object_lists import items_of
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import yaml
-
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.authorization import AuthorizationPolicy, PolicyScope
 from xds.model.workload import PolicyKey, Workload
+from ztunnel.runtime.go_yaml import load_all
 
 _GROUP: Final = "security.istio.io/"
 _DRY_RUN: Final = "istio.io/dry-run"
@@ -83,9 +82,9 @@ def read_policies(text: str, file: str, root_namespace: str) -> list[Proposal]:
         ConfigError: a document is something else, or asks for what a ztunnel does not enforce; with its place.
     """
     try:
-        documents = [each for each in yaml.safe_load_all(text) if each is not None]
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
+        documents = [each for each in load_all(text) if each is not None]
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     found: list[Proposal] = []
     for number, document in enumerate(documents):
         place = file if len(documents) == 1 else f"{file}: document {number + 1}"

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
-
 from xds.model.workload import Workload
+from ztunnel.runtime.go_yaml import dump_all
 from ztunnel.simulate.seen import Seen
 
 _SPIFFE = "spiffe://"
@@ -25,9 +24,7 @@ def suggest(connections: Iterable[tuple[Workload, Seen]]) -> str:
     for workload, seen in connections:
         by_port = callers.setdefault((workload.namespace, workload.canonical_name or workload.name), {})
         by_port.setdefault(seen.destination.port, set()).add(seen)
-    return "---\n".join(
-        yaml.safe_dump(_policy(*key, by_port), sort_keys=False) for key, by_port in sorted(callers.items())
-    )
+    return dump_all(_policy(*key, by_port) for key, by_port in sorted(callers.items()))
 
 
 def _policy(namespace: str, name: str, by_port: dict[int, set[Seen]]) -> dict[str, Any]:

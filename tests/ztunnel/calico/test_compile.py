@@ -156,7 +156,7 @@ def test_tiers_and_policies_in_order() -> None:
             ("b", "early", "order: 1, "),
             ("a", "early", "order: 1, "),
             ("z", "early", "order: 0.5, "),
-            ("y", "early", ""),
+            ("v", "early", ""),
             ("d", "default", ""),
             ("l", "late", ""),
             ("u", "unordered", ""),
@@ -165,7 +165,7 @@ def test_tiers_and_policies_in_order() -> None:
     )
     found = compiled(tiers + policies).endpoints[BACK].tiers
     assert [tier.name for tier in found] == ["early", "default", "late", "unordered", "missing"]
-    assert [policy.name for policy in found[0].ingress] == ["z", "a", "b", "y"]
+    assert [policy.name for policy in found[0].ingress] == ["z", "a", "b", "v"]
     assert [tier.passes for tier in found] == [True, False, False, False, False]
 
 

@@ -20,13 +20,13 @@ PODS = """
 apiVersion: v1
 kind: Pod
 metadata: {name: web, namespace: shop, uid: u-web, labels: {app: web}}
-spec: {serviceAccountName: web, nodeName: n}
+spec: {serviceAccountName: web, nodeName: node}
 status: {podIPs: [{ip: 10.0.0.1}]}
 ---
 apiVersion: v1
 kind: Pod
 metadata: {name: db, namespace: shop, uid: u-db, labels: {app: db}}
-spec: {serviceAccountName: db, nodeName: n}
+spec: {serviceAccountName: db, nodeName: node}
 status: {podIPs: [{ip: 10.0.0.2}]}
 """
 POLICY = """

@@ -157,7 +157,7 @@ def test_faults_of_documents(text: str, fault: str) -> None:
 
 
 def test_all_faults_of_all_files_are_listed() -> None:
-    spec = "{order: x, ingress: [{action: no}, {action: Allow, protocol: y}]}"
+    spec = "{order: x, ingress: [{action: none}, {action: Allow, protocol: y}]}"
     with pytest.raises(Faults) as caught:
         read_resources({"a.yaml": HEAD.format(kind="NetworkPolicy", spec=spec), "b.yaml": "["})
     assert len(caught.value.faults) == 4
@@ -243,8 +243,8 @@ def test_a_port_entry_without_a_port_is_every_port_of_its_protocol() -> None:
 
 def test_kubernetes_selectors_in_calicos_language() -> None:
     found = kubernetes(
-        "{podSelector: {matchLabels: {b: x, a: y}, matchExpressions: [{key: k, operator: NotIn, values: [v]},"
-        " {key: e, operator: Exists}, {key: n, operator: DoesNotExist}, {key: i, operator: In, values: ['']}]}}"
+        "{podSelector: {matchLabels: {b: x, a: 'y'}, matchExpressions: [{key: k, operator: NotIn, values: [v]},"
+        " {key: e, operator: Exists}, {key: 'n', operator: DoesNotExist}, {key: i, operator: In, values: ['']}]}}"
     )
     assert found.selector == (
         "projectcalico.org/orchestrator == 'k8s' && a == 'y' && b == 'x'"

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from ztunnel.cli import main
+from ztunnel.runtime.go_yaml import load
 
 POD = "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec: {containers: [{name: app, image: app}]}\n"
 
@@ -73,15 +74,15 @@ def test_json_stays_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     pod = {"kind": "Pod", "metadata": {"name": "wäb"}, "spec": {"containers": [{"name": "on"}]}}
     listed = {"kind": "List", "items": [{"kind": "Service"}, pod]}
     made = injected(tmp_path, capsys, json.dumps(listed, indent=2, ensure_ascii=False))
-    assert '\n    "kind": "List"' in made
+    assert made.startswith('{\n  "kind": "List",\n  "items": [\n    {\n      "kind": "Service"\n    },\n')
     assert "wäb" in made
     found = json.loads(made)
     assert found["items"][0] == {"kind": "Service"}
     assert found["items"][1]["spec"]["initContainers"][0]["name"] == "mesh-gate"
     compact = injected(tmp_path, capsys, json.dumps(pod) + json.dumps({"kind": "Service"}))
-    first, second = compact.splitlines()
-    assert json.loads(first)["spec"]["initContainers"][0]["name"] == "mesh-gate"
-    assert json.loads(second) == {"kind": "Service"}
+    first, end = json.JSONDecoder().raw_decode(compact)
+    assert first["spec"]["initContainers"][0]["name"] == "mesh-gate"
+    assert compact[end:] == '{"kind": "Service"}'
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,77 @@ def test_every_fault_of_the_configuration(tmp_path: Path, capsys: pytest.Capture
     assert main(["inject", "-f", "/dev/null", "--config", str(config)]) == 1
     assert capsys.readouterr().err.count(str(config)) == 2
     assert main(["inject"]) == 2
+
+
+ITEM = "{kind: Service, metadata: {name: a, annotations: {at: 10:00, big: 0x1F}}}"
+
+
+@pytest.mark.parametrize(
+    ("before", "pod", "after"),
+    [
+        (f"kind: List\nitems:   # all\n- {ITEM} # kept\n# and this\n- ", "{kind: Pod, spec: {}}", "\n# last\n"),
+        (
+            "kind: List\nitems:\n    - kind: A\n      data: |\n        x\n\n    - ",
+            "{kind: Pod, spec: {}}",
+            "\n    - {a: =}\n",
+        ),
+        ("kind: List\nitems: [{kind: A, x: 010}, ", '{"kind": "Pod", "spec": {}}', ', {"kind": "B", x: 1.10}]\n'),
+        (
+            '{"kind": "List", "n": 1.10, "items": [\n  {"kind": "A", "x": 1e2},\n  ',
+            '{"kind": "Pod", "spec": {}}',
+            "  ]}\n",
+        ),
+        ("kind: List\nitems:\n- ", "kind: Pod\n  spec:\n    args: |\n      a\n", "- kind: B # kept\n"),
+    ],
+    ids=["flow items", "block items", "flow list", "json", "block scalar at the end"],
+)
+def test_items_of_a_list_that_are_not_injected_keep_their_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, pod: str, after: str
+) -> None:
+    made = injected(tmp_path, capsys, before + pod + after)
+    assert made.startswith(before)
+    assert made.endswith(after)
+    assert "mesh-gate" in made[len(before) : len(made) - len(after)]
+    items = load(made)["items"]  # type: ignore[index]  # of the list
+    assert [item.get("spec", {}).get("initContainers", []) != [] for item in items].count(True) == 1
+
+
+def test_item_without_a_kind_has_that_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = injected(
+        tmp_path, capsys, "kind: DeploymentList\nitems:\n- spec: {template: {spec: {containers: []}}}\n"
+    )
+    assert "mesh-gate" in made
+
+
+@pytest.mark.parametrize("kind", ["DeploymentConfig", "Deployment", "PodTemplate", "ReplicationController"])
+def test_kinds_with_a_template_of_pods_are_injected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    template = "template: {spec: {containers: []}}"
+    spec = template if kind == "PodTemplate" else f"spec: {{{template}}}"
+    assert "mesh-gate" in injected(tmp_path, capsys, f"kind: {kind}\nmetadata: {{name: a}}\n{spec}\n")
+
+
+def test_unknown_kind_with_a_template_of_pods_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rollout.yaml"
+    path.write_text("kind: Rollout\nmetadata: {name: a}\nspec: {template: {spec: {containers: [{name: a}]}}}\n")
+    assert main(["inject", "-f", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == path.read_text()
+    assert printed.err.startswith("Rollout a: not injected: ")
+
+
+@pytest.mark.parametrize("text", ["kind: Pod\nspec: {}\nspec: {}\n", '{"kind": "Pod", "spec": {}, "spec": {}}'])
+def test_key_given_twice_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "pod").write_text(text)
+    assert main(["inject", "-f", str(tmp_path / "pod")]) == 1
+    assert "duplicate key 'spec'" in capsys.readouterr().err
+
+
+def test_anchors_are_written_out_where_a_pod_is_injected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "kind: List\nitems:\n- &a {kind: Pod, metadata: {name: a}, spec: {}}\n- *a\n"
+    made = injected(tmp_path, capsys, text)
+    assert made.count("mesh-gate") >= 2
+    assert "*a" not in made

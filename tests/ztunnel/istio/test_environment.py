@@ -329,7 +329,7 @@ def test_a_mesh_file_without_proxy_config_is_fine(mesh_file: str | None) -> None
 
 
 def test_a_faulty_mesh_file_is_named() -> None:
-    assert faults({}, "{")[0].startswith(f"{MESH_CONFIG}: not YAML: ")
+    assert faults({}, "{")[0].startswith(f"{MESH_CONFIG}: not valid YAML: ")
 
 
 def test_words_that_yaml_takes_for_booleans_stay_words() -> None:

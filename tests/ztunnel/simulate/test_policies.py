@@ -113,7 +113,7 @@ def test_several_documents_and_lists() -> None:
     ("text", "error"),
     [
         ("", "new.yaml: no AuthorizationPolicy in it"),
-        ("a: [", "new.yaml: while parsing a flow node"),
+        ("a: [", "new.yaml: not valid YAML: while parsing a flow node"),
         ("[]", "new.yaml: must be a mapping"),
         ("kind: Deployment", "new.yaml: no apiVersion, kind Deployment: not an AuthorizationPolicy of Istio"),
         (written(action="CUSTOM"), "new.yaml: spec.action: 'CUSTOM': a ztunnel obeys ALLOW and DENY"),

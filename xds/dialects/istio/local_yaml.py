@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 import yaml
 
 from xds.dialects.istio.rules import Comparison, Text
-from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES
+from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 
 #: Texts that are kept to be shared. What repeats in a large mesh (names of nodes, services, keys) repeats early.
 _MOST_KEPT: Final = 65_536
@@ -24,7 +24,9 @@ _MERGE: Final = object()
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
-    """Knows the tags of string matches."""
+    """Knows the tags of string matches; plain scalars are read by YAML 1.2, as the Rust ztunnel's reader does."""
+
+    yaml_implicit_resolvers = resolvers()
 
 
 def _constructor(comparison: Comparison) -> Callable[[Any, Any], Any]:
