@@ -224,10 +224,10 @@ def test_a_reader_can_check_before_anything_changes(member: Place) -> None:
     status, text, _ = init(member, "--dry-run", "-o", "25")
     assert (status, text) == (DONE, table_text(sidecar(Sidecar(exclude_outbound=(25,)))) + "\n")
     assert without_generation(everything(member.netns)) == before
-    status, _, faults = init(member, "-o", "http", "-i", "10.0.0.1/8")
+    status, _, faults = init(member, "-o", "http", "-i", "10.0.0.1/33")
     assert status == BAD_FLAGS
     assert faults.splitlines() == [
-        "ztunnel init: --istio-service-cidr: '10.0.0.1/8' is no IP range (10.0.0.1/8 has host bits set)",
+        "ztunnel init: --istio-service-cidr: '10.0.0.1/33' is no IP range such as 10.0.0.0/8",
         "ztunnel init: --istio-local-outbound-ports-exclude: 'http' is no port from 1 to 65535",
     ]
 

@@ -388,7 +388,7 @@ class _Reader(ConfigReader):
         found: list[IpNetwork] = []
         for value in self.items(entry, key, place):
             try:
-                found.append(ipaddress.ip_network(value))
+                found.append(ipaddress.ip_network(value, strict=False))
             except ValueError as error:
                 self.fault(f"{place}.{key}", str(error))
         return tuple(found)

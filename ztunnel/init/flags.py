@@ -1,6 +1,7 @@
 """What ``ztunnel init`` captures, read from its command line and environment. Pure.
 
-Flags have the letters, names and meanings of ``istio-iptables``, so that an injected pod's arguments can be kept.
+Flags have the letters, names and meanings of ``istio-iptables`` and are read as Go's flags, so that an injected
+pod's arguments can be kept.
 Two defaults are safer: without ``-i`` and ``-b`` everything is captured, where upstream captures nothing. Flags
 that choose between upstream's ways of writing rules are taken and change nothing; each is named in a note.
 """
@@ -20,6 +21,8 @@ from ztunnel.runtime.capture_lists import (
     networks,
     ports,
 )
+from ztunnel.runtime.go_flags import read_as_go
+from ztunnel.runtime.go_values import parse_bool, parse_cidr, parse_duration_s
 
 T = TypeVar("T")
 ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"
@@ -27,9 +30,23 @@ EXCEPT_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE"
 LOOPBACK: Final = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR"
 #: Taken and of no effect here: rules are always compared with what is there, always nftables, for both IP
 #: versions.
-_WITHOUT_EFFECT: Final = ("reconcile", "force_apply", "native_nftables", "dual_stack", "cni_mode")
-_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
-_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
+_WITHOUT_EFFECT: Final = (
+    "reconcile",
+    "force_apply",
+    "native_nftables",
+    "dual_stack",
+    "cni_mode",
+    "host_nsenter_exec",
+    "iptables_trace_logging",
+)
+#: Of upstream's log, which this command does not have; it prints what it did, and faults.
+_OF_LOGS: Final = (
+    *("log_output_level", "log_stacktrace_level", "log_caller", "log_target", "log_rotate", "log_rotate_max_age"),
+    *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
+)
+_SWITCHES_OF_LOGS: Final = ("log_as_json", "alsologtostderr", "logtostderr")
+#: Variables that are the default of a switch.
+_DEFAULTS: Final = {"redirect_dns": "ISTIO_META_DNS_CAPTURE", "drop_invalid": "INVALID_DROP"}
 
 
 class BadFlags(Exception):
@@ -70,7 +87,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     def value(*names: str, default: str = "", about: str) -> None:
         parser.add_argument(*names, default=default, metavar="X", help=f"{about} (default {default or 'none'})")
 
-    value("-p", "--proxy-port", default="15001", about="where the proxy takes outgoing connections")
+    value(
+        "-p", "--envoy-port", "--proxy-port", default="15001", about="where the proxy takes outgoing connections"
+    )
     value("-z", "--inbound-capture-port", default="15006", about="where it takes incoming ones")
     value("-e", "--inbound-tunnel-port", default="15008", about="where tunnels arrive; never redirected")
     value("-u", "--proxy-uid", default=str(USER), about="users of the proxy, numbers")
@@ -92,7 +111,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     value("--force-iptables-binary", about="refused: rules are nftables")
 
     def switch(*names: str, about: str) -> None:
-        parser.add_argument(*names, nargs="?", const="true", default="false", metavar="BOOL", help=about)
+        parser.add_argument(*names, nargs="?", const="true", metavar="BOOL", help=about)
 
     switch("-n", "--dry-run", about="print the rules in nft's language and change nothing")
     switch("--print", about="print them as iptables-restore text, for review")
@@ -102,8 +121,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     switch("--skip-rule-apply", about="change nothing; for --run-validation alone")
     switch("--run-validation", "--validate", about="check that a connection is captured; status 126 if not")
     switch("--cleanup-only", about="remove the rules")
+    switch("-f", "--restore-format", about="taken, and of no effect")
     for name in _WITHOUT_EFFECT:
-        switch(f"--{name.replace('_', '-')}", about="taken, and of no effect: it is always so")
+        switch(f"--{name.replace('_', '-')}", about="taken, and of no effect")
+    value("-v", "--v", about="of upstream's log: taken, and of no effect")
+    for name in _OF_LOGS:
+        value(f"--{name}", about="of upstream's log: taken, and of no effect")
+    for name in _SWITCHES_OF_LOGS:
+        switch(f"--{name}", about="of upstream's log: taken, and of no effect")
+    read_as_go(parser)
 
 
 def wanted(
@@ -124,24 +150,26 @@ def wanted(
     Raises:
         BadFlags: with every fault.
     """
-    reader = _Reader(args)
-    if args.istio_inbound_interception_mode != "REDIRECT":
+    reader = _Reader(args, env)
+    if args.istio_inbound_interception_mode not in ("REDIRECT", ""):
         said = args.istio_inbound_interception_mode
         why = "needs a proxy with CAP_NET_ADMIN: enrol such a pod by the node agent" if said == "TPROXY" else ""
         reader.faults.append(f"-m {said}: {why or 'must be REDIRECT'}")
     if args.force_iptables_binary:
         reader.faults.append("--force-iptables-binary: rules are nftables here; no such program is used")
-    users = reader.value("proxy_uid", _numbers)
+    for name in ("restore_format", *_SWITCHES_OF_LOGS):
+        reader.flag(name)
+    users = reader.value("proxy_uid", _users)
     every_server = reader.flag("capture_all_dns")
     dns = reader.flag("redirect_dns") or every_server
     only = env.get(ONLY_GROUPS, "")
     sidecar = Sidecar(
         versions=versions,
-        outbound_port=reader.value("proxy_port", _port),
+        outbound_port=reader.value("envoy_port", _port),
         inbound_port=reader.value("inbound_capture_port", _port),
         tunnel_port=reader.value("inbound_tunnel_port", _port),
         users=users,
-        groups=users if args.proxy_gid is None else reader.value("proxy_gid", _numbers),
+        groups=users if not args.proxy_gid else reader.value("proxy_gid", _numbers),
         include_networks=reader.value("istio_service_cidr", all_or_networks),
         exclude_networks=reader.value("istio_service_exclude_cidr", networks),
         include_inbound=reader.value("istio_inbound_ports", all_or_ports),
@@ -152,7 +180,7 @@ def wanted(
         exclude_interfaces=reader.value("istio_exclude_interfaces", interfaces),
         only_groups=() if only.strip() in ("", "*") else reader.text(ONLY_GROUPS, only, _numbers),
         except_groups=reader.text(EXCEPT_GROUPS, env.get(EXCEPT_GROUPS, ""), _listed_numbers),
-        loopback4=reader.text(LOOPBACK, env.get(LOOPBACK, "127.0.0.1/32"), IPv4Network),
+        loopback4=reader.text(LOOPBACK, env.get(LOOPBACK, "127.0.0.1/32"), _loopback),
         dns=dns,
         dns_servers=None if every_server or not dns else resolvers,
         drop_invalid=reader.flag("drop_invalid"),
@@ -162,7 +190,7 @@ def wanted(
     validate = reader.flag("run_validation")
     probe_port, probe_timeout_s = (
         reader.value("iptables_probe_port", _port),
-        reader.value("probe_timeout", _seconds),
+        reader.value("probe_timeout", _timeout_s),
     )
     if dns and not every_server and not resolvers:
         reader.faults.append("--redirect-dns: /etc/resolv.conf has no server; --capture-all-dns needs none")
@@ -199,8 +227,9 @@ def resolvers_of(resolv_conf: str) -> tuple[IpAddress, ...]:
 class _Reader:
     """Reads values, and collects faults with the name of the flag."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
         self._args = vars(args)
+        self._env = env
         self.faults: list[str] = []
 
     def value(self, name: str, read: Callable[[str], T]) -> T:
@@ -215,12 +244,16 @@ class _Reader:
             return fallback  # type: ignore[no-any-return]  # nothing is made of it: there is a fault
 
     def flag(self, name: str) -> bool:
-        text = self._args[name]
-        if text not in _TRUE + _FALSE and (fault := f"--{name.replace('_', '-')}: {text!r} is no boolean"):
-            if fault not in self.faults:
+        text, shown = self._args[name], f"--{name.replace('_', '-')}"
+        if text is None:
+            shown = _DEFAULTS.get(name, "")
+            text = self._env.get(shown) or "false"
+        try:
+            return parse_bool(text)
+        except ValueError as error:
+            if (fault := f"{shown}: {error}") not in self.faults:
                 self.faults.append(fault)
             return False
-        return text in _TRUE
 
 
 def _port(text: str) -> int:
@@ -237,6 +270,17 @@ def _numbers(text: str) -> tuple[int, ...]:
     return found
 
 
+def _users(text: str) -> tuple[int, ...]:
+    return _numbers(text or str(USER))
+
+
+def _loopback(text: str) -> IPv4Network:
+    found = parse_cidr(text)
+    if not isinstance(found, IPv4Network):
+        raise ValueError(f"{text!r} is no range of IPv4")
+    return found
+
+
 def _listed_numbers(text: str) -> tuple[int, ...]:
     found = []
     for part in text.split(","):
@@ -250,8 +294,8 @@ def _listed_numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _seconds(text: str) -> float:
-    number = text.removesuffix("s")
-    if not (number.isascii() and number.replace(".", "", 1).isdigit() and float(number) > 0):
-        raise ValueError(f"{text!r} is no number of seconds, such as 5s")
-    return float(number)
+def _timeout_s(text: str) -> float:
+    found = parse_duration_s(text)
+    if found <= 0:
+        raise ValueError(f"{text!r} must be more than nothing")
+    return found

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 from xds.errors import ConfigError
 from ztunnel.inject.config import SidecarConfig
 from ztunnel.runtime.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
+from ztunnel.runtime.go_values import parse_bool
 from ztunnel.runtime.go_yaml import load
 
 T = TypeVar("T")
@@ -72,9 +73,6 @@ _OTHERS: Final = (
 )
 _KNOWN: Final = (*TRAFFIC, *_RESOURCES, *_VOLUMES, *_ENVOYS, *_OTHERS)
 _PREFIXES: Final = ("sidecar.istio.io/", "traffic.sidecar.istio.io/", _READINESS, "status.sidecar.istio.io/")
-#: strconv.ParseBool's words: Istio reads them so.
-TRUE_WORDS: Final = frozenset(["1", "t", "T", "TRUE", "true", "True"])
-FALSE_WORDS: Final = frozenset(["0", "f", "F", "FALSE", "false", "False"])
 _LEVELS: Final = ("trace", "debug", "info", "warning", "warn", "error", "critical", "off")
 #: resource.Quantity of the Kubernetes API, as written.
 _QUANTITY: Final = re.compile(
@@ -147,12 +145,12 @@ def asked(annotations: Mapping[str, Any], config: SidecarConfig) -> Asked:
             readiness[key] = number
     none: tuple[Mapping[str, Any], ...] = ()
     volumes, mounts = (reader.read(name, _named_objects, none) for name in _VOLUMES)
-    native: bool | None = reader.read(NATIVE, _boolean, None)
+    native: bool | None = reader.read(NATIVE, parse_bool, None)
     found = Asked(
         capture=mode != "NONE",
         flags=flags,
         native=native,
-        rewrite=reader.read(REWRITE, _boolean, config.rewrite_probes),
+        rewrite=reader.read(REWRITE, parse_bool, config.rewrite_probes),
         status_port=reader.read(STATUS_PORT, _status_port, 15020),
         readiness=readiness,
         resources=sizes or config.resources,
@@ -206,12 +204,6 @@ def _mode(text: str) -> Literal["REDIRECT", "NONE"]:
     if text not in ("REDIRECT", "NONE"):
         raise ValueError(f"must be REDIRECT or NONE, not {text!r}")
     return "NONE" if text == "NONE" else "REDIRECT"
-
-
-def _boolean(text: str) -> bool:
-    if text not in TRUE_WORDS | FALSE_WORDS:
-        raise ValueError(f"must be true or false, not {text!r}")
-    return text in TRUE_WORDS
 
 
 def _unsigned(text: str) -> int | None:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ztunnel.inject.annotations import FALSE_WORDS, TRUE_WORDS, BadAnnotations, asked
+from ztunnel.inject.annotations import BadAnnotations, asked
 from ztunnel.inject.config import TEMPLATES, InjectConfig
 from ztunnel.inject.decision import Decision, decide, mapping
 from ztunnel.inject.sidecar import STATUS, BadPod, add, is_ours, strip
 from ztunnel.kube.objects import Object
+from ztunnel.runtime.go_values import parse_bool
 
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
@@ -83,9 +84,11 @@ def inject(
     strip(made)
     if "ambient" in names:
         for name in _BOOLEANS:
-            value = annotations.get(name)
-            if value is not None and value not in TRUE_WORDS | FALSE_WORDS:
-                warnings.append(f"{name}={value!r} is ignored: it must be true or false")
+            if name in annotations:
+                try:
+                    parse_bool(str(annotations[name]))
+                except ValueError:
+                    warnings.append(f"{name}={annotations[name]!r} is ignored: it must be true or false")
         _ambient(made, config)
     else:
         warnings += _sidecar(made, config, variables or {}, native="sidecar" in names, workload=workload)

@@ -5,8 +5,10 @@ annotation.
 """
 
 from collections.abc import Iterator
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network
 from typing import Final
+
+from ztunnel.runtime.go_values import parse_cidr_or_address
 
 ALL: Final = "*"
 #: IFNAMSIZ without its zero byte (linux/if.h).
@@ -37,18 +39,12 @@ def all_or_ports(text: str) -> tuple[int, ...] | None:
 
 
 def networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Return networks; an address alone is a network of one.
+    """Return networks, with the bits behind their prefix cleared; an address alone is a network of one.
 
     Raises:
-        ValueError: anything else, also a network with bits behind its prefix, which is likely a mistake.
+        ValueError: anything else.
     """
-    found = []
-    for part in _parts(text):
-        try:
-            found.append(ip_network(part))
-        except ValueError as error:
-            raise ValueError(f"{part!r} is no IP range ({error})") from None
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(map(parse_cidr_or_address, _parts(text))))
 
 
 def all_or_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...] | None:

@@ -88,8 +88,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"policies": {"p": {"rules": {}}}}, "policies.p.rules: must be a list"),
     ({"policies": {"p": {"rules": [{"when": 1}]}}}, "policies.p.rules[0].when: unknown"),
     (
-        {"policies": {"p": {"rules": [{"from": {"ip_blocks": ["10.0.0.1/8"]}}]}}},
-        "policies.p.rules[0].from.ip_blocks: 10.0.0.1/8 has host bits set",
+        {"policies": {"p": {"rules": [{"from": {"ip_blocks": ["10.0.0.1/33"]}}]}}},
+        "policies.p.rules[0].from.ip_blocks: '10.0.0.1/33' does not appear",
     ),
     (
         {"policies": {"p": {"rules": [{"to": {"ports": ["http"]}}]}}},

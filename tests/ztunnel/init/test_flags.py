@@ -107,8 +107,8 @@ def test_flags_without_effect_are_told() -> None:
 
 def test_every_fault_is_told_with_its_flag() -> None:
     line = (
-        "-p 0 -z a,b -u root -m TPROXY -i 10.0.0.1/8 -x '*' -b '*,80' -d 70000 -q ²"
-        " -c a-very-long-device-name -k a/b --drop-invalid perhaps --probe-timeout soon"
+        "-p 0 -z a,b -u root -m TPROXY -i 10.0.0.1/33 -x '*' -b '*,80' -d 70000 -q ²"
+        " -c a-very-long-device-name -k a/b --drop-invalid=perhaps --probe-timeout soon"
         " --force-iptables-binary legacy"
     )
     with pytest.raises(BadFlags) as raised:
@@ -117,7 +117,7 @@ def test_every_fault_is_told_with_its_flag() -> None:
         "-m TPROXY",
         "--force-iptables-binary",
         "--proxy-uid",
-        "--proxy-port",
+        "--envoy-port",
         "--inbound-capture-port",
         "--istio-service-cidr",
         "--istio-service-exclude-cidr",
@@ -131,6 +131,59 @@ def test_every_fault_is_told_with_its_flag() -> None:
         "--drop-invalid",
         "--probe-timeout",
     ]
-    assert "10.0.0.0/8" not in str(raised.value)
-    assert "'10.0.0.1/8' is no IP range" in str(raised.value)
+    assert "10.0.0.0/33" not in str(raised.value)
+    assert "'10.0.0.1/33' is no IP range" in str(raised.value)
     assert "-m TPROXY: needs a proxy with CAP_NET_ADMIN" in str(raised.value)
+
+
+ISTIO_INIT = "-p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -x '' -b '*' -d 15090,15021,15020"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{ISTIO_INIT} --log_output_level=default:info --log_as_json --log_rotate /x --log_rotate_max_age 3",
+        f"{ISTIO_INIT} --log_stacktrace_level default:none --log_target stdout --log_caller x --vklog 9 -v 2",
+        f"{ISTIO_INIT} -f --iptables-trace-logging --host-nsenter-exec=false",
+        f"{ISTIO_INIT} -fn=false --restore-format=false",
+        "--envoy-port 15001 --inbound-capture-port=15006 --proxy-uid 1337 -d15090,15021,15020",
+        f"{ISTIO_INIT} ignored words",
+        f"-p 1 -p=2 --envoy-port=3 {ISTIO_INIT}",
+        f"{ISTIO_INIT} -u '' -g '' -m ''",
+    ],
+)
+def test_every_argument_that_istio_init_can_have_is_taken(line: str) -> None:
+    found = read(line)
+    assert found.sidecar == Sidecar(exclude_inbound=(15090, 15021, 15020))
+    assert found.apply
+
+
+@pytest.mark.parametrize("word", ["--envoy-prt=1", "-y", "--=1", "--log-as-json", "--istio"])
+def test_unknown_flag_is_refused_by_name(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(word)
+    assert f"{word.partition('=')[0]}" in capsys.readouterr().err
+
+
+def test_defaults_of_the_environment_are_those_of_istio() -> None:
+    env = {"ISTIO_META_DNS_CAPTURE": "true", "INVALID_DROP": "1"}
+    found = read("", env, resolvers="nameserver 10.96.0.10").sidecar
+    assert (found.dns, found.drop_invalid) == (True, True)
+    found = read("--redirect-dns=false --drop-invalid=F", env).sidecar
+    assert (found.dns, found.drop_invalid) == (False, False)
+    with pytest.raises(BadFlags, match="INVALID_DROP: must be true or false, not 'perhaps'"):
+        read("", {"INVALID_DROP": "perhaps"})
+
+
+def test_bits_behind_a_prefix_are_cleared() -> None:
+    found = read("-i 10.0.0.1/24,10.0.0.9/24 -x 10.96.0.2/24,1.2.3.4", {LOOPBACK: "127.0.0.1/8"}).sidecar
+    assert found.include_networks == (ip_network("10.0.0.0/24"),)
+    assert found.exclude_networks == (ip_network("10.96.0.0/24"), ip_network("1.2.3.4"))
+    assert found.loopback4 == IPv4Network("127.0.0.0/8")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5s", 5), ("1m30s", 90), ("500ms", 0.5), (".5s", 0.5), ("1h", 3600)]
+)
+def test_duration_is_one_of_go(text: str, seconds: float) -> None:
+    assert read(f"--probe-timeout {text}").probe_timeout_s == seconds

@@ -96,7 +96,7 @@ def test_the_other_values() -> None:
         (SIDECAR + "interceptionMode", "redirect", "must be REDIRECT or NONE, not 'redirect'"),
         (TRAFFIC + "includeOutboundIPRanges", "*,10.0.0.0/8", "mixes * with ranges"),
         (TRAFFIC + "excludeOutboundIPRanges", "*", "'*' is no IP range"),
-        (TRAFFIC + "excludeOutboundIPRanges", "10.0.0.1/8", "has host bits set"),
+        (TRAFFIC + "excludeOutboundIPRanges", "10.0.0.1/255.0.0.0", "is no IP range"),
         (TRAFFIC + "includeInboundPorts", "http", "'http' is no port from 1 to 65535"),
         (TRAFFIC + "excludeInboundPorts", "*", "'*' is no port"),
         (TRAFFIC + "excludeOutboundPorts", "0", "'0' is no port"),

@@ -34,7 +34,7 @@ def test_lists_keep_their_order_and_each_value_once() -> None:
         (ports, "²", "'²' is no port"),
         (ports, "*", "'*' is no port"),
         (all_or_ports, "*,80", r"mixes \* with ports"),
-        (networks, "10.0.0.1/8", "has host bits set"),
+        (networks, "10.0.0.1/33", "is no IP range"),
         (networks, "example.com", "'example.com' is no IP range"),
         (all_or_networks, "10.0.0.0/8,*", r"mixes \* with ranges"),
         (interfaces, "sixteen-letters-", "no name of a network interface"),

@@ -1,0 +1,84 @@
+"""Values as Go's standard library reads them, for what users of Istio, Calico and Kubernetes write. Pure.
+
+Each reader raises ValueError with a reason that fits behind the name of a flag, annotation or field.
+"""
+
+import re
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import Final
+
+_TRUE: Final = frozenset(["1", "t", "T", "TRUE", "true", "True"])
+_FALSE: Final = frozenset(["0", "f", "F", "FALSE", "false", "False"])
+_UNITS_NS: Final = {
+    "ns": 1,
+    "us": 1_000,
+    "µs": 1_000,  # U+00B5, the micro sign
+    "μs": 1_000,  # U+03BC, the Greek letter
+    "ms": 1_000_000,
+    "s": 1_000_000_000,
+    "m": 60_000_000_000,
+    "h": 3_600_000_000_000,
+}
+_PIECE: Final = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]+)", re.ASCII)
+_PREFIX: Final = re.compile(r"[0-9]{1,9}", re.ASCII)
+_MOST_NS: Final = 2**63 - 1
+
+
+def parse_bool(text: str) -> bool:
+    """Return a boolean, as ``strconv.ParseBool``.
+
+    Raises:
+        ValueError: another word.
+    """
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"must be true or false, not {text!r}")
+    return text in _TRUE
+
+
+def parse_cidr(text: str) -> IPv4Network | IPv6Network:
+    """Return a network with the bits behind its prefix cleared, as ``net.ParseCIDR``.
+
+    Raises:
+        ValueError: no address with a prefix length; a netmask is none.
+    """
+    address, slash, length = text.partition("/")
+    if not slash or not _PREFIX.fullmatch(length) or "%" in address:
+        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8")
+    try:
+        return ip_network(f"{address}/{int(length)}", strict=False)
+    except ValueError:
+        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8") from None
+
+
+def parse_cidr_or_address(text: str) -> IPv4Network | IPv6Network:
+    """Return a network as :func:`parse_cidr`; an address alone is a network of one.
+
+    Raises:
+        ValueError: neither.
+    """
+    if "/" in text:
+        return parse_cidr(text)
+    try:
+        return ip_network(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8, nor an address") from None
+
+
+def parse_duration_s(text: str) -> float:
+    """Return a duration in seconds, as ``time.ParseDuration``.
+
+    Raises:
+        ValueError: no duration, or more than 292 years.
+    """
+    sign, rest = (text[:1], text[1:]) if text[:1] in ("+", "-") else ("", text)
+    total = end = 0
+    while match := _PIECE.match(rest, end):
+        whole, fraction, unit = match.groups()
+        if unit not in _UNITS_NS or not (whole or fraction):
+            break
+        scale = _UNITS_NS[unit]
+        total += int(whole or 0) * scale + int(fraction or 0) * scale // 10 ** len(fraction or "")
+        end = match.end()
+    if rest != "0" and (not end or end != len(rest) or total > _MOST_NS + (sign == "-")):
+        raise ValueError(f"{text!r} is no duration such as 5s, 500ms or 1m30s")
+    return (-total if sign == "-" else total) / 1e9
