@@ -8,6 +8,8 @@ import json
 from typing import Any, Final
 
 TYPE: Final = "ztunnel-cni"
+#: Member of our entry: the plain file that the network's installer wrote.
+ORIGIN: Final = "made_from"
 #: The name and version of a list that is made of a plain configuration, as istio-cni's.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"
 
@@ -16,29 +18,72 @@ class BadConfiguration(ValueError):
     """A file that is no network configuration; the text says why."""
 
 
-def read(text: str) -> dict[str, Any]:
-    """Return a configuration as a list of plugins.
+class OnlyOurs(BadConfiguration):
+    """A list without the network's own plugins: a runtime would take it, and no pod would start."""
+
+
+def read(text: str, *, listed: bool) -> dict[str, Any]:
+    """Return a configuration as a list of plugins, if a container runtime can load it (libcni's rules).
+
+    Args:
+        text: of the file.
+        listed: the file is named ``.conflist`` and must be a list; files of other names must be a plain plugin.
 
     Raises:
-        BadConfiguration: it is none.
+        OnlyOurs: it is a list of nothing but our plugin.
+        BadConfiguration: a runtime would not load it.
     """
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise BadConfiguration(f"no JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadConfiguration("no object")
-    if "plugins" not in found:
-        if not isinstance(found.get("type"), str):
-            raise BadConfiguration("neither plugins nor a type")
+    if not listed:
+        _check_plugin(found, "")
         version = found.get("cniVersion") or _LIST_VERSION
         return {"name": found.get("name") or _LIST_NAME, "cniVersion": version, "plugins": [found]}
-    plugins = found["plugins"]
-    if not isinstance(plugins, list) or not all(isinstance(each, dict) for each in plugins):
-        raise BadConfiguration("plugins is no list of objects")
+    if not isinstance(found.get("name"), str):
+        raise BadConfiguration("name is missing, or no text")
+    if not isinstance(found.get("cniVersion", ""), str):
+        raise BadConfiguration("cniVersion is no text")
+    plugins = found.get("plugins")
+    if not isinstance(plugins, list) or not plugins:
+        raise BadConfiguration("plugins is no list of objects, or empty")
+    for number, each in enumerate(plugins):
+        _check_plugin(each, f"plugins[{number}]: ")
     if not _others(plugins):
-        raise BadConfiguration("no plugin but ours")
+        raise OnlyOurs("no plugin but ours")
     return found
+
+
+def _no_number(word: str) -> object:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _check_plugin(found: object, place: str) -> None:
+    if not isinstance(found, dict):
+        raise BadConfiguration(f"{place}no object")
+    if not isinstance(found.get("type"), str) or not found["type"]:
+        raise BadConfiguration(f"{place}type is missing, or no text")
+    for key in ("name", "cniVersion"):
+        if not isinstance(found.get(key), str | None):
+            raise BadConfiguration(f"{place}{key} is no text")
+    for key in ("capabilities", "ipam", "dns"):
+        if not isinstance(found.get(key), dict | None):
+            raise BadConfiguration(f"{place}{key} is no object")
+
+
+def origin(found: dict[str, Any]) -> str:
+    """Return the name of the plain file that a list with our entry was made of; empty if it was a list before."""
+    ours = [each for each in found["plugins"] if each.get("type") == TYPE]
+    name = ours[0].get(ORIGIN) if ours else None
+    return name if isinstance(name, str) and "/" not in name else ""
+
+
+def has_plugin(found: dict[str, Any]) -> bool:
+    """Return whether our entry is among the plugins."""
+    return len(_others(found["plugins"])) < len(found["plugins"])
 
 
 def with_plugin(found: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:

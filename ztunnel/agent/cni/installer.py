@@ -4,9 +4,15 @@ The network's own installer, or a second mesh, may rewrite the configuration at 
 inotify, and what is wrong is put right; two installers that both insist are named in the log, for they would
 rewrite for ever. In the owned mode our plugin is in a file of its own, a copy of the network's with our entry,
 which sorts before it: that survives a reboot of the node, on which pods start before any agent does.
+
+A runtime takes the first file by name that it can load, of those that end in .conf, .conflist or .json. Only a
+list can have a second plugin, so that a plain file NAME.conf becomes NAME.conflist. The network's installer may
+write the plain file again: beside a list of ours with its name it is what the network wants now. After each look
+"installed" means that the file that a runtime takes has our plugin.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from dataclasses import dataclass, field
@@ -14,14 +20,27 @@ from pathlib import Path
 from typing import Any, Final
 
 from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_TO, RenameWatcher
-from ztunnel.agent.cni.conflist import TYPE, BadConfiguration, read, with_plugin, without_plugin, written
+from ztunnel.agent.cni.conflist import (
+    ORIGIN,
+    TYPE,
+    BadConfiguration,
+    OnlyOurs,
+    has_plugin,
+    origin,
+    read,
+    with_plugin,
+    without_plugin,
+    written,
+)
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 
 OWNED: Final = f"02-{TYPE}.conflist"
-_SUFFIXES: Final = (".conf", ".conflist")
+_OWN_ENDING: Final = f"-{TYPE}.conflist"
+_SUFFIXES: Final = (".conf", ".conflist", ".json")
+_LIST: Final = ".conflist"
 #: The first line of the program: isolated, without site packages, so that nothing of the host's can disturb it.
 _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
 #: So many rewrites in a row mean that somebody else insists.
@@ -54,7 +73,7 @@ class Installation:
 
 
 class NoNetwork(Exception):
-    """No network is configured on this host yet."""
+    """No network is configured on this host yet, or the runtime takes a file without our plugin."""
 
 
 def install(wanted: Installation) -> list[str]:
@@ -74,34 +93,53 @@ def install(wanted: Installation) -> list[str]:
         _replace(program, text, 0o755)
         done.append(str(program))
     path, found = _primary(wanted)
-    target = wanted.configurations / OWNED if wanted.owned else path.with_suffix(".conflist")
-    text = written(with_plugin(found, wanted.entry))
-    if _text_of(target) == text:
-        return done
-    mode = 0o600 if wanted.owned or not target.exists() else target.stat().st_mode & 0o777
-    _replace(target, text, mode)
-    done.append(str(target))
-    if not wanted.owned and path != target:
+    target = _target(wanted, path)
+    made_from = path.name if path != target and not _is_own(target) else origin(found)
+    entry = {**wanted.entry, **({ORIGIN: made_from} if made_from else {})}
+    text = written(with_plugin(found, entry))
+    if _text_of(target) != text:
+        mode = 0o600 if wanted.owned or not target.exists() else target.stat().st_mode & 0o777
+        _replace(target, text, mode)
+        done.append(str(target))
+    for other in _candidates(wanted.configurations):
+        if _is_own(other) and other != target:
+            other.unlink()  # a copy of a file that is not the first any more, or of another mode
+            done.append(str(other))
+    if path != target and not _is_own(target):
         path.unlink()  # its one plugin is the first of the list now
-    if wanted.owned and (before := _before(wanted)):
-        log.warning("cni: %s sorts before %s, and is what the runtime uses", before, OWNED)
+        done.append(str(path))
+    taken = taken_by_runtime(wanted.configurations)
+    if taken != target:
+        raise NoNetwork(f"the runtime takes {taken} instead of {target}")
     return done
+
+
+def taken_by_runtime(folder: Path) -> Path | None:
+    """Return the file of a folder that container runtimes use: the first by name that libcni can load."""
+    for path in _candidates(folder):
+        try:
+            read(read_text(path), listed=path.name.endswith(_LIST))
+        except OnlyOurs:
+            return path
+        except (BadConfiguration, OSError):
+            continue
+        return path
+    return None
 
 
 def uninstall(wanted: Installation) -> list[str]:
     """Take our plugin out of every configuration, then remove the program; idempotent. Returns what changed."""
     done = []
-    own = wanted.configurations / OWNED
-    if own.exists():
-        own.unlink()
-        done.append(str(own))
     for path in _candidates(wanted.configurations):
+        if _is_own(path):
+            path.unlink()
+            done.append(str(path))
+            continue
         try:
-            text = path.read_text()
-            found = read(text)
+            found = read(read_text(path), listed=path.name.endswith(_LIST))
         except (BadConfiguration, OSError):
             continue
-        if any(each.get("type") == TYPE for each in found["plugins"]):
+        if has_plugin(found):
             _replace(path, written(without_plugin(found)), path.stat().st_mode & 0o777)
             done.append(str(path))
     # Last: a configuration whose program is missing lets no pod start.
@@ -176,28 +214,56 @@ class Installer:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the files that a runtime would read, in its order, without our own."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.suffix in _SUFFIXES and path.name != OWNED and not path.name.startswith(".") and path.is_file()
-    )
+    """Return the files that a runtime would read, in its order; hidden files count."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and not path.is_dir())
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is a copy of ours, named so by us."""
+    return path.name == OWNED or path.name.endswith(_OWN_ENDING)
+
+
+def _target(wanted: Installation, path: Path) -> Path:
+    """Return the file for our plugin, given the network's: the runtime takes it instead of that one."""
+    copy = wanted.configurations / OWNED
+    if copy.name > path.name:
+        # "-" sorts before the "." of the network's file and its namesakes.
+        copy = path.with_name(path.name[: path.name.rfind(".")] + _OWN_ENDING)
+    if wanted.owned:
+        return copy
+    target = path.with_name(path.name[: path.name.rfind(".")] + _LIST)
+    if target == path or not target.exists():
+        return target
+    try:
+        # A list without our entry is another one of the network's, and not ours to replace.
+        return target if has_plugin(read(read_text(target), listed=True)) else copy
+    except OnlyOurs:
+        return target
+    except (BadConfiguration, OSError):
+        return copy
 
 
 def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
+    """Return the network's own configuration, that a runtime would take without us."""
     faults = []
-    for path in _candidates(wanted.configurations):
+    paths = [path for path in _candidates(wanted.configurations) if not _is_own(path)]
+    for path in paths:
         try:
-            return path, read(read_text(path))
+            found = read(read_text(path), listed=path.name.endswith(_LIST))
+        except OnlyOurs:
+            path.unlink()  # what is left of a list of ours
+            continue
         except (BadConfiguration, OSError) as error:
             faults.append(f"{path.name}: {plain_reason(error)}")
+            continue
+        if made_from := origin(found):
+            # A plain file that is written again can stand behind the list in the runtime's order.
+            with contextlib.suppress(BadConfiguration, OSError):
+                again = path.with_name(made_from)
+                return again, read(read_text(again), listed=False)
+        return path, found
     reason = "; ".join(faults) or "it has none"
     raise NoNetwork(f"no network configuration in {wanted.configurations}: {reason}")
-
-
-def _before(wanted: Installation) -> str:
-    names = [path.name for path in _candidates(wanted.configurations)]
-    return names[0] if names and names[0] < OWNED else ""
 
 
 def _text_of(path: Path) -> str | None:

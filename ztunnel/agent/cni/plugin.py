@@ -58,17 +58,17 @@ def add(config: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any
         return previous  # no pod of Kubernetes
     if not netns:
         raise Refused(BAD_ENVIRONMENT, "CNI_NETNS is empty")
-    own = namespace == config.get("agent_namespace") and name.startswith(config.get("agent_prefix", "ztunnel-"))
-    if own or namespace in config.get("exclude_namespaces", ()):
+    own = namespace == config.get("agent_namespace") and name.startswith(config.get("agent_prefix") or "ztunnel-")
+    if own or namespace in (config.get("exclude_namespaces") or ()):
         return previous
     event = {
         "Netns": netns,
         "PodName": name,
         "PodNamespace": namespace,
         "PodUID": pairs.get("K8S_POD_UID", ""),
-        "IPs": [_address(each) for each in previous.get("ips", ())],
+        "IPs": [_address(each) for each in previous.get("ips") or () if each],
     }
-    path = config.get("socket", "/var/run/istio-cni/pluginevent.sock")
+    path = config.get("socket") or "/var/run/istio-cni/pluginevent.sock"
     connection = _Connection(path)
     try:
         connection.request("POST", "/cmdadd", json.dumps(event), {"content-type": "application/json"})
@@ -86,7 +86,7 @@ def add(config: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any
 
 
 def _address(entry: dict[str, Any]) -> dict[str, Any]:
-    address, _, length = entry.get("address", "").partition("/")
+    address, _, length = (entry.get("address") or "").partition("/")
     return {"Interface": entry.get("interface"), "Address": {"IP": address, "Prefix": length}}
 
 
@@ -107,7 +107,7 @@ def main() -> int:
             raise Refused(BAD_CONFIG, f"the configuration is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise Refused(BAD_CONFIG, "the configuration is no object")
-        version = config.get("cniVersion", version)
+        version = config.get("cniVersion") or version
         print(json.dumps(add(config, os.environ)))
     except Refused as error:
         print(json.dumps({"cniVersion": version, "code": error.code, "msg": f"ztunnel-cni: {error}"}))

@@ -4,13 +4,22 @@ import asyncio
 import json
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ztunnel.agent.cni.conflist import TYPE, BadConfiguration, read, with_plugin, without_plugin
-from ztunnel.agent.cni.installer import OWNED, Installation, Installer, NoNetwork, install, uninstall
+from ztunnel.agent.cni.installer import (
+    OWNED,
+    Installation,
+    Installer,
+    NoNetwork,
+    install,
+    taken_by_runtime,
+    uninstall,
+)
 
 LIST = {"name": "net", "cniVersion": "1.0.0", "plugins": [{"type": "bridge"}, {"type": "portmap"}], "x": 1}
 ENTRY = {"type": TYPE, "name": TYPE}
@@ -109,16 +118,83 @@ def test_without_a_network_the_program_waits_for_one(wanted: Installation) -> No
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "no JSON"), ("7", "no object"), ("{}", "neither plugins nor a type"), ('{"plugins": 7}', "no list"),
-     ('{"plugins": ["x"]}', "no list"), ('{"plugins": [{"type": "ztunnel-cni"}]}', "no plugin but ours")],
-)  # fmt: skip
+    [
+        ("", "no JSON"),
+        ("7", "no object"),
+        ("{}", "name is missing"),
+        ('{"name": "n", "plugins": 7}', "no list"),
+        ('{"name": "n", "plugins": []}', "no list"),
+        ('{"name": "n", "plugins": ["x"]}', r"plugins\[0\]: no object"),
+        ('{"name": "n", "plugins": [{"type": ""}]}', r"plugins\[0\]: type is missing"),
+        ('{"name": "n", "cniVersion": 1, "plugins": [{"type": "x"}]}', "cniVersion is no text"),
+        ('{"name": "n", "plugins": [{"type": "x", "ipam": []}]}', "ipam is no object"),
+        ('{"name": "n", "x": NaN, "plugins": [{"type": "x"}]}', "no JSON: NaN"),
+        ('{"name": "n", "plugins": [{"type": "ztunnel-cni"}]}', "no plugin but ours"),
+    ],
+)
 def test_what_is_no_configuration_is_refused(text: str, reason: str) -> None:
     with pytest.raises(BadConfiguration, match=reason):
-        read(text)
+        read(text, listed=True)
+
+
+def test_a_list_in_a_plain_file_is_no_configuration() -> None:
+    with pytest.raises(BadConfiguration, match="type is missing"):
+        read(json.dumps(LIST), listed=False)
 
 
 def test_in_and_out_again_is_what_it_was() -> None:
-    assert without_plugin(with_plugin(read(json.dumps(LIST)), ENTRY)) == LIST
+    assert without_plugin(with_plugin(read(json.dumps(LIST), listed=True), ENTRY)) == LIST
+
+
+@pytest.mark.parametrize("ending", ["conf", "json"])
+def test_plain_file_that_the_network_writes_again_is_followed(wanted: Installation, ending: str) -> None:
+    for bridge in ("cni0", "cni0", "cni1"):
+        put(wanted, f"10-net.{ending}", {"type": "bridge", "bridge": bridge})
+        install(wanted)
+        path = taken_by_runtime(wanted.configurations)
+        assert path == wanted.configurations / "10-net.conflist"
+        assert types(path) == ["bridge", TYPE]
+        assert json.loads(path.read_text())["plugins"][0]["bridge"] == bridge
+        assert install(wanted) == []
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("name", ["00-multus.conf", ".hidden.conf", "00-multus.json", "00-multus.conflist"])
+def test_ours_is_in_the_file_that_the_runtime_takes(wanted: Installation, owned: bool, name: str) -> None:
+    wanted = replace(wanted, owned=owned)
+    put(wanted, name, LIST if name.endswith("list") else {"type": "multus"})
+    put(wanted, "10-net.conflist", LIST)
+    install(wanted)
+    path = taken_by_runtime(wanted.configurations)
+    assert path is not None
+    assert types(path)[-1] == TYPE
+    assert install(wanted) == []
+
+
+def test_list_of_the_network_beside_its_plain_file_is_not_replaced(wanted: Installation) -> None:
+    plain = put(wanted, "10-net.conf", {"type": "flannel"})
+    listed = put(wanted, "10-net.conflist", LIST)
+    install(wanted)
+    path = taken_by_runtime(wanted.configurations)
+    assert path is not None
+    assert types(path) == ["flannel", TYPE]
+    assert json.loads(listed.read_text()) == LIST
+    uninstall(wanted)
+    assert taken_by_runtime(wanted.configurations) == plain
+
+
+def test_change_of_the_mode_leaves_no_copy_behind(wanted: Installation) -> None:
+    put(wanted, "10-net.conflist", LIST)
+    install(replace(wanted, owned=True))
+    install(wanted)
+    assert [each.name for each in wanted.configurations.iterdir()] == ["10-net.conflist"]
+
+
+def test_rest_of_a_list_of_ours_is_removed(wanted: Installation) -> None:
+    put(wanted, "05-old.conflist", {"name": "old", "plugins": [ENTRY]})
+    put(wanted, "10-net.conflist", LIST)
+    install(wanted)
+    assert [each.name for each in wanted.configurations.iterdir()] == ["10-net.conflist"]
 
 
 def test_it_is_put_back_whoever_takes_it_out(wanted: Installation, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,3 +111,21 @@ def test_what_it_cannot_use_is_an_answer_in_the_runtimes_form(host: Host) -> Non
     for stdin in ("", "[]"):
         status, answer = host.run("ADD", stdin=stdin)
         assert (status, answer["code"]) == (1, 7)
+
+
+@pytest.mark.parametrize("ips", [None, [], [None], [{}], [{"address": None}]])
+def test_previous_result_without_addresses_is_announced(host: Host, ips: Any) -> None:
+    previous = {**PREVIOUS, "ips": ips}
+
+    async def body() -> None:
+        assert await asyncio.to_thread(lambda: host.run("ADD", prevResult=previous)) == (0, previous)
+
+    beside_an_agent(host, body)
+    assert [each.name for each in host.seen] == ["web"]
+
+
+def test_members_that_are_null_have_their_defaults(host: Host) -> None:
+    nothing = {"exclude_namespaces": None, "agent_prefix": None, "cniVersion": None}
+    assert host.run("ADD", "istio-system/ztunnel-5", **nothing) == (0, PREVIOUS)
+    status, answer = host.run("ADD", **nothing)
+    assert (status, answer["code"]) == (1, 11)
