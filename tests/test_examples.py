@@ -51,7 +51,10 @@ def test_the_local_mesh() -> None:
     assert [workload.name for workload in read.workloads] == ["productpage", "reviews"]
 
 
-@pytest.mark.parametrize("options", [["--template", "sidecar"], ["--config", str(EXAMPLES / "injector.yaml")]])
+@pytest.mark.parametrize(
+    "options",
+    [["--template", "sidecar", "--image", "example.com/ztunnel:1"], ["--config", str(EXAMPLES / "injector.yaml")]],
+)
 def test_the_application_gets_what_belongs_to_the_mesh(options: list[str]) -> None:
     done = ztunnel("inject", "-f", str(EXAMPLES / "app.yaml"), *options)
     assert (done.returncode, done.stderr) == (0, "Deployment web: policy\n")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.labels import OF_HELM, STANDARD, without
 from tests.programs import needed
 from ztunnel.http import liveness
 from ztunnel.istio.config import ProxyMode
@@ -33,6 +34,7 @@ dnsPolicy dnsConfig
     hub tag variant image imagePullPolicy imagePullSecrets resourceName labels annotations podLabels podAnnotations
     affinity nodeSelector tolerations updateStrategy resources seLinuxOptions volumes volumeMounts env meshConfig
     terminationGracePeriodSeconds revision caAddress xdsAddress istioNamespace network multiCluster platform
+    profile compatibilityVersion
     logLevel logAsJson peerCaCrl global resourceScope resourceQuotas podMonitor trustBundleName
 """
 
@@ -183,6 +185,10 @@ def test_the_pod_is_nobodys_workload_and_everywhere(pod: Object) -> None:
     assert pod["metadata"]["labels"] == {
         "app": "ztunnel",
         "app.kubernetes.io/name": "ztunnel",
+        "app.kubernetes.io/instance": "ztunnel",
+        "app.kubernetes.io/part-of": "istio",
+        "app.kubernetes.io/version": "0.1.0",
+        "istio.io/rev": "default",
         "istio.io/dataplane-mode": "none",
         "sidecar.istio.io/inject": "false",
     }
@@ -249,7 +255,8 @@ def templates() -> list[Path]:
 
 
 def references(path: Path) -> set[str]:
-    return set(re.findall(r"\.Values\.([\w.]+)", path.read_text()))
+    # Keys below one that can be null are written as (.Values.a).b.
+    return set(re.findall(r"\.Values\.([\w.]+)", re.sub(r"[()]", "", path.read_text())))
 
 
 @pytest.mark.parametrize("path", templates(), ids=lambda path: path.name)
@@ -312,15 +319,101 @@ def test_the_chart_sets_the_variables_of_the_base(container: Object) -> None:
     assert named == {*environment(container), *optional}
 
 
-def rendered(values_file: Path | None = None) -> dict[str, Object]:
+def rendered(values_file: Path | None = None, given: Object | None = None) -> dict[str, Object]:
     command = [needed("helm"), "template", "ztunnel", str(CHART), "--namespace", "istio-system"]
     if values_file is not None:
         command += ["--values", str(values_file)]
-    return documents(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if given is not None:
+        command += ["--values", "-"]
+    text = json.dumps(given)
+    return documents(subprocess.run(command, check=True, capture_output=True, text=True, input=text).stdout)
 
 
 def test_the_chart_comes_out_as_the_base() -> None:
-    assert rendered() == base()
+    assert without(rendered(), OF_HELM) == base()
+
+
+def test_objects_and_pods_have_the_labels_of_istios_charts() -> None:
+    for given, revision in (({}, "default"), ({"revision": 7}, "7")):
+        objects = rendered(given=given)
+        pod = objects["DaemonSet"]["spec"]["template"]
+        for each in (*objects.values(), pod):
+            labels = each["metadata"]["labels"]
+            assert labels.keys() >= {*STANDARD, "app.kubernetes.io/name"}
+            assert labels["app.kubernetes.io/managed-by"] == "Helm"
+            assert labels["app.kubernetes.io/version"] == "0.1.0"
+            assert labels["helm.sh/chart"] == "ztunnel-0.1.0"
+            assert labels["istio.io/rev"] == revision
+
+
+def test_labels_of_the_user_replace_those_of_the_chart_except_the_selector() -> None:
+    given = {
+        "labels": {"app.kubernetes.io/part-of": "mine", "app": "x"},
+        "podLabels": {"app.kubernetes.io/version": 2},
+    }
+    daemon_set = rendered(given=given)["DaemonSet"]
+    labels = daemon_set["spec"]["template"]["metadata"]["labels"]
+    assert daemon_set["metadata"]["labels"]["app.kubernetes.io/part-of"] == "mine"
+    assert (labels["app"], labels["app.kubernetes.io/version"]) == ("ztunnel", "2")
+
+
+ACCEPTED: list[Object] = [
+    {"profile": "ambient"},
+    {"profile": "openshift-ambient", "global": {"platform": "openshift"}},
+    {"compatibilityVersion": "1.24"},
+    {"compatibilityVersion": 1.24},
+    {"resourceScope": "all"},
+    {"env": None},
+    {"meshConfig": None},
+    {"multiCluster": None, "global": None, "hub": "h", "tag": "t"},
+    {"global": {"multiCluster": None, "networkPolicy": None}},
+    {"podMonitor": None, "peerCaCrl": None, "resourceQuotas": None, "netpol": None},
+    {"prometheusRule": None, "dashboard": None},
+    {"labels": None, "annotations": None, "podLabels": None, "podAnnotations": None, "nodeSelector": None},
+    {"labels": {"a": 1}, "podLabels": {"b": 2.5, "c": True}, "podAnnotations": {"prometheus.io/port": 15020}},
+    {"network": 1, "revision": 2, "tag": 1, "multiCluster": {"clusterName": 3}, "nodeSelector": {"zone": 4}},
+    {"terminationGracePeriodSeconds": "60"},
+]
+
+
+@pytest.mark.parametrize("given", ACCEPTED, ids=repr)
+def test_values_that_istios_chart_takes_are_taken(given: Object) -> None:
+    objects = rendered(given=given)
+    assert objects.keys() >= {*OF_NAMESPACE}
+    for each in objects.values():
+        for texts in (each["metadata"].get("labels"), each["metadata"].get("annotations")):
+            assert all(isinstance(value, str) for value in (texts or {}).values())
+
+
+def test_large_numbers_are_written_out() -> None:
+    given = {"env": {"A": 12345678}, "network": 12345678, "podLabels": {"a": 12345678}, "revision": 12345678}
+    pod = rendered(given=given)["DaemonSet"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (env["A"], env["NETWORK"], pod["metadata"]["labels"]["a"]) == ("12345678",) * 3
+    assert env["XDS_ADDRESS"] == "istiod-12345678.istio-system.svc:15012"
+
+
+def test_profile_of_openshift_means_its_platform() -> None:
+    (container,) = rendered(given={"profile": "openshift-ambient"})["DaemonSet"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ({"hub": "h", "tag": "1", "variant": "pure"}, "h/ztunnel-py:1-pure"),
+        ({"hub": "h", "tag": "1", "global": {"variant": "distroless"}}, "h/ztunnel-py:1"),
+        ({"hub": "h", "tag": "1", "variant": "debug", "global": {"hub": "docker.io/istio"}}, "h/ztunnel-py:1"),
+        ({"global": {"hub": "h", "tag": 2, "variant": "pure"}}, "h/ztunnel-py:2-pure"),
+        ({"image": "h/own:3", "global": {"variant": "pure"}}, "h/own:3"),
+    ],
+)
+def test_image_has_no_variant_of_istios(given: Object, image: str) -> None:
+    (container,) = rendered(given=given)["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
 
 
 def test_alerts_and_dashboard_come_out_as_their_files(tmp_path: Path) -> None:
@@ -340,7 +433,7 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
     given: Object = {
         "global": {"hub": "registry.example.com", "caAddress": "ca.example.com:443"},
         "tag": "1.2",
-        "variant": "debug",
+        "variant": "pure",
         "imagePullPolicy": "Always",
         "imagePullSecrets": ["mine"],
         "resourceName": "my-ztunnel",
@@ -408,7 +501,7 @@ def test_every_value_goes_where_it_belongs(tmp_path: Path) -> None:
     assert roots == {"configMap": {"name": "my-roots"}}
     (container,) = spec["containers"]
     assert endpoint["port"] in [port["name"] for port in container["ports"]]
-    assert container["image"] == "registry.example.com/ztunnel-py:1.2-debug"
+    assert container["image"] == "registry.example.com/ztunnel-py:1.2-pure"
     assert container["imagePullPolicy"] == "Always"
     assert container["resources"] == given["resources"]
     assert container["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
@@ -465,7 +558,7 @@ def test_the_schema_has_every_value_and_no_other() -> None:
     [
         ({"resorces": {}}, "resorces"),
         ({"terminationGracePeriodSeconds": "long"}, "terminationGracePeriodSeconds"),
-        ({"resourceScope": "all"}, "resourceScope"),
+        ({"resourceScope": "some"}, "resourceScope"),
         ({"peerCaCrl": {"enable": True}}, "enable"),
         ({"netpol": {"tunnels": "ignore"}}, "tunnels"),
         ({"env": {"A": {"valueFrom": {}}}}, "env"),

@@ -37,6 +37,9 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "--template", metavar="NAME", help="of pods that name none, instead of the configuration's"
     )
+    parser.add_argument(
+        "--image", metavar="NAME", help="of the containers that are added, instead of the configuration's"
+    )
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", metavar="serve")
     text = "answer the API server, which asks about each pod that is created"
@@ -273,6 +276,8 @@ def run(args: argparse.Namespace) -> int:
         config = InjectConfig() if args.config is None else parse_config(read_text(args.config))
         if args.template is not None:
             config = replace(config, templates=(args.template,))
+        if args.image is not None:
+            config = replace(config, image=args.image)
         source = sys.stdin.read() if args.file == "-" else read_text(Path(args.file))
         made = inject_text(source, args.namespace, config, notes)
     except ConfigFaults as error:
@@ -286,4 +291,6 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(made)
     for note in notes:
         print(note, file=sys.stderr)
+    if made != source and config.image == InjectConfig().image:
+        print(f"image {config.image}: of no registry; --image or --config names one to pull", file=sys.stderr)
     return 0

@@ -20,7 +20,12 @@ def test_a_file_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     made = list(yaml.safe_load_all(printed.out))
     assert made[0]["spec"]["initContainers"][0]["name"] == "mesh-gate"
     assert made[1] == {"kind": "ConfigMap", "data": {"a": "on"}}
+    of_no_registry = "image ztunnel-py: of no registry; --image or --config names one to pull\n"
+    assert printed.err == f"Pod web: policy\n{of_no_registry}"
+    assert main(["inject", "-f", str(path), "--image", "example.com/z:1"]) == 0
+    printed = capsys.readouterr()
     assert printed.err == "Pod web: policy\n"
+    assert "image: example.com/z:1\n" in printed.out
 
 
 def injected(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> str:
