@@ -289,6 +289,17 @@ def _scope(kind: int, route: Route) -> str:
     return "host" if route.local else "link"
 
 
+def route_protocol(body: bytes) -> int:
+    """Return the protocol number of a dumped route.
+
+    Raises:
+        MalformedDump: the body is shorter than ``struct rtmsg``.
+    """
+    if len(body) < _RTMSG_BYTES:
+        raise MalformedDump(body)
+    return body[_RTMSG_PROTOCOL]
+
+
 def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | None:
     """Parse one route.
 
@@ -344,6 +355,15 @@ def rule_message(kind: int, rule: IpRule, protocol: int) -> Message:
     )
     body["attrs"] = [(name, value) for name, value in wanted if value is not None]
     return _message(kind, NLM_F_CREATE | NLM_F_EXCL if kind == RTM_NEWRULE else 0, body)
+
+
+def rule_protocol(body: bytes) -> int:
+    """Return the protocol number of a dumped policy routing rule.
+
+    Raises:
+        MalformedDump: not the layout of ``struct fib_rule_hdr`` and its attributes.
+    """
+    return int(_decoded(fibmsg, body).get_attr("FRA_PROTOCOL") or 0)
 
 
 def read_rule(body: bytes, protocol: int) -> IpRule | None:

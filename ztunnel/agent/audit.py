@@ -138,6 +138,26 @@ def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Fi
     return found
 
 
+def repaired(before: Audited, now: Audited | None) -> list[Finding]:
+    """Return the findings of a pod that a repair has put right, by what the pod is now.
+
+    A finding that is only replaced by another one, or whose pod is gone, was not repaired; nor was what the agent
+    does not write itself.
+    """
+    if now is None:
+        return []
+    left = {finding.reason for finding in now.findings}
+    answers = now.answers()
+    right = {
+        NOT_ENROLLED: now.phase is not None and now.phase is not Phase.LEAVING,
+        NOT_RELEASED: now.phase is None or now.phase is Phase.LEAVING,
+        ANNOTATION_WRONG: now.pod.annotation != before.pod.annotation and answers[Check.LABEL] is Answer.OK,
+        RULES_CHANGED: answers[Check.RULES] is Answer.OK,
+        LISTENER_MISSING: answers[Check.LISTENERS] is Answer.OK,
+    }
+    return [each for each in before.findings if right.get(each.reason, False) and each.reason not in left]
+
+
 def counted(audited: Iterable[Audited]) -> Counter[str]:
     """Return how many pods have each kind of finding; every kind has a number, so that a gauge has all of them."""
     found = Counter(dict.fromkeys(CHECK_OF, 0))

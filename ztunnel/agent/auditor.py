@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
 from tproxy.errors import TproxyError
-from ztunnel.agent.audit import RULES_CHANGED, Audited, own_findings, page
+from ztunnel.agent.audit import RULES_CHANGED, Audited, own_findings, page, repaired
 from ztunnel.agent.comparison import (
     LISTENER_MISSING,
     TOLD,
@@ -135,13 +135,11 @@ class Auditor:
             before = dict(self.audited)
             await self._repair()
             await self._examine()
-            repaired = []
+            done = []
             for uid, audited in before.items():
-                now = self.audited.get(uid)
-                left = {each.reason for each in now.findings} if now is not None else set()
                 named = f"{audited.pod.info.namespace}/{audited.pod.info.name}"
-                repaired += [(named, each) for each in audited.findings if each.reason not in left]
-            return page(self._node, self._asked, self.audited.values(), repaired)
+                done += [(named, each) for each in repaired(audited, self.audited.get(uid))]
+            return page(self._node, self._asked, self.audited.values(), done)
 
     async def _repair(self) -> None:
         """Have repaired what is our own; returns when that has been done, or takes too long."""

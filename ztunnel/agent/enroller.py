@@ -25,7 +25,7 @@ from tproxy.resources import IpAddress
 from ztunnel.agent import enrolment
 from ztunnel.agent.description import PodDescription
 from ztunnel.agent.enrolment import Decision, Misshapen, Pod, Settings, Situation, Step
-from ztunnel.agent.errors import AgentError, CannotAdd, EnrolFailed, NotFound
+from ztunnel.agent.errors import AgentError, CannotAdd, EnrolFailed, NotFound, TwoAgents
 from ztunnel.agent.node import NodeAgent
 from ztunnel.agent.phase import Phase
 from ztunnel.agent.scan import PROC, Found, is_pods, pod_namespaces
@@ -121,6 +121,7 @@ class _Entry:
         self.suspect = False  # its process is gone: the pod may have a new sandbox
         self.failures = 0
         self.fault = ""
+        self.kept = False  # enrolment failed, and the pod works by the rules of its earlier agent
         self.wake = asyncio.Event()
         self.running = False
         self.leaving: asyncio.Task[None] | None = None
@@ -182,6 +183,7 @@ class Enroller:
             probe_user=probe_user,
             on_change=self._touch,
             is_still=self._is_still,
+            held=True,
         )
 
     async def __aenter__(self) -> Self:
@@ -300,6 +302,8 @@ class Enroller:
         ]
         if probed:
             await self.agent.expect_probes(probed)
+        # Before any is enrolled: proxies keep the pods that istio-cni had enrolled.
+        self.agent.expect(pod.uid for pod in known if pod.annotation == "enabled" and self._decide(pod).enrol)
         for uid in set(self.agent.left_over) - set(self._entries):
             log.info("pod left while no agent ran uid=%s", uid)
             await self.agent.forget(uid)
@@ -337,7 +341,7 @@ class Enroller:
 
     def _situation(self, entry: _Entry) -> Situation:
         status = self.agent.pod(entry.uid)
-        left_over = entry.uid in self.agent.left_over
+        left_over = entry.uid in self.agent.left_over or entry.uid in self.agent.expected
         phase = None if status is None else status.phase
         pod = entry.pod
         if pod is None:
@@ -350,7 +354,7 @@ class Enroller:
             phase=phase,
             left_over=left_over,
             current=self._is_current(entry, pod),
-            failing=entry.failures >= _FAILING,
+            failing=entry.failures >= _FAILING and not entry.kept,
         )
 
     def _is_current(self, entry: _Entry, pod: Pod) -> bool:
@@ -377,7 +381,9 @@ class Enroller:
                     self.steps[what.value, "failed"] += 1
                     if what is Step.ENROL:
                         entry.failures += 1
-                    self._say(entry, "MeshEnrollFailed", f"{what.value}: {plain_reason(error)}")
+                    entry.kept = isinstance(error, TwoAgents)
+                    kind = "MeshTwoAgents" if entry.kept else "MeshEnrollFailed"
+                    self._say(entry, kind, f"{what.value}: {plain_reason(error)}")
                     try:
                         await asyncio.wait_for(entry.wake.wait(), waits.next())
                     except TimeoutError:
@@ -438,6 +444,13 @@ class Enroller:
     async def _release(self, entry: _Entry) -> None:
         """Begin to release a pod, and return when it drains; on_change tells the end."""
         left = self.agent.left_over.get(entry.uid)
+        if entry.uid in self.agent.expected:
+            # Another agent's rules: enrolled first, so that they are ours to remove.
+            try:
+                await self._enrol(entry)
+            except AgentError:
+                await self.agent.forget(entry.uid)
+            return
         if left is not None and entry.pod is not None:
             # Taken over first, so that its connections get their time.
             description, _ = enrolment.describe(entry.pod, left.netns, self._settings)

@@ -4,6 +4,7 @@
 
     AgentError
     ├── EnrolFailed         the namespace or the rules of a pod failed; none of our rules is left in it
+    │   └── TwoAgents       an earlier agent's rules are in the way; the pod keeps working by them
     ├── NotFound            no process of the pod shows where its network namespace is
     ├── CannotAdd           a sandbox is not in the mesh in time; its runtime makes another one
     ├── NoProxy             no proxy is connected; the next one gets the pod in its snapshot
@@ -27,6 +28,13 @@ class EnrolFailed(AgentError):
 
     def __str__(self) -> str:
         return f"pod {self.pod}: {self.reason}"
+
+
+class TwoAgents(EnrolFailed):
+    """The rules of another agent are in the way of ours. The pod keeps them, and its proxy keeps the pod."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the pod keeps working by the rules of its earlier agent: restart it"
 
 
 class NotFound(AgentError):

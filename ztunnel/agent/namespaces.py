@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tproxy.aio import rtnetlink
+from tproxy.aio import istio_cni, rtnetlink
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
+from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.diff import diff
 from tproxy.errors import TproxyError
@@ -27,12 +27,9 @@ from tproxy.inpod import (
     pod,
     probes,
 )
-from tproxy.render import nf_tables, nftables
 from tproxy.resources import IpAddress, Namespace, State, Version
-from tproxy.wire import attribute_map, read_text
 from ztunnel.agent.description import PodDescription
 
-_NFGENMSG = 4  # struct nfgenmsg, before the attributes of a message
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
 # States in /proc/net/tcp that are no open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
@@ -69,6 +66,23 @@ def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = F
     return _apply(netns, pod(description.capture(versions(netns), draining=draining)))
 
 
+def take_over_rules(netns: Netns, description: PodDescription) -> set[str]:
+    """Make the pod's rules those of its description, in place of those that istio-cni wrote; idempotent.
+
+    Open connections of either keep working, also if this fails half-way.
+
+    Returns:
+        istio-cni's chains that were removed.
+
+    Raises:
+        TproxyError: the first change that failed; earlier ones stay.
+    """
+    wanted = pod(description.capture(versions(netns)))
+    istio_cni.take_over_routing(netns, wanted.namespaces[POD], OWNERSHIP.protocol)
+    _apply(netns, wanted)
+    return istio_cni.remove_chains(netns)
+
+
 def wrong_rules(netns: Netns, description: PodDescription) -> int:
     """Return how many changes :func:`apply_rules` would make; changes nothing.
 
@@ -83,10 +97,17 @@ def wrong_rules(netns: Netns, description: PodDescription) -> int:
 def remove_rules(netns: Netns) -> int:
     """Remove all our rules from the pod; idempotent. Returns the number of changes.
 
+    Where istio-cni's chains are in the pod, they need the route and the policy rule, which stay then.
+
     Raises:
         TproxyError: the first change that failed.
     """
-    return _apply(netns, State({POD: Namespace()}))
+    left = Namespace()
+    if istio_cni.foreign_chains(netns):
+        with contextlib.closing(BlockingKernel({POD: netns}, OWNERSHIP)) as kernel:
+            found = kernel.read().namespaces[POD]
+        left = Namespace(rules=found.rules, routes=found.routes)
+    return _apply(netns, State({POD: left}))
 
 
 def _apply(netns: Netns, wanted: State) -> int:
@@ -152,16 +173,7 @@ def foreign_rules(netns: Netns) -> set[str]:
     Raises:
         TproxyError: the kernel refused to list them.
     """
-    message = nftables.nft_message(nftables.NFT_GETCHAIN, 0, nftables.DUMP, about="list chains")
-    found = set()
-    with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
-        for body in link.dump(message):
-            attributes = attribute_map(body[_NFGENMSG:])
-            table = read_text(attributes.get(nf_tables.NFTA_CHAIN_TABLE, b""))
-            chain = read_text(attributes.get(nf_tables.NFTA_CHAIN_NAME, b""))
-            if table.startswith("istio-ambient-") or chain.startswith("ISTIO_"):
-                found.add(f"{table} {chain}")
-    return found
+    return istio_cni.foreign_chains(netns)
 
 
 def device_names() -> list[str]:

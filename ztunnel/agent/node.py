@@ -26,7 +26,7 @@ from tproxy.aio.netns import Netns
 from tproxy.errors import TproxyError
 from tproxy.inpod import Probed
 from ztunnel.agent.description import PodDescription, PodFaults, parse_pods
-from ztunnel.agent.errors import AgentError, EnrolFailed
+from ztunnel.agent.errors import AgentError, EnrolFailed, TwoAgents
 from ztunnel.agent.namespaces import (
     addresses,
     apply_probes,
@@ -35,6 +35,7 @@ from ztunnel.agent.namespaces import (
     proxied_connections,
     remove_probes,
     remove_rules,
+    take_over_rules,
 )
 from ztunnel.agent.phase import Phase
 from ztunnel.agent.record import Enrolled, read_record, write_record
@@ -99,6 +100,7 @@ class NodeAgent:
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
         is_still: whether a description still names the namespace it was enrolled in; a pod that it denies is
             released. By default the name is looked up again.
+        held: proxies get no snapshot before :meth:`expect`.
 
     Raises:
         OSError: on entering, the socket cannot be bound or the record not read.
@@ -114,6 +116,7 @@ class NodeAgent:
         probe_user: int | None = None,
         on_change: Callable[[PodUid], object] = lambda uid: None,
         is_still: "Callable[[PodDescription, Netns], bool] | None" = None,
+        held: bool = False,
     ) -> None:
         self._record = record
         self._grace_s = grace_s
@@ -126,6 +129,7 @@ class NodeAgent:
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
         self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
+        self._expected: set[PodUid] = set()  # pods that another agent enrolled, and that this one has not yet
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
         self._probes_wanted = self._probes_applied = 0
@@ -134,7 +138,7 @@ class NodeAgent:
         #: Pods whose rules others had changed, and that were repaired.
         self.repaired = 0
         self._watchers: set[asyncio.Event] = set()
-        self._server = ZdsServer(socket, self._announced, on_answer=self._answered)
+        self._server = ZdsServer(socket, self._announced, on_answer=self._answered, held=held)
         self._tasks = Tasks("agent")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pods")
 
@@ -268,12 +272,18 @@ class NodeAgent:
             found = await self._in_thread(addresses, netns)
             self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
             await self._let_probe()
-            await self._in_thread(apply_rules, netns, description)
+            removed = await self._in_thread(take_over_rules, netns, description)
         except (TproxyError, OSError) as error:
+            if description.uid in self._expected:
+                # Ours beside the other agent's do no harm: they do the same.
+                raise TwoAgents(_named(description), plain_reason(error)) from error
             await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), plain_reason(error)) from error
+        if removed:
+            log.info("pod taken over uid=%s removed=%s", description.uid, ", ".join(sorted(removed)))
         pod = self._pods[description.uid] = _Pod(description, netns)
         self._unseen.discard(description.uid)
+        self._expected.discard(description.uid)
         log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
         return pod
 
@@ -312,8 +322,21 @@ class NodeAgent:
         for uid, pod in self._pods.items():
             if pod.announced:
                 yield Announced(uid, pod.info, pod.netns)
-        for uid in self._unseen:
+        for uid in self._unseen | self._expected:
             yield Announced(uid)
+
+    @property
+    def expected(self) -> frozenset[PodUid]:
+        """Pods that another agent enrolled by its rules, and that this one has neither enrolled nor forgotten."""
+        return frozenset(self._expected)
+
+    def expect(self, uids: Iterable[PodUid]) -> None:
+        """Have proxies keep pods that another agent enrolled until this one enrols them, and send snapshots.
+
+        They keep their proxy and their open connections, and are not released by a failure to enrol them.
+        """
+        self._expected |= {uid for uid in uids if uid not in self._pods and uid not in self._unseen}
+        self._server.release()
 
     def _answered(self, uid: PodUid, error: str) -> None:
         pod = self._pods.get(uid)
@@ -420,6 +443,13 @@ class NodeAgent:
         """Release a pod of :attr:`left_over` without waiting; idempotent."""
         async with self._lock(uid):
             enrolled = self._recorded.get(uid)
+            if uid in self._expected:
+                # Its rules are those of another agent, but for what an enrolment that failed has changed.
+                self._expected.discard(uid)
+                await self._server.delete(uid)
+                self._recorded.pop(uid, None)
+                self._write_record()
+                return
             if uid not in self._unseen or enrolled is None:
                 return
             try:

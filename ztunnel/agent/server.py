@@ -137,6 +137,7 @@ class ZdsServer:
         snapshot: called for each proxy that connects; returns every pod. Pods whose namespace is closed while the
             snapshot is sent are left out.
         on_answer: see :data:`OnAnswer`.
+        held: send no snapshot before :meth:`release`: a proxy ends the pods that a snapshot lacks.
 
     Raises:
         OSError: on entering, the socket cannot be bound.
@@ -148,6 +149,7 @@ class ZdsServer:
         snapshot: Callable[[], Iterable[Announced]],
         *,
         on_answer: OnAnswer = lambda uid, error: None,
+        held: bool = False,
     ) -> None:
         self.path = path
         self._snapshot = snapshot
@@ -155,6 +157,13 @@ class ZdsServer:
         self._connections: list[_Connection] = []
         self._tasks = Tasks("zds")
         self._listener: Listener | None = None
+        self._released = asyncio.Event()
+        if not held:
+            self._released.set()
+
+    def release(self) -> None:
+        """Send snapshots from now on; idempotent."""
+        self._released.set()
 
     @property
     def proxies(self) -> int:
@@ -241,6 +250,7 @@ class ZdsServer:
 
     async def _send_snapshot(self, connection: _Connection, channel: Channel) -> None:
         """Send the snapshot, pod by pod. A refused pod does not stop it; a silent proxy is disconnected."""
+        await self._released.wait()
         try:
             for pod in list(self._snapshot()):
                 if pod.netns is not None and pod.netns.fileno() < 0:

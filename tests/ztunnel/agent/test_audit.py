@@ -1,5 +1,6 @@
 """What an audit says of a pod: one answer per question, and each difference by name."""
 
+from dataclasses import replace
 from ipaddress import ip_address
 
 import pytest
@@ -8,6 +9,7 @@ from ztunnel.agent.audit import (
     ANNOTATION_WRONG,
     CHECK_OF,
     NOT_ENROLLED,
+    NOT_RELEASED,
     OWN,
     RULES_CHANGED,
     Answer,
@@ -16,6 +18,7 @@ from ztunnel.agent.audit import (
     counted,
     own_findings,
     page,
+    repaired,
 )
 from ztunnel.agent.comparison import LISTENER_MISSING, NO_CERTIFICATE, TOLD, WORKLOAD_WRONG, Finding
 from ztunnel.agent.enrolment import REDIRECTION, Decision, Pod, Reason, Step
@@ -94,6 +97,30 @@ def test_rules_of_others_making_are_counted() -> None:
     assert own_findings(a_pod(), Step.NOTHING, 3, "") == [
         Finding(RULES_CHANGED, "its rules are not what was written: 3 differences")
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "counted"),
+    [
+        (audited(NOT_ENROLLED, phase=None), audited(), [NOT_ENROLLED]),
+        (audited(NOT_ENROLLED, phase=None), audited(phase=None), []),
+        (audited(NOT_ENROLLED, phase=None), audited(ANNOTATION_WRONG, phase=None), []),
+        (audited(NOT_ENROLLED, phase=None), None, []),
+        (audited(RULES_CHANGED), audited(), [RULES_CHANGED]),
+        (audited(RULES_CHANGED), audited(compared=False), []),
+        (audited(RULES_CHANGED), audited(NOT_ENROLLED, phase=None), []),
+        (audited(LISTENER_MISSING), audited(phase=None), []),
+        (audited(NOT_RELEASED, decision=OUT), audited(decision=OUT, phase=None), [NOT_RELEASED]),
+        (audited(NOT_RELEASED, decision=OUT), audited(decision=OUT), []),
+        (audited(ANNOTATION_WRONG), audited(), []),
+        (audited(ANNOTATION_WRONG), replace(audited(), pod=a_pod(annotation=None)), [ANNOTATION_WRONG]),
+        (audited(WORKLOAD_WRONG), audited(), []),
+    ],
+)
+def test_only_what_a_repair_has_put_right_is_counted(
+    before: Audited, now: Audited | None, counted: list[str]
+) -> None:
+    assert [finding.reason for finding in repaired(before, now)] == counted
 
 
 def test_every_kind_has_a_number_and_a_question() -> None:
