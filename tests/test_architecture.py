@@ -102,6 +102,7 @@ PURE_APPLICATION = (
     "ztunnel/identity/csr.py",
     "ztunnel/dataplane/life.py",
     "ztunnel/identity/peer.py",
+    "ztunnel/identity/roots.py",
     "ztunnel/istio/certificates/schedule.py",
     "ztunnel/envoy/upstream/host.py",
     "ztunnel/envoy/upstream/priorities.py",

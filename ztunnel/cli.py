@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import sys
+import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -88,6 +89,8 @@ def _packages(named: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
+    # Roots with a serial number of 0 are common. What a certificate is refused for is said in our own words.
+    warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
     try:
         status = _run(argv)
         sys.stdout.flush()

@@ -4,6 +4,7 @@ A request contains one URI name and no subject, as Rust ztunnel's. istiod takes 
 or the request's metadata, other authorities from the name.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +18,9 @@ from hbone.settings import Role
 from hbone.tls import uri_sans
 from hbone.verification import verified_chain
 from xds.model.identity import SpiffeId
+from ztunnel.identity.roots import read_roots
+
+log = logging.getLogger(__name__)
 
 
 class IdentityError(Exception):
@@ -77,7 +81,7 @@ def issued_certificate(
         for index, text in enumerate(answer[:-1])
         for certificate in _certificates(text, identity, index)
     )
-    roots = tuple(_certificates(answer[-1], identity, len(answer) - 1))
+    roots = _roots(answer[-1], identity, len(answer) - 1)
     leaf = chain[0]
     if leaf.public_key() != key.public_key():
         raise IdentityError(f"the certificate returned from CA is for another key than was sent for: {identity}")
@@ -107,6 +111,15 @@ def _only_identity(names: Sequence[str], wanted: SpiffeId) -> SpiffeId:
         except ValueError:
             continue
     raise IdentityError(f"the certificate returned from CA names no workload; asked for: {wanted}")
+
+
+def _roots(pem: str, identity: SpiffeId, index: int) -> tuple[x509.Certificate, ...]:
+    found = read_roots(pem.encode())
+    for fault in found.faults:
+        log.warning("root of the CA for %s: %s", identity, fault)
+    if not found.certificates:
+        raise IdentityError(f"certificate {index} returned from CA for {identity} has no usable root")
+    return found.certificates
 
 
 def _certificates(pem: str, identity: SpiffeId, index: int) -> list[x509.Certificate]:

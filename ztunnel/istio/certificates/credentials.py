@@ -5,6 +5,7 @@ an error of that use, with its path; the next use reads it again.
 """
 
 import ipaddress
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 from xds.errors import XdsError
+from ztunnel.identity.roots import read_roots
+
+log = logging.getLogger(__name__)
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -185,9 +189,12 @@ class Roots:
                 data = _content(Path(self.value), "root certificate")
             case _:
                 data = _content(_system_bundle(), "root certificate")
-        if b"-----BEGIN CERTIFICATE-----" not in data:
+        found = read_roots(data)
+        for fault in found.faults:
+            log.warning("%s: %s", self.place, fault)
+        if not found.certificates:
             raise CredentialsError(f"no certificate in {self.place}")
-        return data
+        return data if found.plain else found.pem
 
     @property
     def place(self) -> str:
