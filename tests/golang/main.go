@@ -4,9 +4,13 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
 	"os"
 	"strconv"
 	"time"
@@ -76,6 +80,8 @@ func guarded(asked request) (value any, err error) {
 		return found.Nanoseconds(), err
 	case "flags":
 		return flags(asked)
+	case "probe":
+		return probe(asked.Text)
 	case "cni":
 		return networks(asked.Text)
 	}
@@ -105,6 +111,36 @@ func flags(asked request) (any, error) {
 	given := map[string]string{}
 	set.Visit(func(each *pflag.Flag) { given[each.Name] = each.Value.String() })
 	return map[string]any{"given": given, "rest": set.Args()}, nil
+}
+
+// probe asks a URL as kubelet's prober does, and returns the status that it judges, 0 for a failure.
+func probe(url string) (any, error) {
+	client := &http.Client{
+		Timeout: 3 * time.Second,
+		Transport: &http.Transport{
+			TLSClientConfig:    &tls.Config{InsecureSkipVerify: true},
+			DisableKeepAlives:  true,
+			DisableCompression: true,
+		},
+		CheckRedirect: func(asked *http.Request, before []*http.Request) error {
+			if asked.URL.Hostname() != before[0].URL.Hostname() {
+				return http.ErrUseLastResponse
+			}
+			if len(before) >= 10 {
+				return errors.New("stopped after 10 redirects")
+			}
+			return nil
+		},
+	}
+	answer, err := client.Get(url)
+	if err != nil {
+		return nil, err
+	}
+	defer answer.Body.Close()
+	if _, err := io.ReadAll(io.LimitReader(answer.Body, 10*1024)); err != nil {
+		return nil, err
+	}
+	return answer.StatusCode, nil
 }
 
 // networks returns the file that containerd and CRI-O take of a folder, the first by name that can be used.

@@ -1,8 +1,8 @@
 """Reads files of root certificates as OpenSSL does, one certificate at a time. Pure.
 
 A certificate that cannot be read is left out, which trusts less, and named; the others stay. Blocks with the label
-``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) have a list of uses behind the certificate: a root counts if it
-may end the chain of a TLS server or client, and none of its uses is rejected.
+``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) have a list of uses behind the certificate: such a root counts
+where it can end the chain of a TLS server or client, and none of its uses is rejected.
 """
 
 import base64

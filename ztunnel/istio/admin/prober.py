@@ -1,7 +1,8 @@
 """Answers kubelet's probes by those that the application has: one connection each, nothing is remembered.
 
 As in Istio's sidecar: the status is the application's, the body's first 10 KiB come along, TLS is not verified (as
-kubelet does not), and a redirect to another host counts as success. HTTPS is asked in HTTP/1.1.
+kubelet does not), and a redirect to another host counts as success. HTTPS is asked in HTTP/1.1. An answer passes
+where it passes kubelet's own client, Go's net/http: :mod:`ztunnel.istio.admin.probe_response` reads it.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Iterable
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import urljoin, urlsplit
-
-import h11
 
 from xds.aio.channel import Channel
 from xds.aio.health import serves
 from xds.grpc.status import RpcFailed
 from ztunnel.http.page import PLAIN, Page, text
+from ztunnel.istio.admin.probe_response import LONGEST_HEAD, BadResponse, read_body, read_head
 from ztunnel.istio.app_probes import AppProbe
 from ztunnel.runtime.settings import plain_reason
 
 _BODY: Final = 10 * 1024
 #: As kubelet.
 _REDIRECTS: Final = 10
-_READ: Final = 8 * 1024
+
+
+_REDIRECTING: Final = (301, 302, 303, 307, 308)
+#: Scheme, port, path with its query.
+_Target: TypeAlias = tuple[str, int, str]
 
 
 class _Failed(Exception):
@@ -56,7 +60,7 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
                     return await _http(probe, host, source)
     except TimeoutError:
         return text(f"the application did not answer within {probe.timeout_s:g} s\n", 500, PLAIN)
-    except (_Failed, OSError, h11.RemoteProtocolError) as error:
+    except (_Failed, BadResponse, OSError) as error:
         return text(f"the application cannot be asked: {plain_reason(error)}\n", 500, PLAIN)
 
 
@@ -65,7 +69,7 @@ async def _connection(
     host: str, port: int, source: str | None, tls: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     local = None if source is None else (source, 0)
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls, local_addr=local)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls, local_addr=local, limit=LONGEST_HEAD)
     try:
         yield reader, writer
     finally:
@@ -76,50 +80,51 @@ async def _http(probe: AppProbe, host: str, source: str | None) -> Page:
     scheme: str = probe.kind
     port, path = probe.port, probe.path
     for _ in range(_REDIRECTS):
-        page, location = await _asked(scheme, host, port, path, probe.headers, source)
-        if location is None:
+        page, target = await _asked(scheme, host, port, path, probe.headers, source)
+        if target is None:
             return page
-        where = urlsplit(urljoin(f"{scheme}://{_authority(host, port)}{path}", location))
-        if where.hostname != host or where.scheme not in ("http", "https"):
-            return text("", content_type=PLAIN)
-        scheme = where.scheme
-        port = where.port or (443 if scheme == "https" else 80)
-        path = (where.path or "/") + (f"?{where.query}" if where.query else "")
+        scheme, port, path = target
     raise _Failed(f"it redirects more than {_REDIRECTS} times")
 
 
 async def _asked(
     scheme: str, host: str, port: int, path: str, headers: Iterable[tuple[str, str]], source: str | None
-) -> tuple[Page, str | None]:
-    """Ask once; the page, and where a redirect points."""
+) -> tuple[Page, _Target | None]:
+    """Ask once; the page, and where a redirect on the same host points."""
     fields = [("Host", _authority(host, port)), ("User-Agent", "kube-probe/ztunnel"), ("Accept", "*/*")]
     given = {name.lower() for name, _ in headers}
     fields = [each for each in fields if each[0].lower() not in given]
-    http = h11.Connection(h11.CLIENT)
+    lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (*fields, *headers))]
+    request = "\r\n".join([*lines, "Connection: close", "", ""])
     async with _connection(host, port, source, _trusting() if scheme == "https" else None) as (reader, writer):
-        request = h11.Request(method="GET", target=path, headers=[*fields, *headers, ("Connection", "close")])
-        writer.write((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
-        response: h11.Response | None = None
-        body = b""
-        while len(body) < _BODY:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                data = await reader.read(_READ)
-                if not data and response is None:
-                    raise _Failed("it closed the connection without an answer")
-                http.receive_data(data)
-            elif isinstance(event, h11.Response):
-                response = event
-            elif isinstance(event, h11.Data):
-                body += event.data
-            elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
-                break
-    assert response is not None  # the loop ends behind it
-    said = {name: value.decode("latin-1") for name, value in response.headers}
-    redirect = said.get(b"location") if response.status_code in (301, 302, 303, 307, 308) else None
-    kept = () if response.status_code in (204, 304) else (body[:_BODY],)
-    kind = said.get(b"content-type", PLAIN)
-    return Page(status=response.status_code, content_type=kind, body=kept), redirect
+        writer.write(request.encode())
+        head = await read_head(reader)
+        redirects = bool(head.location) and head.status in _REDIRECTING
+        if redirects:
+            target = _target(f"{scheme}://{_authority(host, port)}{path}", host, head.location)
+            if target is not None:
+                return text("", content_type=PLAIN), target
+        body = await read_body(reader, head, _BODY)
+    if redirects:
+        return text("", content_type=PLAIN), None
+    if head.status < 200:
+        raise _Failed(f"it answered {head.status}")
+    kept = (body,) if body and head.status not in (204, 304) else ()
+    return Page(status=head.status, content_type=head.content_type or PLAIN, body=kept), None
+
+
+def _target(asked: str, host: str, location: str) -> _Target | None:
+    """Return where a redirect points on this host, None for another host."""
+    try:
+        where = urlsplit(urljoin(asked, location))
+        port = where.port or (443 if where.scheme == "https" else 80)
+    except ValueError:
+        raise _Failed(f"it redirects to {location!r}, which is no URL") from None
+    if where.hostname != host:
+        return None
+    if where.scheme not in ("http", "https"):
+        raise _Failed(f"it redirects to a URL of the scheme {where.scheme!r}")
+    return where.scheme, port, (where.path or "/") + (f"?{where.query}" if where.query else "")
 
 
 def _authority(host: str, port: int) -> str:
