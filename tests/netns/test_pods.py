@@ -176,6 +176,30 @@ def test_the_same_pod_in_another_namespace_moves(spaces: list[Netns]) -> None:
     uvloop.run(main())
 
 
+def test_log_of_a_pod_that_moves_tells_its_namespaces_apart(
+    spaces: list[Netns], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with Agent() as agent, PodManager(agent.path, start) as manager:
+            await agent.snapshot("uid-a", netns=spaces[0])
+            assert await agent.add("uid-a", spaces[1]) == ""
+            while manager.proxies_stopped < 1:
+                await asyncio.sleep(0)
+            said = [record.getMessage() for record in caplog.records if "pod proxy" in record.getMessage()]
+            old, new = (f"netns={space.inode}" for space in spaces[:2])
+            assert [line.split(" uid=")[0].removeprefix("pod proxy ") for line in said if line.endswith(old)] == [
+                "started",
+                "ends",
+                "stopped",
+            ]
+            assert [line.endswith(new) for line in said if "started" in line] == [False, True]
+            # The old one ends before the new one starts, and may take longer to stop.
+            assert said.index(next(line for line in said if "ends" in line)) == 1
+
+    caplog.set_level("INFO")
+    uvloop.run(main())
+
+
 def test_a_port_that_the_pod_uses_itself_keeps_only_that_pod_pending(spaces: list[Netns]) -> None:
     async def main() -> None:
         with listen("::", 15008, netns=spaces[0]):

@@ -22,6 +22,7 @@ from ztunnel.istio.zds.messages import AddPod, request_bytes
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.kube.objects import Object
 from ztunnel.runtime.config_reader import ConfigReader
+from ztunnel.runtime.go_values import parse_bool
 
 MODE: Final = "istio.io/dataplane-mode"
 REDIRECTION: Final = "ambient.istio.io/redirection"
@@ -31,9 +32,6 @@ DNS_CAPTURE: Final = "ambient.istio.io/dns-capture"
 VIRTUAL_INTERFACES: Final = "istio.io/reroute-virtual-interfaces"
 #: What the kubelet calls a static pod; its mirror in the API has another uid.
 _STATIC_ID: Final = "kubernetes.io/config.hash"
-# strconv.ParseBool of Go.
-_TRUE: Final = frozenset({"1", "t", "T", "TRUE", "true", "True"})
-_FALSE: Final = frozenset({"0", "f", "F", "FALSE", "false", "False"})
 
 
 class Reason(StrEnum):
@@ -196,10 +194,11 @@ def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescrip
         value = pod.annotations.get(key)
         if value is None:
             return default
-        if value in _TRUE or value in _FALSE:
-            return value in _TRUE
-        ignored.fault(f"annotation {key}", f"is ignored: it must be true or false, not {value!r}")
-        return default
+        try:
+            return parse_bool(value if isinstance(value, str) else "")
+        except ValueError:
+            ignored.fault(f"annotation {key}", f"is ignored: it must be true or false, not {value!r}")
+            return default
 
     listed = pod.annotations.get(VIRTUAL_INTERFACES)
     devices = []

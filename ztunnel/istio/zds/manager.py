@@ -335,13 +335,17 @@ class PodManager:
         else:
             proxy.running = running
             self.proxies_started += 1
-            log.info("pod proxy started uid=%s pod=%s", proxy.uid, _named(proxy.info))
+            log.info(
+                "pod proxy started uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode
+            )
             self._apply(self._reconciler.started(generation, asyncio.get_running_loop().time()))
             return
         self._apply(self._reconciler.failed(generation, failure, asyncio.get_running_loop().time()))
 
     def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
+        # Before its successor starts, which does not wait for it where the pod has a new namespace.
+        log.info("pod proxy ends uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
         self._tasks.start(self._ended(proxy), f"end {proxy.uid}")
 
@@ -367,7 +371,9 @@ class PodManager:
             if proxy.running is not None:
                 await proxy.running.stop()
                 self.proxies_stopped += 1
-                log.info("pod proxy stopped uid=%s pod=%s", proxy.uid, _named(proxy.info))
+                log.info(
+                    "pod proxy stopped uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode
+                )
         finally:
             proxy.netns.close()
             ending = self._ending[proxy.netns_id]
