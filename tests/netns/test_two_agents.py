@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import ctypes
 import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -211,6 +213,55 @@ def test_taking_over_twice_changes_nothing(lab: Lab, form: str) -> None:
     assert apply_rules(web.netns, description) == 0
     assert remove_rules(web.netns) > 0
     assert routing(web.netns) == []
+
+
+def test_chains_of_iptables_legacy_are_found_and_stay(lab: Lab) -> None:
+    web = lab.pod("web")
+    with web.netns.entered(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            replace_legacy_table(sock, "nat", "ISTIO_OUTPUT")
+        except OSError as error:
+            pytest.skip(f"NOT TESTED: this kernel has no tables of iptables-legacy: {error}")
+    assert foreign_chains(web.netns) == {"nat ISTIO_OUTPUT (iptables-legacy)"}
+    assert take_over_rules(web.netns, described(web)) == set()
+    assert foreign_chains(web.netns) == {"nat ISTIO_OUTPUT (iptables-legacy)"}
+    assert foreign_chains(lab.pod("db").netns) == set()
+    # Its rules need the route, so that it stays.
+    assert remove_rules(web.netns) > 0
+    assert len(routing(web.netns)) == 4
+
+
+def replace_legacy_table(sock: socket.socket, table: str, chain: str) -> None:
+    """Give a table of iptables-legacy one chain, which returns at once.
+
+    ``struct ipt_replace`` and entries as iptables(8) sends them (linux/netfilter_ipv4/ip_tables.h): each base
+    chain accepts, then the chain's head, an ERROR target with its name, and its end.
+    """
+    accept, back = -2, -5
+    hooks = {0: 0, 1: 1, 3: 2, 4: 3}  # prerouting, input, output, postrouting: their order in the table
+
+    def entry(target: bytes) -> bytes:
+        head = bytes(84) + struct.pack("=IHHI", 0, 112, 112 + len(target), 0) + bytes(16)
+        return head + target
+
+    def standard(verdict: int) -> bytes:
+        return entry(struct.pack("=H29sBi4x", 40, b"", 0, verdict))
+
+    def error(name: str) -> bytes:
+        return entry(struct.pack("=H29sB30s2x", 64, b"ERROR", 0, name.encode()))
+
+    base = b"".join(standard(accept) for _ in hooks)
+    entries = base + error(chain) + standard(back) + error("ERROR")
+    each = len(standard(accept))
+    offsets = [hooks[hook] * each if hook in hooks else 0 for hook in range(5)]
+    valid = sum(1 << hook for hook in hooks)
+    number = len(hooks) + 3
+    counters = ctypes.create_string_buffer(16 * 64)
+    head = struct.pack("=32sIII", table.encode(), valid, number, len(entries))
+    head += struct.pack("=5I5I", *offsets, *offsets) + struct.pack(
+        "=IQ", len(hooks) + 1, ctypes.addressof(counters)
+    )
+    sock.setsockopt(socket.IPPROTO_IP, 64, head + entries)
 
 
 def test_chains_of_others_in_the_same_tables_stay(lab: Lab) -> None:

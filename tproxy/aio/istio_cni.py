@@ -6,11 +6,17 @@ replaced in one request. A policy rule cannot be: a rule of ours beside it holds
 Its nftables tables, or its chains in the tables of ``iptables-nft``, are removed once our table is there. Open
 connections live on: conntrack has their translation and their mark, and translates as long as any nat chain is
 registered (nf_nat_inet_fn in net/netfilter/nf_nat_core.c). Chains of ``iptables-legacy`` are not in nftables, and
-stay; beside ours they do the same.
+stay; beside ours they do the same. They are found by their names in what the kernel shows of these tables.
 """
 
 import contextlib
+import ctypes
+import os
+import re
+import socket
+import struct
 from dataclasses import replace
+from pathlib import Path
 
 from tproxy.aio import rtnetlink
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
@@ -26,6 +32,15 @@ from tproxy.wire import Message, attribute, read_text, text
 
 _TABLES, _CHAINS = "istio-ambient-", "ISTIO_"
 _FAMILIES = {int(family): family for family in Family}
+#: Of ``iptables-legacy``: family, level of its socket options, and where the kernel lists its tables.
+_LEGACY = (
+    (socket.AF_INET, socket.IPPROTO_IP, "/proc/thread-self/net/ip_tables_names"),
+    (socket.AF_INET6, socket.IPPROTO_IPV6, "/proc/thread-self/net/ip6_tables_names"),
+)
+_LEGACY_CHAIN = re.compile(rb"ISTIO_[A-Z_]+")
+#: IPT_SO_GET_INFO, IPT_SO_GET_ENTRIES, XT_TABLE_MAXNAMELEN and ``struct ipt_getinfo``, whose last field is the
+#: size of the rules (linux/netfilter_ipv4/ip_tables.h).
+_GET_INFO, _GET_ENTRIES, _NAME_BYTES, _INFO_BYTES = 64, 65, 32, 84
 
 
 def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
@@ -79,13 +94,51 @@ def _take_over_rule(route: NetlinkSocket, rule: IpRule, protocol: int) -> None:
 
 
 def foreign_chains(netns: Netns) -> set[str]:
-    """Return istio-cni's chains in the namespace, each with its table, written by nft or iptables-nft.
+    """Return istio-cni's chains in the namespace, each with its table, whichever program wrote them.
 
     Raises:
         TproxyError: the kernel refused to list them.
     """
     with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
-        return {f"{table} {chain}" for _, table, chain in _chains(link)}
+        return {f"{table} {chain}" for _, table, chain in _chains(link)} | _legacy_chains(netns)
+
+
+def _legacy_chains(netns: Netns) -> set[str]:
+    """Return istio-cni's chains in the tables of ``iptables-legacy``, as far as the kernel shows these."""
+    found = set()
+    with netns.entered():
+        for family, level, path in _LEGACY:
+            with contextlib.suppress(OSError):
+                # Only tables that are there: a request for another one would make it.
+                names = Path(path).read_text().split()
+                with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                    for table in names:
+                        entries = _legacy_entries(sock, level, table)
+                        chains = {name.decode() for name in _LEGACY_CHAIN.findall(entries)}
+                        found |= {f"{table} {chain} (iptables-legacy)" for chain in chains}
+    return found
+
+
+def _legacy_entries(sock: socket.socket, level: int, table: str) -> bytes:
+    """Return the rules of a table as the kernel has them; the names of its chains are in the text.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    info = _getsockopt(sock, level, _GET_INFO, table.encode().ljust(_NAME_BYTES, b"\0"), _INFO_BYTES)
+    (size,) = struct.unpack_from("=I", info, _INFO_BYTES - 4)
+    asked = struct.pack(f"={_NAME_BYTES}sII", table.encode(), size, 0)
+    return _getsockopt(sock, level, _GET_ENTRIES, asked, len(asked) + size)
+
+
+def _getsockopt(sock: socket.socket, level: int, option: int, asked: bytes, size: int) -> bytes:
+    """Call getsockopt(2) with a filled buffer, which :mod:`socket` cannot."""
+    buffer = ctypes.create_string_buffer(asked, size)
+    length = ctypes.c_uint32(size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.getsockopt(sock.fileno(), level, option, buffer, ctypes.byref(length)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return buffer.raw[: length.value]
 
 
 def remove_chains(netns: Netns) -> set[str]:

@@ -113,7 +113,10 @@ def findings(
     if foreign:
         what = ", ".join(sorted(foreign))
         found.append(
-            Finding(TWO_AGENTS, f"another mesh agent has rules in this pod ({what}); a node must have only one")
+            Finding(
+                TWO_AGENTS,
+                f"another mesh agent has rules in this pod ({what}): restart it; a node must have only one agent",
+            )
         )
     serving = [proxy for proxy in proxies if pod.uid in proxy.pods]
     if proxies and not any(proxy.pods[pod.uid] == "Up" for proxy in serving):

@@ -168,7 +168,7 @@ def listening_ports(netns: Netns) -> set[int]:
 
 
 def foreign_rules(netns: Netns) -> set[str]:
-    """Return the nftables chains of istio-cni in the namespace, written by nft or iptables-nft.
+    """Return istio-cni's chains in the namespace, each with its table.
 
     Raises:
         TproxyError: the kernel refused to list them.

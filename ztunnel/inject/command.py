@@ -261,6 +261,12 @@ def run_drain(args: argparse.Namespace) -> int:
     return drain(args.wait, args.least, port=args.port)
 
 
+def _standard_input() -> str:
+    """Return what is written to us, with the line ends that it has."""
+    binary = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if binary is None else binary.read().decode()
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the injected documents; the exit status. Nothing is printed if any of them cannot be injected."""
     from ztunnel.inject.config import ConfigFaults, InjectConfig, parse_config
@@ -278,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
             config = replace(config, templates=(args.template,))
         if args.image is not None:
             config = replace(config, image=args.image)
-        source = sys.stdin.read() if args.file == "-" else read_text(Path(args.file))
+        source = _standard_input() if args.file == "-" else read_text(Path(args.file), newline="")
         made = inject_text(source, args.namespace, config, notes)
     except ConfigFaults as error:
         for fault in error.faults:

@@ -52,7 +52,7 @@ def test_what_is_not_injected_comes_out_as_it_was_written(
     path = tmp_path / "pods"
     path.write_bytes(text.encode())
     assert main(["inject", "-f", str(path)]) == 0
-    assert capsys.readouterr().out == text.replace("\r", "")
+    assert capsys.readouterr().out == text
 
 
 def test_order_and_the_comments_around_a_changed_document_stay(

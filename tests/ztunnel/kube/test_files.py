@@ -50,6 +50,44 @@ def test_objects_come_change_and_go(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+POLICIES = """kind: NetworkPolicyList
+apiVersion: networking.k8s.io/v1
+items:
+- metadata: {name: a, namespace: shop}
+"""
+POLICIES_IN_JSON = """{"kind": "NetworkPolicyList", "apiVersion": "networking.k8s.io/v1",
+\t"items": [{"metadata": {"name": "a", "namespace": "shop"}}]}"""
+
+
+@pytest.mark.parametrize("text", [POLICIES, POLICIES_IN_JSON], ids=["yaml", "json"])
+def test_item_without_a_kind_has_that_of_its_list(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    [(key, value)] = asyncio.run(soon(FileObjects(tmp_path))).objects.items()
+    assert key == ObjectKey("NetworkPolicy", "shop", "a")
+    assert value is not None
+    assert (value["kind"], value["apiVersion"]) == ("NetworkPolicy", "networking.k8s.io/v1")
+
+
+def test_scalars_are_those_of_kubernetes(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "kind: Pod\nmetadata: {name: a, labels: {at: 10:00, is: =}}\nspec: {number: 0o17, y: yes}\n"
+    )
+    [value] = asyncio.run(soon(FileObjects(tmp_path))).objects.values()
+    assert value is not None
+    assert value["metadata"]["labels"] == {"at": "10:00", "is": "="}
+    assert value["spec"] == {"number": 15, "true": True}
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_key_given_twice_is_a_fault_with_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"kind": "Pod", "metadata": {"name": "a", "name": "b"}}')
+    source = FileObjects(tmp_path)
+    assert source.everything().objects == {}
+    [(path, fault)] = source.faults.items()
+    assert path.endswith(name)
+    assert "duplicate key 'name'" in fault
+
+
 def test_kinds_that_nobody_wants_are_not_told(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(pod("one") + "{apiVersion: v1, kind: Secret, metadata: {name: s}}")
     changes = asyncio.run(soon(FileObjects(tmp_path, kinds=("Pod",))))
