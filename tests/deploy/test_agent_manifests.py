@@ -10,6 +10,7 @@ import jsonpatch
 import pytest
 import yaml
 
+from tests.deploy.labels import STANDARD, without
 from tests.programs import needed
 from ztunnel.agent import add_arguments
 from ztunnel.agent.enroller import selections
@@ -93,13 +94,22 @@ def test_the_chart_is_what_kustomize_deploys() -> None:
     objects = rendered()
     for name in ("rbac.yaml", "daemonset.yaml"):
         for kind, wanted in documents(name).items():
-            assert objects[kind] == wanted
+            assert without(objects[kind], STANDARD) == wanted
 
 
 def test_the_chart_with_the_plugin_is_the_overlay() -> None:
     plain = documents("daemonset.yaml")["DaemonSet"]
     patch = yaml.safe_load((FOLDER.parent / "agent-cni" / "plugin.yaml").read_text())
-    assert rendered("--set=cni.install=true")["DaemonSet"] == jsonpatch.apply_patch(plain, patch)
+    made = rendered("--set=cni.install=true")["DaemonSet"]
+    assert without(made, STANDARD) == jsonpatch.apply_patch(plain, patch)
+
+
+def test_the_chart_has_the_labels_of_istios_charts() -> None:
+    daemon_set = rendered()["DaemonSet"]
+    for each in (daemon_set, daemon_set["spec"]["template"]):
+        labels = each["metadata"]["labels"]
+        assert labels.keys() >= STANDARD - {"istio.io/rev"}
+        assert labels["app.kubernetes.io/version"] == "0.1.0"
 
 
 def test_the_charts_values_become_arguments_that_are_read() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.deploy.labels import STANDARD, without
 from tests.programs import needed
 from ztunnel.inject import config as injectors
 from ztunnel.inject.command import _faulty, add_arguments
@@ -54,7 +55,10 @@ def test_the_chart_comes_out_as_kustomize() -> None:
     assert config_of(chart) == config_of(base)
     for found in (chart, base):
         del found["ConfigMap", "ztunnel-injector"]
-    assert chart == base
+    own = STANDARD | {"app.kubernetes.io/name"}
+    assert without(chart, own) == base
+    pod = chart["Deployment", "ztunnel-injector"]["spec"]["template"]
+    assert pod["metadata"]["labels"].keys() >= own - {"istio.io/rev"}
 
 
 def test_sidecars_are_asked_for_as_the_command_prints() -> None:

@@ -2,6 +2,17 @@
 ztunnel-injector{{ if ne .Values.revision "default" }}-{{ .Values.revision }}{{ end }}
 {{- end }}
 
+{{- /* As Istio's charts have them on every object and pod. */}}
+{{- define "injector.labels" -}}
+app: {{ include "injector.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/name: ztunnel-injector
+app.kubernetes.io/part-of: istio
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- end }}
+
 {{- define "injector.image" -}}
 {{- if contains "/" .Values.image -}}
 {{ .Values.image }}

@@ -1,0 +1,10 @@
+{{- /* As Istio's charts have them on every object and pod. */}}
+{{- define "agent.labels" -}}
+app: ztunnel-agent
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/name: ztunnel-agent
+app.kubernetes.io/part-of: istio
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- end }}
