@@ -20,6 +20,7 @@ from tproxy.aio.istio_cni import foreign_chains
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
+from tproxy.inpod import TABLE
 from tproxy.render import nftables
 from tproxy.render.nf_tables import NFTA_CHAIN_NAME, NFTA_CHAIN_TABLE
 from tproxy.render.nftables_dump import nft_parts
@@ -128,6 +129,33 @@ def test_rules_of_istio_cni_are_taken_over_in_place(lab: Lab, tmp_path: Path, fo
     on_stage(lab, tmp_path, body)
 
 
+def test_proxies_keep_their_pods_until_the_api_server_has_shown_them(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        cluster, web = scene.cluster, scene.web
+        cluster.label("shop", LABELLED)
+        scene.start(web)
+        cluster.run(web, annotations={REDIRECTION: "enabled"})
+        async with contextlib.AsyncExitStack() as stack:
+            other = contextlib.AsyncExitStack()
+            await other.enter_async_context(istio_cni(scene, "nft"))
+            manager = await stack.enter_async_context(scene.proxy())
+            await until(lambda: manager.ready, "served by the other agent")
+            connections = await stack.enter_async_context(live(web, scene.db))
+            await other.aclose()
+            cluster.changed.clear()  # the API server does not answer
+            enroller = await stack.enter_async_context(scene.enroller())
+            await until(lambda: enroller.agent.proxies == 1, "connected")
+            await asyncio.sleep(0.2)  # the time that a snapshot would take, many times
+            assert (enroller.synced, manager.ready) == (False, False)
+            await connections.check()
+            cluster.restarted()
+            await until(lambda: WEB in enroller.agent.pods() and manager.ready, "enrolled")
+            await connections.check()
+            assert len(scene.toys.started) == 1
+
+    on_stage(lab, tmp_path, body)
+
+
 def test_pod_whose_rules_cannot_be_taken_over_keeps_working_and_is_named(lab: Lab, tmp_path: Path) -> None:
     """Table 100 has a route that is neither agent's: ours cannot be put there."""
 
@@ -177,18 +205,43 @@ def test_istio_cni_takes_a_pod_of_ours_back(lab: Lab, tmp_path: Path, form: str)
             manager = await stack.enter_async_context(scene.proxy())
             await until(lambda: cluster.annotation("web") == "enabled", "enabled")
             connections = await stack.enter_async_context(live(web, scene.db))
-            # Our agent ends and leaves its rules; istio-cni writes its own beside them, and serves the proxy.
-            await agent.aclose()
-            assert enroller.agent.proxies == 0
+            # istio-cni is installed, writes its rules beside ours, and has the path of the socket from then on.
             await stack.enter_async_context(istio_cni(scene, form))
+            await connections.check()
+            # Our agent has no successor: it leaves the pod to the other one.
+            await enroller.withdraw(0.1)
+            await agent.aclose()
             await until(lambda: manager.ready, "served by the other agent")
             await connections.check()
-            # What is ours goes without what istio-cni needs.
-            assert remove_rules(web.netns) > 0
-            await connections.check()
+            assert not has_table(web)
             assert foreign_chains(web.netns)
+            assert cluster.annotation("web") == "enabled"
+            assert cluster.annotations == [("web", "enabled")]
             assert len(set(routing(web.netns))) == 4
             assert len(scene.toys.started) == 1
+
+    on_stage(lab, tmp_path, body)
+
+
+def has_table(place: Place) -> bool:
+    return any(name.startswith(f"{TABLE} ") for name in chains(place.netns))
+
+
+@both_forms
+def test_removing_our_rules_leaves_what_istio_cni_needs(lab: Lab, tmp_path: Path, form: str) -> None:
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.proxy():
+            async with scene.enroller():
+                await until(lambda: scene.cluster.annotation("web") == "enabled", "enabled")
+            write_rules(scene.web.netns, form)
+            async with live(scene.web, scene.db) as connections:
+                await connections.check()
+                # What is ours goes without what istio-cni needs.
+                assert remove_rules(scene.web.netns) > 0
+                await connections.check()
+                assert len(set(routing(scene.web.netns))) == 4
 
     on_stage(lab, tmp_path, body)
 

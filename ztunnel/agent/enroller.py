@@ -220,10 +220,15 @@ class Enroller:
             self._touch(uid)
 
     async def withdraw(self, grace_s: float) -> None:
-        """Take every pod out of the mesh: for an agent that has no successor. Ends the background work first."""
+        """Take every pod out of the mesh: for an agent that has no successor. Ends the background work first.
+
+        Pods that have the rules of another agent, too, are left to it, in the mesh.
+        """
         await self._tasks.close()
 
         async def take_out(uid: PodUid) -> None:
+            if await self.agent.hand_over(uid):
+                return
             entry = self._entries.get(uid)
             if entry is not None and entry.pod is not None and entry.pod.annotation is not None:
                 try:

@@ -31,6 +31,7 @@ from ztunnel.agent.namespaces import (
     addresses,
     apply_probes,
     apply_rules,
+    foreign_rules,
     open_namespace,
     proxied_connections,
     remove_probes,
@@ -307,6 +308,33 @@ class NodeAgent:
             self._answered(uid, str(error))
         else:
             self._answered(uid, "")
+
+    async def hand_over(self, uid: PodUid) -> bool:
+        """Leave an enrolled pod to another agent, if that has its rules in the pod: only ours go.
+
+        Proxies are not notified, so that the pod's connections live on.
+
+        Returns:
+            Whether the pod was left.
+        """
+        async with self._lock(uid):
+            pod = self._pods.get(uid)
+            if pod is None or pod.phase is Phase.LEAVING:
+                return False
+            try:
+                if not await self._in_thread(foreign_rules, pod.netns):
+                    return False
+                await self._in_thread(remove_rules, pod.netns)
+            except (TproxyError, OSError) as error:
+                log.error("pod not left to another agent uid=%s error=%s", uid, plain_reason(error))
+                return False
+            del self._pods[uid]
+            pod.netns.close()
+            self._recorded.pop(uid, None)
+            self._write_record()
+            log.info("pod left to another agent uid=%s pod=%s", uid, _named(pod.description))
+            self._notify_watchers(uid)
+            return True
 
     async def announce_anew(self, uid: PodUid) -> None:
         """Have the proxies end and start the proxy of an enrolled pod, which has lost its listeners."""
