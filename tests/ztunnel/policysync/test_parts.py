@@ -89,12 +89,16 @@ PACKETS = [
 ]
 
 #: Of each clause of a side of Calico's rules: forms that mean something, and forms that do not.
+#: The good entries of a list that is faulty in part stay active, so they are in every form that it can have meant.
 SIDE: Mapping[str, tuple[list[Any], list[Any]]] = {
     "nets": (
         [["192.0.2.0/24"], ["10.0.0.0/8", "192.0.2.0/24"]],
         [["10.0.0.0/33"], ["192.0.2.0/24", "x"], [7], "x"],
     ),
-    "notNets": ([["192.0.2.0/24"], ["10.0.0.0/8"]], [["x"], ["192.0.2.0/24", "10.0.0.0/33"], {}]),
+    "notNets": (
+        [["192.0.2.0/24"], ["10.0.0.0/8", "192.0.2.0/24"]],
+        [["x"], ["192.0.2.0/24", "10.0.0.0/33"], {}],
+    ),
     "selector": (["app == 'a'", "threat == 'feed'", "all()"], ["app =", 7, "global()"]),
     "notSelector": (["app == 'a'", "has(threat)"], ["app =", []]),
     "namespaceSelector": (["env == 'prod'", "global()"], ["env =", 1]),
