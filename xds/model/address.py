@@ -60,7 +60,7 @@ def canonical(address: IpAddress | str) -> str:
     return str(ip)
 
 
-_LENGTH = re.compile(r"[0-9]{1,3}")
+_LENGTH = re.compile(r"[0-9]{1,9}")
 
 
 def parse_network(text: str) -> IpNetwork | None:

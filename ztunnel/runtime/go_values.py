@@ -4,8 +4,9 @@ Each reader raises ValueError with a reason that fits behind the name of a flag,
 """
 
 import re
-from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Final
+
+from xds.model.address import IpNetwork, parse_network
 
 _TRUE: Final = frozenset(["1", "t", "T", "TRUE", "true", "True"])
 _FALSE: Final = frozenset(["0", "f", "F", "FALSE", "false", "False"])
@@ -20,7 +21,6 @@ _UNITS_NS: Final = {
     "h": 3_600_000_000_000,
 }
 _PIECE: Final = re.compile(r"([0-9]*)(?:\.([0-9]*))?([^0-9.]+)", re.ASCII)
-_PREFIX: Final = re.compile(r"[0-9]{1,9}", re.ASCII)
 _MOST_NS: Final = 2**63 - 1
 
 
@@ -35,33 +35,28 @@ def parse_bool(text: str) -> bool:
     return text in _TRUE
 
 
-def parse_cidr(text: str) -> IPv4Network | IPv6Network:
+def parse_cidr(text: str) -> IpNetwork:
     """Return a network with the bits behind its prefix cleared, as ``net.ParseCIDR``.
 
     Raises:
         ValueError: no address with a prefix length; a netmask is none.
     """
-    address, slash, length = text.partition("/")
-    if not slash or not _PREFIX.fullmatch(length) or "%" in address:
+    network = parse_network(text) if "/" in text else None
+    if network is None:
         raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8")
-    try:
-        return ip_network(f"{address}/{int(length)}", strict=False)
-    except ValueError:
-        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8") from None
+    return network
 
 
-def parse_cidr_or_address(text: str) -> IPv4Network | IPv6Network:
+def parse_cidr_or_address(text: str) -> IpNetwork:
     """Return a network as :func:`parse_cidr`; an address alone is a network of one.
 
     Raises:
         ValueError: neither.
     """
-    if "/" in text:
-        return parse_cidr(text)
-    try:
-        return ip_network(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8, nor an address") from None
+    network = parse_network(text)
+    if network is None:
+        raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8, nor an address")
+    return network
 
 
 def parse_duration_s(text: str) -> float:
