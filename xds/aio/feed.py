@@ -1,20 +1,24 @@
 """One type on one stream: its subscriptions, what waits for them, and the task that hands it over.
 
-Receivers are called one after the other, so calls of one subscription never overlap; the stream gets its ACK
-or NACK when all of them have returned.
+Receivers are called one after the other, so calls of one subscription never overlap; the stream gets its ACK or
+NACK when all of them have returned. If resources of the response still warm then, the ACK waits for them, so
+that a server that sends clusters before their listeners can do so in order. The wait ends when the next response
+of the type is there, which is applied at once, and after :data:`_HELD_S`: many servers send nothing more before
+an ACK.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from xds.aio.initial_fetch import InitialFetch
 from xds.protocol.client import ClientState, Received, Refused
 from xds.protocol.delta import DeltaClient
 from xds.protocol.interest import Interest
-from xds.protocol.resource import Receive, SubscriptionStats, Update, UpdateRejected
+from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, UpdateRejected
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,10 @@ _AT_ONCE = 20
 
 #: Resources of an update released in one turn: all 200,000 of a mesh at once would take a tenth of a second.
 _FREED = 5000
+
+#: The longest wait of an ACK for resources that warm, a guess: endpoints usually come within milliseconds. Envoy
+#: waits for ever, so that one cluster without endpoints stops all updates from a server that waits for the ACK.
+_HELD_S = 1.0
 
 
 class GrpcSubscription:
@@ -80,6 +88,7 @@ class Feed:
         self._expired: list[Update] = []
         self._late: dict[GrpcSubscription, None] = {}
         self._again: set[str] = set()
+        self._held: _HeldAck | None = None
         self._wake = asyncio.Event()
 
     def set(self, subscription: GrpcSubscription, names: Iterable[str] | None) -> None:
@@ -151,41 +160,51 @@ class Feed:
             del self._late[subscription]
             known = self._interest.known(subscription)
             if known is not None:
-                await self._hand_over(subscription, known)
+                await self._hand_over(subscription, known, [])
         elif self._expired:
-            await self._hand_out(self._expired.pop(0))
+            await self._hand_out(self._expired.pop(0), [])
         elif self._received is not None:
+            if self._held is not None:
+                self._held.send()
             received, self._received = self._received, None
-            failures = await self._hand_out(received.update)
+            settling: list[Settling] = []
+            failures = await self._hand_out(received.update, settling)
             if failures:
                 self._state.reject(received, "\n".join(dict.fromkeys(map(str, failures))), _rejected(failures))
+                self._wake_stream()
             else:
-                self._state.accept(received)
-            self._wake_stream()
+                self._held = _HeldAck(partial(self._accept, received), settling)
             left = list(received.update.resources)
             del received
             while len(left) > _FREED:
                 del left[-_FREED:]
                 await asyncio.sleep(0)
 
-    async def _hand_out(self, update: Update) -> list[UpdateRejected]:
+    def _accept(self, received: Received) -> None:
+        self._state.accept(received)
+        self._wake_stream()
+
+    async def _hand_out(self, update: Update, settling: list[Settling]) -> list[UpdateRejected]:
+        """Returns the refusals; what still warms is added to ``settling``."""
         failures = []
         for number, (subscription, part) in enumerate(self._interest.split(update), start=1):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             if subscription not in self._interest:
                 continue  # closed meanwhile
-            failure = await self._hand_over(subscription, part)
+            failure = await self._hand_over(subscription, part, settling)
             if failure is not None:
                 failures.append(failure)
         return failures
 
-    async def _hand_over(self, subscription: GrpcSubscription, update: Update) -> UpdateRejected | None:
-        """Returns the refusal, if it was one."""
+    async def _hand_over(
+        self, subscription: GrpcSubscription, update: Update, settling: list[Settling]
+    ) -> UpdateRejected | None:
+        """Returns the refusal, if it was one; if resources still warm, adds to ``settling``."""
         stats = subscription.stats
         stats.update_attempt += 1
         try:
-            await subscription.receive(update)
+            warming = await subscription.receive(update)
         except UpdateRejected as rejected:
             stats.update_rejected += 1
             logger.warning(
@@ -199,9 +218,40 @@ class Feed:
             return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
         subscription.initial_fetch.over()  # a refused one is none: the wait goes on to its limit
         stats.accepted(update.version, time.time())
+        if warming is not None:
+            settling.append(warming)
         if self._keeps_bodies:
             self._interest.accepted(update)
         return None
+
+
+class _HeldAck:
+    """The ACK of a response; sent once: when no resource warms any longer, after a limit, or by :meth:`send`."""
+
+    def __init__(self, accept: Callable[[], None], settling: list[Settling]) -> None:
+        self._accept: Callable[[], None] | None = accept
+        self._left = len(settling)
+        self._timer: asyncio.TimerHandle | None = None
+        if not settling:
+            self.send()
+        for warming in settling:
+            warming.then(self._settled)
+        if self._accept is not None:
+            self._timer = asyncio.get_running_loop().call_later(_HELD_S, self.send)
+
+    def send(self) -> None:
+        """Send the ACK now; idempotent."""
+        accept, self._accept = self._accept, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if accept is not None:
+            accept()
+
+    def _settled(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.send()
 
 
 def _rejected(failures: Iterable[UpdateRejected]) -> set[str] | None:

@@ -61,11 +61,18 @@ class UpdateRejected(Exception):
         self.rejected = rejected
 
 
-#: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK; a receiver that warms resources
-#: returns when they are warm, and its source sends the ACK only then. Calls for one subscription never overlap.
-#: Until it returns nothing else of the same type is delivered or asked for, so a receiver may wait for other
-#: types (clusters for endpoints and secrets) but never for more of its own.
-Receive = Callable[[Update], Awaitable[None]]
+class Settling(Protocol):
+    """An update that was applied, and of which some resources still warm."""
+
+    def then(self, call: Callable[[], None], /) -> None:
+        """Call ``call`` once, when no resource of the update warms any longer; at once if none does."""
+
+
+#: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK. Calls for one subscription never
+#: overlap, and until a call returns no other update of the same type is delivered. So a receiver never waits for
+#: resources that warm: it returns :class:`Settling`, and its source holds the ACK back until that has settled,
+#: but only for a limited time. One resource that never warms thus delays no update.
+Receive = Callable[[Update], Awaitable[Settling | None]]
 
 
 @dataclass(slots=True)

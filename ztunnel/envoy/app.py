@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from xds.dialects.envoy import Surroundings
 from xds.dialects.envoy.reading import at
 from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
-from xds.protocol.resource import ResourceSource, Update
+from xds.protocol.resource import Receive, ResourceSource, Settling, Update
 from ztunnel.calico.settings import live_policies
 from ztunnel.dataplane.life import Event
 from ztunnel.dataplane.resolver import Resolver
@@ -398,7 +398,7 @@ class Proxy:
         kind: str,
         discovery: Discovery | None,
         type_url: str,
-        receive: Callable[[Update], Awaitable[None]],
+        receive: Receive,
         scope: str,
     ) -> None:
         done = self._discovered[kind]
@@ -406,9 +406,9 @@ class Proxy:
             done.set()
             return
 
-        async def received(update: Update) -> None:
+        async def received(update: Update) -> Settling | None:
             try:
-                await receive(update)
+                return await receive(update)
             finally:
                 done.set()
                 self._memory_trimmer.changed()

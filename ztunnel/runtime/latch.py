@@ -1,7 +1,7 @@
 """A condition that becomes true once."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 
 class Latch:
@@ -50,3 +50,21 @@ class Latch:
             await future
         finally:
             self._then = tuple(call for call in self._then if call is not wake)
+
+
+def all_of(latches: Collection[Latch]) -> Latch:
+    """Return a latch that is set when all of ``latches`` are; at once for none."""
+    result = Latch()
+    left = len(latches)
+
+    def one_is_set() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            result.set()
+
+    if not latches:
+        result.set()
+    for latch in latches:
+        latch.then(one_is_set)
+    return result

@@ -1,14 +1,16 @@
 """Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
 
 A changed cluster warms beside the old one and replaces it when it may serve; connections of the old one continue.
-If a cluster is refused, its old version stays current, the refusal is reported, and the other clusters of the
-update are applied.
+Each cluster is promoted when it is warm itself: one whose endpoints or secrets never arrive delays no other
+cluster, no removal and no later update. If a cluster is refused, its old version stays current, the refusal is
+reported, and the other clusters of the update are applied.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError
@@ -18,6 +20,7 @@ from xds.proto.envoy.config.cluster.v3 import cluster_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.runtime.latch import Latch, all_of
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +96,14 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until every cluster known so far may serve."""
-        for cluster in [*self._active.values(), *self._warming.values()]:
+        """Wait until no cluster warms; one that is removed or replaced meanwhile no longer counts."""
+        for cluster in list(self._active.values()):
             await cluster.warm.wait()
+        while self._warming:
+            await next(iter(self._warming.values())).warm.wait()
 
-    async def receive(self, update: Update) -> None:
-        """Apply a CDS update; returns when the changed clusters are warm (Envoy delays the ACK as long).
+    async def receive(self, update: Update) -> Latch:
+        """Apply a CDS update; the latch is set when no cluster that it changed warms any longer.
 
         Raises:
             UpdateRejected: names each cluster that was refused; the others are applied.
@@ -127,10 +132,6 @@ class ClusterManager:
         gone = set(update.removed)
         if update.complete:
             gone |= {name for name in (*self._active, *self._warming) if name not in seen}
-        for cluster in changed:
-            await cluster.warm.wait()
-            self._promote(cluster)
-        # Removals last: a listener may still send to the cluster until its own update is applied.
         for name in gone - self._static:
             self._remove(name)
         if changed or gone:
@@ -139,6 +140,7 @@ class ClusterManager:
             )
         if errors:
             raise UpdateRejected("Error adding/updating cluster(s) " + ", ".join(errors))
+        return all_of([cluster.warm for cluster in changed])
 
     def _compile(self, body: AnyMessage) -> Cluster:
         try:
@@ -177,9 +179,10 @@ class ClusterManager:
             raise ConfigError(str(error)) from None
         superseded = self._warming.pop(model.name, None)
         if superseded is not None:
-            self._retired(superseded)
+            self._discard(superseded)
         self._warming[model.name] = cluster
         (self._modified if model.name in self._active else self._added).value += 1
+        cluster.warm.then(partial(self._promote, cluster))
         return cluster
 
     def _promote(self, cluster: LiveCluster) -> None:
@@ -192,13 +195,21 @@ class ClusterManager:
         if old is not None:
             self._retired(old)
 
+    def _discard(self, cluster: LiveCluster) -> None:
+        """Retire a version that never served; its warming is over."""
+        cluster.warm.set()
+        self._retired(cluster)
+
     def _remove(self, name: str) -> None:
-        for clusters in (self._active, self._warming):
-            cluster = clusters.pop(name, None)
+        active, warming = self._active.pop(name, None), self._warming.pop(name, None)
+        for cluster in (active, warming):
             if cluster is not None:
                 cluster.stats.scope.close()
                 self._removed.value += 1
-                self._retired(cluster)
+        if active is not None:
+            self._retired(active)
+        if warming is not None:
+            self._discard(warming)
         self.failures.pop(name, None)
 
     async def close(self) -> None:
