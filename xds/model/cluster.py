@@ -6,7 +6,7 @@ from enum import StrEnum
 from xds.model.address import EndpointAddress
 from xds.model.health_check import EndpointCheck, HealthCheck
 from xds.model.http import Http2Settings
-from xds.model.metadata import Metadata, Struct
+from xds.model.metadata import Metadata, Struct, has_values
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
 
 
@@ -293,6 +293,6 @@ class Cluster:
         """Name of the first match for a host and its socket; an empty name is the cluster's own socket."""
         host = metadata.get("envoy.transport_socket_match", {})
         for candidate in self.socket_matches:
-            if all(key in host and host[key] == value for key, value in candidate.criteria.items()):
+            if has_values(host, candidate.criteria):
                 return candidate.name, candidate.socket
         return "", self.transport_socket

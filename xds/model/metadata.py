@@ -1,6 +1,6 @@
 """Metadata of configuration: namespaces of structs, which filters, subsets and access logs read."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Final
 
 Struct = Mapping[str, object]
@@ -16,3 +16,25 @@ class _Nothing(dict[str, Struct]):
 
 #: What everything without metadata shares; nothing may change it.
 NO_METADATA: Final[Metadata] = _Nothing()
+
+
+def value_key(value: object) -> Hashable:
+    """Return a key for a value of a ``Struct``; keys are equal if and only if protobuf's values are.
+
+    Values are compared and looked up by it, never by ``==``: Python's ``True`` equals ``1`` and has its hash, and
+    lists have none.
+    """
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, int | float):
+        return ("number", float(value))
+    if isinstance(value, Mapping):
+        return ("struct", frozenset((name, value_key(inner)) for name, inner in value.items()))
+    if isinstance(value, list | tuple):
+        return ("list", tuple(map(value_key, value)))
+    return ("null",) if value is None else ("string", value)
+
+
+def has_values(metadata: Struct, wanted: Struct) -> bool:
+    """Return whether ``metadata`` has every name of ``wanted`` with an equal value."""
+    return all(name in metadata and value_key(metadata[name]) == value_key(wanted[name]) for name in wanted)

@@ -13,6 +13,7 @@ from typing import Protocol
 import xxhash
 
 from xds.model.cluster import Balancing, LbPolicy, SlowStart
+from xds.model.metadata import has_values
 from ztunnel.envoy.upstream.host import Host, HostSet, PriorityLevel
 from ztunnel.envoy.upstream.priorities import LevelLoad, spread
 
@@ -139,8 +140,7 @@ class Balancer:
 
 def in_subset(host: Host, subset: Mapping[str, object]) -> bool:
     """Return whether a host's ``envoy.lb`` metadata has every key of ``subset`` with an equal value."""
-    metadata = host.endpoint.metadata.get("envoy.lb", {})
-    return all(key in metadata and metadata[key] == value for key, value in subset.items())
+    return has_values(host.endpoint.metadata.get("envoy.lb", {}), subset)
 
 
 def _usable(level: PriorityLevel, locality: int, kind: str) -> list[Host]:

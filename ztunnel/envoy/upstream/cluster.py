@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -26,6 +26,7 @@ from xds.model.cluster import (
     LocalityGroup,
     TransportSocket,
 )
+from xds.model.metadata import value_key
 from xds.model.tls import TlsContext as ContextModel
 from xds.proto import registry
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
@@ -242,7 +243,7 @@ class LiveCluster:
         self._surround = surround
         self._tasks: Tasks | None = None
         self._balancer = Balancer(model.balancing, self.hosts, surround.rng)
-        self._subsets: dict[tuple[tuple[str, object], ...], Balancer] = {}
+        self._subsets: dict[Hashable, Balancer] = {}
         self._original: dict[str, tuple[Host, float]] = {}
         self._have_endpoints = Latch()
         self._assigned: AnyMessage | None = None
@@ -547,7 +548,7 @@ class LiveCluster:
             wanted = division.default if division.fallback == "DEFAULT_SUBSET" else None
             if wanted is None:
                 return None
-        key = tuple(sorted(wanted.items(), key=lambda item: item[0]))
+        key = value_key(wanted)
         balancer = self._subsets.get(key)
         if balancer is None:
             chosen = wanted

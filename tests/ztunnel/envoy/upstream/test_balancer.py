@@ -2,20 +2,26 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from xds.model.address import SocketAddress
 from xds.model.cluster import (
     Balancing,
+    Cluster,
+    Discovery,
     Endpoint,
     Health,
     LbPolicy,
     LoadAssignment,
     Locality,
     LocalityGroup,
+    RawBuffer,
     SlowStart,
+    TransportSocketMatch,
 )
+from xds.model.metadata import value_key
 from ztunnel.envoy.upstream.balancer import Balancer, in_subset, source_hash
 from ztunnel.envoy.upstream.host import Host, HostSet
 
@@ -169,6 +175,21 @@ def test_hosts_survive_updates_that_leave_their_address() -> None:
     assert hosts.get(SocketAddress("10.0.0.1", 80)) is kept
     assert (kept.cx_total, kept.flags) == (7, "/failed_eds_health")
     assert [str(host) for host in gone] == ["10.0.0.2:80"]
+
+
+@pytest.mark.parametrize("one", [True, 1.0, "1", None, [1.0], {"a": 1.0}])
+@pytest.mark.parametrize("other", [True, 1.0, "1", None, [1.0], {"a": 1.0}, [True], {"a": True}])
+def test_metadata_is_equal_by_protobufs_rules(one: object, other: object) -> None:
+    equal = (type(one), str(one)) == (type(other), str(other))
+    host = Host(replace(endpoint(1), metadata={"envoy.lb": {"v": one}}))
+    assert in_subset(host, {"v": other}) is equal
+    tls = TransportSocketMatch("m", {"v": other}, RawBuffer())
+    found, _ = Cluster(name="c", discovery=Discovery.STATIC, socket_matches=(tls,)).transport_socket_for(
+        {"envoy.transport_socket_match": {"v": one}}
+    )
+    assert (found == "m") is equal
+    assert (value_key(one) == value_key(other)) is equal
+    assert len({value_key(one), value_key(other)}) == (1 if equal else 2)
 
 
 def test_subsets_are_hosts_with_equal_metadata() -> None:
