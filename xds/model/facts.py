@@ -11,7 +11,11 @@ from xds.model.identity import SpiffeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCertificate:
-    """Names in the verified leaf certificate of a peer."""
+    """Names in the verified leaf certificate of a peer.
+
+    Attributes:
+        subject: as OpenSSL writes it in the form of RFC 2253.
+    """
 
     uri_sans: tuple[str, ...] = ()
     dns_sans: tuple[str, ...] = ()
@@ -19,8 +23,13 @@ class PeerCertificate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names an identity is looked up in: URI SANs, then DNS SANs, else the subject."""
+        """The names that a peer is shown with: URI SANs, then DNS SANs, else the subject."""
         return (self.uri_sans + self.dns_sans) or (self.subject,)
+
+    @property
+    def principals(self) -> tuple[str, ...]:
+        """The names that Envoy's ``principal_name`` is tried on: URI SANs, DNS SANs and the subject."""
+        return (*self.uri_sans, *self.dns_sans, self.subject)
 
     @property
     def identity(self) -> SpiffeId | None:
@@ -45,6 +54,9 @@ def _identified(uri_sans: tuple[str, ...]) -> tuple[SpiffeId | None, str]:
     return None, ""
 
 
+_NO_CERTIFICATE = PeerCertificate()
+
+
 @dataclass(slots=True, kw_only=True)
 class ConnectionFacts:
     """Inputs of matchers and policies. Filled in as listener filters and the handshake find out.
@@ -53,6 +65,7 @@ class ConnectionFacts:
         source: the peer, after a PROXY header if one was believed.
         direct_source: the socket's peer.
         destination: where the connection was going, before any interception rewrote it.
+        secured: the connection passed a TLS handshake with this proxy, with or without a client's certificate.
         transport_protocol: ``tls`` or ``raw_buffer``; the latter also while nothing has checked, as in Envoy.
         metadata: dynamic metadata, namespace to struct.
         filter_state: objects by key.
@@ -67,6 +80,12 @@ class ConnectionFacts:
     server_name: str = ""
     application_protocols: tuple[str, ...] = ()
     peer: PeerCertificate | None = None
+    secured: bool = False
     metadata: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     filter_state: dict[str, str] = field(default_factory=dict)
     shared_state: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def certificate(self) -> PeerCertificate | None:
+        """The peer's certificate, without names if it showed none in its handshake; ``None``: no handshake."""
+        return self.peer if self.peer is not None or not self.secured else _NO_CERTIFICATE

@@ -48,10 +48,10 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """The peer showed a verified certificate; with ``name``, one of its names matches.
+    """The connection uses TLS; with ``name``, one of the peer's names matches.
 
-    Names are tried as Envoy tries them: each URI SAN, then each DNS SAN, and the subject only when the
-    certificate has neither.
+    Like Envoy, this asks for TLS and not for a certificate. Names are tried as Envoy tries them: each URI SAN,
+    each DNS SAN, and the subject. Of a peer without a certificate the subject is the empty string.
     """
 
     name: StringMatch | None = None

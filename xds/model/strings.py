@@ -3,6 +3,15 @@
 import re
 from dataclasses import dataclass, field
 
+from xds.model import re2
+
+_LOWER = {ord("A") + place: ord("a") + place for place in range(26)}
+
+
+def ascii_lower(text: str) -> str:
+    """Return ``text`` with A to Z in lower case, all that Envoy's comparisons ignore the case of."""
+    return text.lower() if text.isascii() else text.translate(_LOWER)
+
 
 @dataclass(frozen=True, slots=True)
 class StringMatch:
@@ -10,7 +19,7 @@ class StringMatch:
 
     Attributes:
         kind: ``exact``, ``prefix``, ``suffix``, ``contains`` or ``regex`` (full match, as RE2's FullMatch).
-        value: what to compare with; already lower-cased when ``ignore_case``.
+        value: what to compare with; already lower-cased (:func:`ascii_lower`) when ``ignore_case``.
     """
 
     kind: str
@@ -20,7 +29,7 @@ class StringMatch:
 
     def __post_init__(self) -> None:
         if self.kind == "regex":
-            object.__setattr__(self, "_regex", re.compile(self.value))
+            object.__setattr__(self, "_regex", re2.compiled(self.value))
 
     def matches(self, text: str) -> bool:
         """Whether ``text`` satisfies the predicate."""
@@ -28,7 +37,7 @@ class StringMatch:
             assert self._regex is not None
             return self._regex.fullmatch(text) is not None
         if self.ignore_case:
-            text = text.lower()
+            text = ascii_lower(text)
         if self.kind == "exact":
             return text == self.value
         if self.kind == "prefix":

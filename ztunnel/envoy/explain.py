@@ -123,6 +123,7 @@ def _accepted(question: Question, listener: LiveListener) -> StreamInfo:
     facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
     if question.identity:
         facts.peer = PeerCertificate(uri_sans=(question.identity,))
+        facts.secured = True
     info = StreamInfo(
         connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name, restored=True
     )

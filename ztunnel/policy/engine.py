@@ -137,7 +137,8 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
         return ((identity.namespace, identity.service_account),) if identity is not None else ()
     texts: tuple[str, ...]
     if kind is p.Authenticated:
-        texts = peer.names if peer is not None else ()
+        certificate = facts.certificate
+        texts = certificate.principals if certificate is not None else ()
     elif kind is p.PeerPrincipal:
         texts = (peer.principal,) if peer is not None and identity is not None else ()
     else:
@@ -244,9 +245,10 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
         case p.Not():
             return not holds(condition.condition, facts)
         case p.Authenticated(name=name):
-            if facts.peer is None:
+            certificate = facts.certificate
+            if certificate is None:
                 return False
-            return name is None or any(name.matches(text) for text in facts.peer.names)
+            return name is None or any(name.matches(text) for text in certificate.principals)
         case p.PeerPrincipal(match=match):
             if facts.peer is None or facts.peer.identity is None:
                 return False
@@ -288,13 +290,13 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
         "mtls": facts.peer is not None,
         "requested_server_name": facts.server_name,
     }
-    if facts.peer is not None:
-        if facts.peer.uri_sans:
-            connection["uri_san_peer_certificate"] = facts.peer.uri_sans[0]
-        if facts.peer.dns_sans:
-            connection["dns_san_peer_certificate"] = facts.peer.dns_sans[0]
-        if facts.peer.subject:
-            connection["subject_peer_certificate"] = facts.peer.subject
+    certificate = facts.certificate
+    if certificate is not None:
+        if certificate.uri_sans:
+            connection["uri_san_peer_certificate"] = certificate.uri_sans[0]
+        if certificate.dns_sans:
+            connection["dns_san_peer_certificate"] = certificate.dns_sans[0]
+        connection["subject_peer_certificate"] = certificate.subject  # empty without one
     return {
         "source": {"address": str(facts.source), "port": facts.source.port},
         "destination": {"address": str(facts.destination), "port": facts.destination.port},

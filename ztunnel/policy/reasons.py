@@ -60,7 +60,7 @@ def describe(condition: p.Condition) -> str:
         case p.Not(inner):
             return f"not {_inner(inner)}"
         case p.Authenticated(name):
-            return "the peer has a certificate" if name is None else f"a name of the peer {_matches(name)}"
+            return "the connection uses TLS" if name is None else f"a name of the peer {_matches(name)}"
         case p.PeerPrincipal(match):
             return "the peer has an identity" if match is None else f"the peer's identity {_matches(match)}"
         case p.PeerNamespace(match):
@@ -99,7 +99,10 @@ def _value(condition: p.Condition, facts: ConnectionFacts) -> str:
         case p.PeerPrincipal() | p.PeerNamespace() | p.PeerServiceAccount() if peer is None:
             return "without an identity"
         case p.Authenticated():
-            return ", ".join(peer.names) if peer is not None else "without a certificate"
+            certificate = facts.certificate
+            if certificate is None:
+                return "without TLS"
+            return ", ".join(filter(None, certificate.principals)) or "without a certificate"
         case p.PeerPrincipal():
             return (peer.principal if peer is not None else "") or "without an identity"
         case p.PeerNamespace() | p.PeerServiceAccount():

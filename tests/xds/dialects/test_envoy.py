@@ -344,7 +344,7 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
         listener_document(
             rbac([{"any": True}], [{"authenticated": {"principal_name": {"safe_regex": {"regex": "(?=a)"}}}}])
         ),
-        "RE2 has no look-around",
+        "invalid perl operator",
     ),
     (
         listener_document(filter_chains=[{"filters": [tcp()], "transport_socket": downstream({})}]),

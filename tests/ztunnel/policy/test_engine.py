@@ -35,6 +35,7 @@ def peer(*uri_sans: str) -> PeerCertificate:
 
 STRANGER = facts(peer("https://example.net/front"))
 SECOND = facts(peer("https://example.net/front", FRONT, "spiffe://cluster.local/ns/shop/sa/back"))
+SECURED = facts(secured=True)
 
 
 def principal(value: str, kind: str = "exact") -> p.PeerPrincipal:
@@ -72,7 +73,12 @@ def net(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         (name(".*/ns/shop/.*", "regex"), MESH, True),
         (name("/ns/shop/", "regex"), MESH, False),  # a full match
         (name("front"), MESH, True),  # a DNS name counts too
-        (name("CN=front"), MESH, False),  # the subject only when there is no other name
+        (name("CN=front"), MESH, True),  # the subject, beside other names
+        (p.Authenticated(), SECURED, True),  # TLS is enough
+        (name(""), SECURED, True),  # the subject of no certificate
+        (name(""), MESH, False),
+        (name("", "prefix"), SECURED, True),
+        (name(FRONT), SECURED, False),
         (name("CN=front"), facts(PeerCertificate(subject="CN=front")), True),
         (principal("cluster.local/ns/shop/sa/front"), MESH, True),
         (principal(FRONT), MESH, False),  # principals have no scheme
@@ -183,6 +189,8 @@ LEAVES: list[p.Condition] = [
     p.SourceIp(net("0.0.0.0/0")),
     p.SourceIp(net("::/0")),
     p.DestinationIp(net("fd00::/16")),
+    name(""),
+    name("CN=front"),
     namespace("shop"),
     namespace(""),
     p.PeerServiceAccount("shop", "front"),
@@ -212,6 +220,7 @@ CONNECTIONS = [
     PLAIN,
     STRANGER,
     SECOND,
+    SECURED,
     facts(source=SocketAddress("10.0.0.3", 1), destination=SocketAddress("fd00::2", 1)),
 ]
 

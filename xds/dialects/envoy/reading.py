@@ -2,7 +2,6 @@
 
 import hashlib
 import ipaddress
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,8 @@ from xds.model.address import (
 )
 from xds.model.format_string import FormatString, parse_format
 from xds.model.metadata import NO_METADATA
-from xds.model.strings import StringMatch
+from xds.model.re2 import Re2Error
+from xds.model.strings import StringMatch, ascii_lower
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
@@ -300,13 +300,15 @@ def wrapped(message: Message, field: str, default: Any) -> Any:
 
 
 def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
-    """A CIDR range; bits beyond the prefix are dropped, an IPv4-mapped range becomes IPv4.
+    """A CIDR range; bits beyond the prefix are dropped.
+
+    An IPv4-mapped range stays one of IPv6, as in Envoy, where IPv4 addresses are not in it.
 
     Raises:
         ConfigError: not an address, or a prefix longer than it.
     """
     try:
-        host = canonical(cidr.address_prefix)
+        host = ipaddress.ip_address(cidr.address_prefix)
         return ipaddress.ip_network((host, cidr.prefix_len.value), strict=False)
     except ValueError as error:
         raise ConfigError(f"malformed CIDR {cidr.address_prefix}/{cidr.prefix_len.value}: {error}") from None
@@ -379,22 +381,20 @@ def string_match(matcher: envoy_matcher.StringMatcher | xds_matcher.StringMatche
     value = getattr(matcher, kind)
     if kind != "exact" and not value:
         raise constraint(matcher, kind, "value length must be at least 1 characters")
-    return StringMatch(kind, value.lower() if matcher.ignore_case else value, matcher.ignore_case)
+    return StringMatch(kind, ascii_lower(value) if matcher.ignore_case else value, matcher.ignore_case)
 
 
 def regex_match(pattern: str) -> StringMatch:
-    """A full-match regular expression.
+    """A full-match regular expression in RE2's syntax.
 
-    The syntax is RE2's as far as Python's ``re`` shares it; what the two read differently (look-around,
-    back-references) RE2 refuses, so it is refused here.
+    Raises:
+        ConfigError: RE2 refuses it, or it has classes by Unicode property.
     """
     if not pattern:
         raise ConfigError("regex must not be empty", "safe_regex")
-    if re.search(r"\(\?(?:[=!<]|P=|\()|\\[1-9]", pattern.replace("(?P<", "(")):
-        raise ConfigError(f"invalid regex '{pattern}': RE2 has no look-around or back-references", "safe_regex")
     try:
         return StringMatch("regex", pattern)
-    except re.error as error:
+    except Re2Error as error:
         raise ConfigError(f"invalid regex '{pattern}': {error}", "safe_regex") from None
 
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
-from xds.model.strings import StringMatch
+from xds.model.strings import ascii_lower
 
 _CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
 #: Tag of a certificate's version in DER: [0], constructed.
@@ -184,10 +184,9 @@ def san_matches(match: SanMatch, kind: str, text: str) -> bool:
         return False
     if kind == "dns" and text.startswith("*.") and match.match.kind == "exact":
         label, _, rest = match.match.value.partition(".")
-        return bool(label) and rest.lower() == text[2:].lower()
-    if kind == "dns" and match.match.kind != "regex":
-        insensitive = StringMatch(match.match.kind, match.match.value.lower(), ignore_case=True)
-        return insensitive.matches(text)
+        return bool(label) and ascii_lower(rest) == ascii_lower(text[2:])
+    if kind == "dns" and match.match.kind == "exact":
+        return ascii_lower(match.match.value) == ascii_lower(text)
     return match.match.matches(text)
 
 
