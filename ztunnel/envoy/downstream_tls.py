@@ -19,7 +19,7 @@ from ztunnel.envoy.listeners.chains import LiveChain
 from ztunnel.envoy.listeners.handshakes import Handshakes, TurnedAway
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.outcome import Refused
-from ztunnel.envoy.secrets.verify import names_of
+from ztunnel.envoy.secrets.names import peer_names
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts
 from ztunnel.runtime.half_open import Arrival
 
@@ -103,9 +103,12 @@ async def accept_tls(
 def note_peer(connection: LiveConnection, facts: PeerFacts, chain: LiveChain) -> None:
     """Store the peer's identity from a handshake; the facts of the connection are complete with it."""
     info = connection.info
-    names = names_of(facts.certificate)
-    if facts.chain:
-        info.facts.peer = PeerCertificate(uri_sans=facts.uri_sans, dns_sans=names.dns, subject=names.subject)
+    names = PeerCertificate()
+    if facts.certificate is not None:
+        names = peer_names(facts.certificate, facts.uri_sans)
+        if facts.chain:
+            info.facts.peer = names
+    info.facts.secured = True
     own = chain.tls.presented_in(facts) if chain.tls is not None else None
     info.tls = TlsFacts(
         version=facts.version,
@@ -114,7 +117,7 @@ def note_peer(connection: LiveConnection, facts: PeerFacts, chain: LiveChain) ->
         peer_chain=facts.chain or ((facts.certificate,) if facts.certificate is not None else ()),
         local=own.certificate if own is not None else None,
         peer_uri_sans=facts.uri_sans,
-        peer_dns_sans=names.dns,
+        peer_dns_sans=names.dns_sans,
         local_uri_sans=own.uri_sans if own is not None else (),
     )
     info.facts.transport_protocol = "tls"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hbone.aio.poller import Poller
 from hbone.errors import TunnelBroken
 from xds.model.address import InternalAddress, SocketAddress
-from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
 from ztunnel.dataplane.apart import run_apart
 from ztunnel.dataplane.life import State
@@ -22,6 +22,7 @@ from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.listeners.table import ListenerTable
 from ztunnel.envoy.outcome import POLICY_CHANGE, Refused, UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext, agree, verified_client
+from ztunnel.envoy.secrets.names import peer_names
 from ztunnel.envoy.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.envoy.terminate import RequestRefused, Terminator
 from ztunnel.envoy.upstream.dial import ClusterUpstream
@@ -169,7 +170,9 @@ class InternalListeners:
             return None
         if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
             return None  # the wire refuses it with the right alert and counters
-        facts.peer = PeerCertificate(uri_sans=client.local_uri_sans)
+        facts.secured = True
+        if client.presented.leaf is not None:
+            facts.peer = peer_names(client.presented.leaf, client.local_uri_sans)
         info = self._inbound_info(listener, chain, facts, authority, headers)
         info.options = listener.options_for(info)
         joining = self._join(info, listener, chain, client)

@@ -140,7 +140,7 @@ class LiveTcpProxy:
         scope.gauge("downstream_cx_rx_bytes_buffered")
         scope.gauge("downstream_cx_tx_bytes_buffered")
         #: Endpoint metadata to restrict each cluster to.
-        self.subsets = {c.name: c.metadata_match or model.metadata_match for c in reversed(model.clusters)}
+        self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         if model.tunneling is not None:

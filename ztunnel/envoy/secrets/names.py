@@ -40,33 +40,78 @@ _SHORT_NAMES: Final = {
     "2.5.4.72": "role",
 }
 _ESCAPED: Final = frozenset(b',+"\\<>;')
+#: How the string types of ASN.1 are decoded; OpenSSL takes T61Strings for Latin-1, as old authorities wrote them.
+_STRINGS: Final = {
+    12: "utf-8",
+    18: "ascii",
+    19: "ascii",
+    20: "latin-1",
+    22: "ascii",
+    26: "ascii",
+    28: "utf-32-be",
+    30: "utf-16-be",
+}
+_VERSION: Final = 0xA0
 
 
 @lru_cache(maxsize=1024)  # a mesh's workloads come again and again
-def distinguished_name(name: x509.Name) -> str:
-    """Return a subject or issuer as OpenSSL writes it in the form of RFC 2253.
+def subject_of(certificate: x509.Certificate) -> str:
+    """Return the subject as OpenSSL writes it in the form of RFC 2253.
 
     It differs from ``rfc4514_string`` in the names of attributes (``emailAddress`` instead of its OID) and in
-    bytes beyond ASCII, each of which is escaped. A policy that names a subject compares this text.
+    bytes beyond ASCII, each of which is escaped; and it is there whatever is in the strings. A policy that names
+    a subject compares this text.
     """
-    return ",".join("+".join(map(_attribute, rdn)) for rdn in reversed(name.rdns))
+    return distinguished_name(_field(certificate, 4))
+
+
+@lru_cache(maxsize=1024)
+def issuer_of(certificate: x509.Certificate) -> str:
+    """Return the issuer, in the form of :func:`subject_of`."""
+    return distinguished_name(_field(certificate, 2))
 
 
 def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertificate:
-    """Return the names of a peer's leaf certificate; ``uri_sans`` are those of its handshake."""
+    """Return the names of a peer's leaf certificate, which is valid whatever is in them; never fails.
+
+    Args:
+        leaf: the certificate.
+        uri_sans: those of its handshake.
+    """
     try:
         dns = tuple(text for kind, text in subject_alt_names(leaf) if kind == "dns")
     except ValueError:
         dns = ()
-    return PeerCertificate(uri_sans=uri_sans, dns_sans=dns, subject=distinguished_name(leaf.subject))
+    return PeerCertificate(uri_sans=uri_sans, dns_sans=dns, subject=subject_of(leaf))
 
 
-def _attribute(attribute: x509.NameAttribute[str | bytes]) -> str:
-    oid = attribute.oid.dotted_string
-    short, value = _SHORT_NAMES.get(oid), attribute.value
-    if short is None or isinstance(value, bytes):
-        return f"{short or oid}=#{_der(attribute).hex().upper()}"
-    return f"{short}={_escaped(value.encode())}"
+def _field(certificate: x509.Certificate, number: int) -> bytes:
+    """Return the DER of a field of a certificate's signed part, counted from the serial number."""
+    (signed,) = _elements(certificate.tbs_certificate_bytes)
+    fields = _elements(signed[1])
+    if fields[0][0] == _VERSION:
+        del fields[0]
+    return fields[number][1]
+
+
+def distinguished_name(rdns: bytes) -> str:
+    """Return a name by the DER of its parts, the last first; see :func:`subject_of`."""
+    texts = []
+    for _, rdn in reversed(_elements(rdns)):
+        pairs = [_elements(attribute) for _, attribute in _elements(rdn)]
+        texts.append("+".join(_attribute(oid, tag, value) for (_, oid), (tag, value) in pairs))
+    return ",".join(texts)
+
+
+def _attribute(oid: bytes, tag: int, value: bytes) -> str:
+    dotted = _dotted(oid)
+    short = _SHORT_NAMES.get(dotted)
+    if short is not None and tag in _STRINGS:
+        try:
+            return f"{short}={_escaped(value.decode(_STRINGS[tag]).encode())}"
+        except UnicodeError:
+            pass
+    return f"{short or dotted}=#{(bytes((tag,)) + _length(value) + value).hex().upper()}"
 
 
 def _escaped(value: bytes) -> str:
@@ -80,18 +125,35 @@ def _escaped(value: bytes) -> str:
     return "".join(text)
 
 
-def _der(attribute: x509.NameAttribute[str | bytes]) -> bytes:
-    """Return the DER of an attribute's value."""
-    inside = x509.Name([attribute]).public_bytes()
-    for _ in range(3):  # a name is a SEQUENCE of SETs of SEQUENCEs
-        inside = _content(inside)[0]
-    return _content(inside)[1]
+def _dotted(oid: bytes) -> str:
+    numbers, value = [], 0
+    for byte in oid:
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            numbers.append(value)
+            value = 0
+    first = min(numbers[0] // 40, 2)
+    return ".".join(map(str, (first, numbers[0] - 40 * first, *numbers[1:])))
 
 
-def _content(der: bytes) -> tuple[bytes, bytes]:
-    """Return the content of the first element, and what follows it."""
-    start, length = 2, der[1]
-    if length >= 0x80:
-        start += length - 0x80
-        length = int.from_bytes(der[2:start], "big")
-    return der[start : start + length], der[start + length :]
+def _elements(der: bytes) -> list[tuple[int, bytes]]:
+    """Return tag and content of each element; the library that read the certificate has checked the encoding."""
+    found, at = [], 0
+    while at < len(der):
+        tag, length = der[at], der[at + 1]
+        at += 2
+        if length >= 0x80:
+            size = length - 0x80
+            length = int.from_bytes(der[at : at + size], "big")
+            at += size
+        found.append((tag, der[at : at + length]))
+        at += length
+    return found
+
+
+def _length(content: bytes) -> bytes:
+    number = len(content)
+    if number < 0x80:
+        return bytes((number,))
+    size = number.to_bytes((number.bit_length() + 7) // 8, "big")
+    return bytes((0x80 + len(size),)) + size

@@ -4,10 +4,8 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -25,98 +23,7 @@ from xds.model.strings import ascii_lower
 
 _CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
 #: Tag of a certificate's version in DER: [0], constructed.
-_VERSION: Final = 0xA0
 Names = tuple[tuple[str, str], ...]
-
-
-class PeerNames(NamedTuple):
-    """Names of a peer's certificate.
-
-    Attributes:
-        dns: the DNS names.
-        subject: as RFC 4514 writes it; empty without a certificate.
-    """
-
-    dns: tuple[str, ...] = ()
-    subject: str = ""
-
-
-def names_of(certificate: x509.Certificate | None) -> PeerNames:
-    """Return names of a peer's certificate, which is valid whatever is in them; never fails."""
-    if certificate is None:
-        return PeerNames()
-    dns: tuple[str, ...] = ()
-    with suppress(ValueError):
-        dns = tuple(text for kind, text in subject_alt_names(certificate) if kind == "dns")
-    return PeerNames(dns, subject_of(certificate))
-
-
-def subject_of(certificate: x509.Certificate) -> str:
-    """Return the subject as RFC 4514 writes it, also where a string is not what its type says.
-
-    Old authorities put Latin-1 letters into T61Strings, which ``cryptography`` refuses to decode. Like OpenSSL and
-    Envoy, this takes them for Latin-1.
-    """
-    try:
-        return certificate.subject.rfc4514_string()
-    except ValueError:
-        return _readable_subject(certificate).rfc4514_string()
-
-
-def _readable_subject(certificate: x509.Certificate) -> x509.Name:
-    """Return the subject with each string as UTF-8, or as Latin-1 where it is not.
-
-    The fields before it (RFC 5280, 4.1): version if it is not 1, serial number, signature, issuer, validity.
-    """
-    body = _elements(certificate.tbs_certificate_bytes)[0].content
-    fields = [field for field in _elements(body) if field.tag != _VERSION]
-    relative_names = []
-    for relative in _elements(fields[4].content):
-        attributes = []
-        for attribute in _elements(relative.content):
-            kind, value = _elements(attribute.content)
-            oid = _oid(kind.content)
-            attributes.append(x509.NameAttribute(oid, _text(value.content), _validate=False))
-        relative_names.append(x509.RelativeDistinguishedName(attributes))
-    return x509.Name(relative_names)
-
-
-class _Element(NamedTuple):
-    """One element of DER."""
-
-    tag: int
-    content: bytes
-
-
-def _elements(data: bytes) -> list[_Element]:
-    """Return the elements of a DER encoding that was parsed before, so that lengths are in order."""
-    found, at = [], 0
-    while at < len(data):
-        tag, size, at = data[at], data[at + 1], at + 2
-        if size & 0x80:
-            count = size & 0x7F
-            size, at = int.from_bytes(data[at : at + count], "big"), at + count
-        found.append(_Element(tag, data[at : at + size]))
-        at += size
-    return found
-
-
-def _oid(content: bytes) -> x509.ObjectIdentifier:
-    arcs, arc = [], 0
-    for byte in content:
-        arc = arc << 7 | byte & 0x7F
-        if not byte & 0x80:
-            arcs.append(arc)
-            arc = 0
-    first = min(arcs[0] // 40, 2)
-    return x509.ObjectIdentifier(".".join(map(str, (first, arcs[0] - 40 * first, *arcs[1:]))))
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 @lru_cache(maxsize=1024)  # a mesh's workloads come again and again

@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA1, SHA256, HashAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from ztunnel.envoy.secrets.names import distinguished_name
+from ztunnel.envoy.secrets.names import issuer_of, subject_of
 from ztunnel.envoy.secrets.verify import subject_alt_names
 
 Chain = Sequence[x509.Certificate]
@@ -31,12 +31,12 @@ def names(kind: str) -> ChainReader:
 
 def subject(chain: Chain) -> str | None:
     """Return the leaf's subject (RFC 2253)."""
-    return distinguished_name(chain[0].subject) or None
+    return subject_of(chain[0]) or None
 
 
 def issuer(chain: Chain) -> str | None:
     """Return the leaf's issuer (RFC 2253)."""
-    return distinguished_name(chain[0].issuer) or None
+    return issuer_of(chain[0]) or None
 
 
 def serials(chain: Chain) -> str:
