@@ -21,7 +21,7 @@ class Certificate:
     """A certificate chain, leaf first, with its private key; both PEM.
 
     Attributes:
-        chain_file, key_file: where they were read from, for errors; empty: they were inline.
+        chain_file, key_file, password_file: where they were read from, for errors; empty: they were inline.
     """
 
     chain_pem: bytes
@@ -29,6 +29,7 @@ class Certificate:
     password: bytes | None = field(default=None, repr=False)
     chain_file: str = field(default="", compare=False, repr=False)
     key_file: str = field(default="", compare=False, repr=False)
+    password_file: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

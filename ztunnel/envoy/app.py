@@ -332,6 +332,7 @@ class Proxy:
                 await stack.enter_async_context(TapServer(Path(self.settings.tap_socket), source, self.clock))
             await stack.enter_async_context(self._files)
             self._tasks.keep(self._flush_logs, "access log flush")
+            self._tasks.keep(self.secrets.files.run, "files of secrets")
             if self.policies is not None:
                 self._tasks.keep(self.policies.run, "policies")
             stack.callback(self._grpc.close)

@@ -40,6 +40,7 @@ from xds.proto.json import parse_value
 from ztunnel.dataplane.resolver import Resolver
 from ztunnel.envoy.explain import Configuration, SavedSecrets
 from ztunnel.envoy.listeners.listener import LiveListener
+from ztunnel.envoy.secrets.files import SecretFiles
 from ztunnel.envoy.secrets.store import SecretHandle, SecretStore, SecretUser
 from ztunnel.envoy.secrets.verify import subject_alt_names
 from ztunnel.envoy.telemetry.access_log import AccessLogs, Sink
@@ -61,6 +62,7 @@ class _NoSecrets(SecretStore):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.files = SecretFiles()
 
     def find(self, ref: SecretRef) -> Secret | None:
         """See :meth:`SecretStore.find`."""

@@ -477,15 +477,19 @@ def fetch_timeout(source: core.ConfigSource) -> float:
     return seconds(source, "initial_fetch_timeout", 15.0)
 
 
-def data(source: core.DataSource, surroundings: Surroundings) -> bytes:
+def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool = False) -> bytes:
     """The bytes of a data source.
+
+    Args:
+        source: the message.
+        surroundings: where files and variables are read.
+        watched: the caller follows changes of the file.
 
     Raises:
         ConfigError: unreadable file, unset variable, or nothing named.
     """
-    if source.HasField("watched_directory"):
-        # The file is read when what names it arrives. Secrets in files that change come by path_config_source.
-        raise Unsupported("files named in resources are not watched", "watched_directory")
+    if source.HasField("watched_directory") and not watched:
+        raise Unsupported("this file is read once, when its resource arrives", "watched_directory")
     kind = source.WhichOneof("specifier")
     if kind == "inline_bytes":
         return source.inline_bytes

@@ -193,24 +193,26 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
 
 
 def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> Certificate:
-    only(message, "certificate_chain", "private_key", "password")
+    # Every file is followed, whatever directory is to be watched for its changes.
+    only(message, "certificate_chain", "private_key", "password", "watched_directory")
     for field in ("certificate_chain", "private_key"):
         if not message.HasField(field):
             raise ConfigError("a certificate needs certificate_chain and private_key", field)
     with at("certificate_chain"):
-        chain = data(message.certificate_chain, surroundings)
+        chain = data(message.certificate_chain, surroundings, watched=True)
     with at("private_key"):
-        key = data(message.private_key, surroundings)
+        key = data(message.private_key, surroundings, watched=True)
     password = None
     if message.HasField("password"):
         with at("password"):
-            password = data(message.password, surroundings)
+            password = data(message.password, surroundings, watched=True)
     return Certificate(
         chain_pem=chain,
         key_pem=key,
         password=password,
         chain_file=message.certificate_chain.filename,
         key_file=message.private_key.filename,
+        password_file=message.password.filename,
     )
 
 
@@ -225,16 +227,17 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
         "match_subject_alt_names",
         "match_typed_subject_alt_names",
         "trust_chain_verification",
+        "watched_directory",
     )
     if message.trust_chain_verification != proto.CertificateValidationContext.VERIFY_TRUST_CHAIN:
         raise Unsupported("a chain that is not trusted is never accepted", "trust_chain_verification")
     trusted = crl = None
     if message.HasField("trusted_ca"):
         with at("trusted_ca"):
-            trusted = data(message.trusted_ca, surroundings)
+            trusted = data(message.trusted_ca, surroundings, watched=True)
     if message.HasField("crl"):
         with at("crl"):
-            crl = data(message.crl, surroundings)
+            crl = data(message.crl, surroundings, watched=True)
     names = []
     for index, untyped in enumerate(message.match_subject_alt_names):
         with at("match_subject_alt_names", index):

@@ -20,6 +20,7 @@ from xds.model.tls import SecretRef
 from xds.model.tls import TlsContext as ContextModel
 from ztunnel.dataplane.agreement import Credentials, Party, would_shake_hands
 from ztunnel.envoy.secrets.build import build
+from ztunnel.envoy.secrets.files import files_of, reread
 from ztunnel.envoy.secrets.store import SecretHandle, SecretStore, settled
 from ztunnel.envoy.secrets.verify import leaf_of, san_matches, subject_alt_names
 from ztunnel.identity.crl import CrlError, RevocationLists
@@ -105,6 +106,7 @@ class LiveContext:
         self._secrets = secrets
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
+        self._unfollow: Callable[[], None] = lambda: None
         # Checked before subscribing, so that a refused context requests nothing. Static and earlier secrets are
         # found.
         self._use(build(role, model, secrets.find))
@@ -114,6 +116,8 @@ class LiveContext:
         except ConfigError:
             self.close()
             raise
+        inline = (*self._inline_certificates, model.validation)
+        self._unfollow = secrets.files.follow(owner, files_of(inline), self._reload)
         if role is Role.CLIENT and not self._verifies():
             log.warning("%s: the configuration does not verify the server's certificate", owner)
 
@@ -181,8 +185,34 @@ class LiveContext:
         """Wait until every secret has arrived or its time limit has passed."""
         await settled(self._handles)
 
+    @property
+    def _inline_certificates(self) -> list[Certificate]:
+        sources = (self.model.certificate, *self.model.further_certificates)
+        return [one for one in sources if isinstance(one, Certificate)]
+
+    def _reload(self) -> bool:
+        """Use the files that the context itself names as they are now; returns whether they are new.
+
+        Raises:
+            ConfigError: they cannot be used, and the context stays as it is.
+        """
+        read, model = self._secrets.read_file, self.model
+        certificates = [reread(one, read) for one in self._inline_certificates]
+        if certificates:
+            model = replace(model, certificate=certificates[0], further_certificates=tuple(certificates[1:]))
+        if model.validation is not None:
+            model = replace(model, validation=reread(model.validation, read))
+        if model == self.model:
+            return False
+        built = build(self._role, model, self._secrets.find)
+        self.model = model
+        self._use(built)
+        self._on_update()
+        return True
+
     def close(self) -> None:
         """Release the secrets. Idempotent."""
+        self._unfollow()
         for handle in self._handles:
             self._secrets.release(handle, self)
         self._handles.clear()

@@ -15,6 +15,7 @@ from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3 import tls_pb2
 from xds.proto.well_known import Any as AnyMessage
 from xds.protocol.resource import Subscription, Update, UpdateRejected
+from ztunnel.envoy.secrets.files import SecretFiles, files_of, reread
 from ztunnel.envoy.secrets.verify import check_secret, unlocked
 from ztunnel.envoy.sources import Sources
 from ztunnel.envoy.telemetry.stats import Scope, Stats
@@ -42,6 +43,7 @@ class SecretHandle:
     Attributes:
         secret: the accepted value, ``None`` until the first.
         body: the message as sent, for dumps (which redact it).
+        contents: the secret as its message and files have it, before a password was applied.
         settled: set once the secret is here, or waiting for it is over.
         error: text of the last rejected version and when it came.
     """
@@ -49,6 +51,8 @@ class SecretHandle:
     def __init__(self, ref: SecretRef, clock: Clock) -> None:
         self.ref = ref
         self.secret: Secret | None = None
+        self.contents: Secret | None = None
+        self.unfollow: Callable[[], None] = lambda: None
         self.body: AnyMessage | None = None
         self.version = ""
         self.last_updated = clock.wall()
@@ -64,7 +68,11 @@ class SecretHandle:
 
 
 class SecretStore:
-    """All secrets in use. A secret is subscribed to while it has users."""
+    """All secrets in use. A secret is subscribed to while it has users.
+
+    Attributes:
+        files: the files of secrets and contexts; the owner runs it.
+    """
 
     def __init__(self, sources: Sources, surroundings: Surroundings, stats: Stats, clock: Clock) -> None:
         self._sources = sources
@@ -73,6 +81,7 @@ class SecretStore:
         self._clock = clock
         self._handles: dict[tuple[str, object], SecretHandle] = {}
         self._static: dict[str, SecretHandle] = {}
+        self.files = SecretFiles()
 
     @property
     def dynamic(self) -> list[SecretHandle]:
@@ -143,6 +152,7 @@ class SecretStore:
         key = (handle.ref.name, handle.ref.source)
         if not handle.users and self._handles.get(key) is handle:
             del self._handles[key]
+            handle.unfollow()
             if handle.scope is not None:
                 handle.scope.close()
             if handle.subscription is not None:
@@ -173,16 +183,47 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: {error}") from error
 
     def _accept(self, handle: SecretHandle, message: tls_pb2.Secret, body: AnyMessage, version: str) -> None:
-        secret = compile_secret(message, self._surroundings)
-        with at(str(message.WhichOneof("type"))):
-            check_secret(secret)
+        self._use(handle, compile_secret(message, self._surroundings))
+        handle.body = body
+        handle.version = version
+        handle.unfollow()
+        handle.unfollow = self.files.follow(
+            f"secret {handle.ref.name}", files_of([handle.contents]), partial(self._reload, handle)
+        )
+
+    def _reload(self, handle: SecretHandle) -> bool:
+        """Use the files of a secret as they are now; returns whether they are new.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
+        assert handle.contents is not None
+        try:
+            contents = reread(handle.contents, self.read_file)
+            if contents == handle.contents:
+                handle.error = None
+                return False
+            self._use(handle, contents)
+        except ConfigError as error:
+            handle.error = (str(error), self._clock.wall())
+            raise
+        return True
+
+    def read_file(self, path: str) -> bytes:
+        """Return the contents of a file that the configuration names."""
+        return self._surroundings.read_file(path)
+
+    def _use(self, handle: SecretHandle, contents: Secret) -> None:
+        kind = "tls_certificate" if isinstance(contents, Certificate) else "validation_context"
+        with at(kind):
+            check_secret(contents)
+        secret = contents
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
         # All users or none: a version that one of them cannot use is refused, and the good version stays.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
-        handle.body = body
-        handle.version = version
+        handle.contents = contents
         handle.error = None
         handle.last_updated = self._clock.wall()
         handle.settled.set()

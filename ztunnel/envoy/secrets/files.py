@@ -1,0 +1,137 @@
+"""Follows the files that secrets and TLS contexts name, so that a renewed certificate is served at once.
+
+Every file is looked at each second, through all links: it does not matter whether it was renamed, written in
+place, or swapped together with others (the ``..data`` link of Kubernetes' volumes), nor on which file system it
+is. What cannot be used leaves the last good version serving. It is reported at the second look that finds it
+unchanged, since a certificate and its key are renewed one after the other.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from xds.errors import ConfigError
+from xds.model.secret import Certificate, Secret
+from ztunnel.runtime.watched_file import FileState, file_state
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+
+T = TypeVar("T", bound=Secret)
+
+
+def files_of(secrets: Iterable[Secret | None]) -> tuple[str, ...]:
+    """Return the paths that secrets were read from."""
+    paths: list[str] = []
+    for secret in secrets:
+        if isinstance(secret, Certificate):
+            paths += (secret.chain_file, secret.key_file, secret.password_file)
+        elif secret is not None:
+            paths += (secret.trusted_ca_file, secret.crl_file)
+    return tuple(dict.fromkeys(filter(None, paths)))
+
+
+def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
+    """Return a secret with its files as they are now; what was inline stays.
+
+    Raises:
+        ConfigError: a file cannot be read; with its path.
+    """
+
+    def read(path: str, earlier: bytes | None) -> bytes | None:
+        if not path:
+            return earlier
+        try:
+            return read_file(path)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+    if isinstance(secret, Certificate):
+        chain, key = read(secret.chain_file, secret.chain_pem), read(secret.key_file, secret.key_pem)
+        assert chain is not None
+        assert key is not None
+        return replace(secret, chain_pem=chain, key_pem=key, password=read(secret.password_file, secret.password))
+    return replace(
+        secret,
+        trusted_ca_pem=read(secret.trusted_ca_file, secret.trusted_ca_pem),
+        crl_pem=read(secret.crl_file, secret.crl_pem),
+    )
+
+
+class _Followed:
+    """The files of one secret or context.
+
+    Attributes:
+        seen: their states at the last look; ``None`` before the first.
+        failed: why the states of ``seen`` cannot be used, until it is reported.
+    """
+
+    __slots__ = ("failed", "files", "owner", "reload", "seen")
+
+    def __init__(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> None:
+        self.owner = owner
+        self.files = files
+        self.reload = reload
+        self.seen: list[FileState] | None = None
+        self.failed: ConfigError | None = None
+
+
+class SecretFiles:
+    """All followed files; :meth:`run` looks at them until cancelled."""
+
+    def __init__(self) -> None:
+        self._followed: dict[_Followed, None] = {}
+
+    def follow(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> Callable[[], None]:
+        """Call ``reload`` when a file has changed, and once soon: it may have changed since it was read.
+
+        Args:
+            owner: the secret, listener or cluster, for the log.
+            files: paths; none are followed by nothing.
+            reload: reads the files and uses them; returns whether anything is new. Raises ``ConfigError`` if they
+                cannot be used, and what was in use then stays.
+
+        Returns:
+            What ends it.
+        """
+        followed = _Followed(owner, files, reload)
+        if files:
+            self._followed[followed] = None
+
+        def stop() -> None:
+            self._followed.pop(followed, None)
+
+        return stop
+
+    async def run(self) -> None:
+        """Look at the files until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Reload what has changed since the last look."""
+        for followed in list(self._followed):
+            states = [file_state(Path(path)) for path in followed.files]
+            if states != followed.seen:
+                followed.seen = states
+                self._reload(followed)
+            elif followed.failed is not None:
+                failed, followed.failed = followed.failed, None
+                log.warning("%s: changed files refused, the last good version stays: %s", followed.owner, failed)
+
+    @staticmethod
+    def _reload(followed: _Followed) -> None:
+        followed.failed = None
+        try:
+            if followed.reload():
+                log.info("%s: changed files are in use", followed.owner)
+        except ConfigError as error:
+            followed.failed = error
+        except Exception as error:  # our bug: the other files are followed all the same
+            log.exception("%s: changed files not read", followed.owner)
+            followed.failed = ConfigError(f"internal error: {type(error).__name__}")
