@@ -170,8 +170,9 @@ async def _result(status: Awaitable[int]) -> int:
 
 
 def _proxy(args: argparse.Namespace) -> int:
-    from ztunnel.runtime import descriptors, heap
+    from ztunnel.runtime import descriptors, heap, rotation
 
+    rotation.ignore_rotation()  # until there is a loop that handles the signals
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}

@@ -60,6 +60,7 @@ from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
+from ztunnel.runtime.rotation import reopen_on_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 
@@ -305,6 +306,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.shut_down)
+        reopen_on_rotation(self.logs.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.logs.writer.close)
             server = self.stats.scope("server")
