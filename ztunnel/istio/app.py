@@ -48,6 +48,7 @@ from ztunnel.runtime import heap, tasks
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import limit_of_process
 from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.rotation import reopen_on_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import Watchdog
 
@@ -367,6 +368,7 @@ class IstioProxy:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.shut_down)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        reopen_on_rotation(self.writer.reopen)
         async with AsyncExitStack() as stack:
             stack.callback(self.writer.close)
             stack.enter_context(Watchdog(self.metrics.loop, flush=self.logs.flush))

@@ -62,6 +62,7 @@ from ztunnel.istio.workers.messages import (
 from ztunnel.runtime import descriptors, heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.rotation import ignore_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog
@@ -360,6 +361,7 @@ def run(descriptor: int) -> int:
     # Both signals reach every process of a foreground group; the main process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    ignore_rotation()  # a worker's lines go to the main process's files
     descriptors.raise_limit()
     heap.expect_growth()
 
