@@ -1,8 +1,9 @@
 """JSON and YAML -> message, as Envoy reads its configuration.
 
-Field names are accepted in snake_case and lowerCamelCase, enums by name or number, 64-bit integers as
-string or number, wrappers as bare values, ``Any`` as an object with ``@type``. Four things differ from
-protobuf's own JSON reader, and are why this module exists:
+Field names are accepted in snake_case and lowerCamelCase, enums by number or by name in any case, numbers and
+booleans also as strings, one element in place of a list, wrappers as bare values or as ``{value: N}``, durations
+as ``5s`` or as ``{seconds: 5}``, ``Any`` as an object with ``@type``. A differential test beside Envoy has a row
+for each form. Four things differ from protobuf's own JSON reader, and are why this module exists:
 
 * errors name the place: ``resources[0].filter_chains[1].filters[0].typed_config.stat_prefix: ...``;
 * fields that our message lacks are left out and *reported* with a reason (:attr:`Parsed.unknown_fields`), so that
@@ -18,6 +19,7 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +43,15 @@ WRAPPERS = frozenset(
     f"google.protobuf.{kind}Value"
     for kind in ("Bool", "Bytes", "Double", "Float", "Int32", "Int64", "String", "UInt32", "UInt64")
 )
+
+#: What absl's reader of booleans takes, in any case.
+_BOOLEANS = {"true": True, "t": True, "yes": True, "y": True, "1": True}
+_BOOLEANS |= {"false": False, "f": False, "no": False, "n": False, "0": False}
+_DURATION = re.compile(r"-?[0-9]+(\.[0-9]{1,9})?s", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?[0-9]+", re.ASCII)
+_HEXADECIMAL = re.compile(r"[-+]?0[xX][0-9a-fA-F]+", re.ASCII)
+_FLOAT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCII)
+_LONGEST_NUMBER = 64
 
 _M = TypeVar("_M", bound=Message)
 
@@ -66,18 +77,21 @@ class Parsed(Generic[_M]):
     unknown_types: tuple[tuple[str, str], ...] = ()
 
 
-def parse_text(text: str, message_type: type[_M], *, faults: list[ConfigError] | None = None) -> Parsed[_M]:
+def parse_text(
+    text: str, message_type: type[_M], *, name: str = "", faults: list[ConfigError] | None = None
+) -> Parsed[_M]:
     """Read one JSON or YAML document.
 
     Args:
         text: the document.
         message_type: what it describes.
+        name: its file; one that ends in ``.yaml`` or ``.yml`` is YAML, even if it could be JSON.
         faults: takes every value that does not fit, which is then left out, instead of the first being raised.
 
     Raises:
         ConfigError: the text is neither, or does not fit the message type.
     """
-    return parse_value(load(text), message_type, faults=faults)
+    return parse_value(_load_as_envoy(text, name), message_type, faults=faults)
 
 
 def parse_value(
@@ -124,6 +138,27 @@ def load(text: str) -> object:
         except ConfigError:
             raise ConfigError(f"not valid JSON: {json_error}") from None
     return _load_yaml(text)
+
+
+def _load_as_envoy(text: str, name: str) -> object:
+    if text.lstrip().startswith(("{", "[")) and not name.endswith((".yaml", ".yml")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            json_error = error
+        except RecursionError:
+            raise ConfigError("nested too deeply") from None
+        try:
+            return _load_envoy_yaml(text)  # flow style
+        except ConfigError:
+            raise ConfigError(f"not valid JSON: {json_error}") from None
+    return _load_envoy_yaml(text)
+
+
+def _load_envoy_yaml(text: str) -> object:
+    from xds.proto import envoy_yaml  # configuration that comes over gRPC has no need of it: 1 MiB
+
+    return envoy_yaml.load(text)
 
 
 def _load_yaml(text: str) -> object:
@@ -199,6 +234,10 @@ class _Reader:
         if descriptor.file.name.startswith("google/protobuf/"):
             if descriptor.full_name in WRAPPERS:
                 field = cast(FieldDescriptor, descriptor.fields_by_name["value"])
+                if isinstance(value, Mapping) and not value.keys() - {"value"}:
+                    value, path = value.get("value"), _under(path, "value")
+                    if value is None:
+                        return
                 setattr(message, "value", self.scalar(field, value, path))  # noqa: B010
                 return
             if self.well_known(message, value, path, depth):
@@ -240,11 +279,11 @@ class _Reader:
         seen: set[str],
         oneofs: dict[str, str],
     ) -> None:
-        if field.name in seen:
-            raise ConfigError(f"given twice, once as {key!r}", path)
-        seen.add(field.name)
         if item is None and not _takes_null(field):
             return
+        if field.name in seen:  # Envoy takes either; which one depends on its hash table
+            raise ConfigError(f"given twice, once as {key!r}", path)
+        seen.add(field.name)
         oneof = field.containing_oneof
         if oneof is not None:
             if oneof.name in oneofs:
@@ -258,7 +297,7 @@ class _Reader:
             self.map(getattr(message, field.name), entry, value, path, depth)
         elif field.is_repeated:
             if not isinstance(value, list | tuple):
-                raise ConfigError(f"expected a list, found {_kind(value)} {_shown(value)}", path)
+                value = [value]
             target = getattr(message, field.name)
             for index, item in enumerate(value):
                 inner = f"{path}[{index}]"
@@ -283,7 +322,10 @@ class _Reader:
             with self.noting():
                 key = self.map_key(key_field, raw, inner)
                 if value_field.type == FieldDescriptor.TYPE_MESSAGE:
-                    self.message(target[key], item, inner, depth + 1)
+                    if item is None and not _takes_null(value_field):
+                        target[key].SetInParent()
+                    else:
+                        self.message(target[key], item, inner, depth + 1)
                 else:
                     target[key] = self.scalar(value_field, item, inner)
 
@@ -301,6 +343,8 @@ class _Reader:
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             if isinstance(value, bool):
                 return value
+            if isinstance(value, str) and (known := _BOOLEANS.get(value.lower())) is not None:
+                return known
             raise ConfigError(f"expected true or false, found {_shown(value)}", path)
         if kind == FieldDescriptor.CPPTYPE_STRING:
             if field.type == FieldDescriptor.TYPE_BYTES:
@@ -326,9 +370,13 @@ class _Reader:
                 self.value(message, value, path, depth)
             case ListValue():
                 self.list_value(message, value, path, depth)
+            case Duration() | Timestamp() if isinstance(value, Mapping):
+                return False
             case Duration() | Timestamp() | FieldMask():
                 text = _string(value, path)
                 try:
+                    if isinstance(message, Duration) and not _DURATION.fullmatch(text):
+                        raise ValueError
                     message.FromJsonString(text)
                 except (ValueError, OverflowError):
                     example = {"Duration": "2s or 0.250s", "Timestamp": "2022-09-07T12:00:00Z"}.get(
@@ -347,7 +395,7 @@ class _Reader:
         type_url = value.get("@type")
         if not isinstance(type_url, str) or not type_url:
             raise ConfigError("an Any needs @type", path)
-        if "/" not in type_url:
+        if "/" not in type_url[1:]:
             raise ConfigError(
                 f"expected @type with a slash, such as type.googleapis.com/..., found {type_url!r}", path
             )
@@ -444,10 +492,19 @@ def _bytes(value: object, path: str) -> bytes:
         raise ConfigError(f"expected base64, found {_shown(value)}", path) from None
 
 
+@cache
+def _values_by_name(descriptor: EnumDescriptor) -> dict[str, int]:
+    return {name.upper(): value.number for name, value in descriptor.values_by_name.items()}
+
+
 def _enum(descriptor: EnumDescriptor | None, value: object, path: str) -> int:
     assert descriptor is not None, path
-    if isinstance(value, str) and value in descriptor.values_by_name:
-        return descriptor.values_by_name[value].number
+    if isinstance(value, str):
+        number = _values_by_name(descriptor).get(value.upper())
+        if number is not None:
+            return number
+        if value.isascii() and value.isdigit() and int(value) in descriptor.values_by_number:
+            return int(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         # Numbers without a name are kept, as on the wire (proto3 enums are open).
         return _integer(value, *_INTEGER_RANGES[FieldDescriptor.CPPTYPE_INT32], path)
@@ -461,16 +518,24 @@ def _integer(value: object, low: int, high: int, path: str) -> int:
         number = value
     elif isinstance(value, float) and value.is_integer():
         number = int(value)
-    elif isinstance(value, str) and value.strip() == value and len(value) <= 20:
-        try:
-            number = int(value) if value.isascii() and "_" not in value else None
-        except ValueError:
-            number = None
+    elif isinstance(value, str) and len(value) <= _LONGEST_NUMBER:
+        number = _integer_in(value)
     if number is None:
         raise ConfigError(f"expected an integer, found {_kind(value)} {_shown(value)}", path)
     if not low <= number <= high:
         raise ConfigError(f"expected an integer from {low} to {high}, found {number}", path)
     return number
+
+
+def _integer_in(text: str) -> int | None:
+    """Return the integer that a string has: decimal, hexadecimal, or a float without a fraction."""
+    if _HEXADECIMAL.fullmatch(text):
+        return int(text, 16)
+    if _DECIMAL.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and (number := float(text)).is_integer():
+        return int(number)
+    return None
 
 
 def _float(value: object, path: str) -> float:
@@ -483,8 +548,8 @@ def _float(value: object, path: str) -> float:
         special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
         if value in special:
             return special[value]
-        try:
+        if _HEXADECIMAL.fullmatch(value):
+            return float(int(value, 16))
+        if _FLOAT.fullmatch(value):
             return float(value)
-        except ValueError:
-            pass
     raise ConfigError(f"expected a number, found {_kind(value)} {_shown(value)}", path)

@@ -57,7 +57,7 @@ def parse_file(name: str, data: bytes) -> FileContent:
         except text_format.ParseError as error:
             raise ConfigError(f"not valid text protobuf: {error}") from None
         return FileContent(response=response)
-    parsed = json.parse_text(text, DiscoveryResponse)
+    parsed = json.parse_text(text, DiscoveryResponse, name=name)
     return FileContent(response=parsed.message, unknown_fields=parsed.unknown_fields)
 
 

@@ -1,6 +1,7 @@
 """Reads the bootstrap: the configuration that the proxy starts with."""
 
 import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
         text = read_text(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot read: {error.strerror}") from None
-    parsed = parse_text(text, Bootstrap, faults=faults)
+    parsed = parse_text(text, Bootstrap, name=path, faults=faults)
     # As Envoy: every field of a static resource must be known.
     unknown = [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     if faults is not None:
@@ -147,6 +148,9 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
                 raise
             found.append(error)
 
+    for listener in message.static_resources.listeners:
+        if not listener.name:  # as Envoy, which shows the name as it was given, too
+            listener.name = str(uuid.uuid4())
     _refuse_ignored(message, noting)
     dynamic = message.dynamic_resources
     with noting("dynamic_resources"):

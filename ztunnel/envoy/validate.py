@@ -162,7 +162,7 @@ class _Check:
         self._files[path] = None
         faults: list[ConfigError] = []
         try:
-            parsed = parse_text(read_text(Path(path)), DiscoveryResponse, faults=faults)
+            parsed = parse_text(read_text(Path(path)), DiscoveryResponse, name=path, faults=faults)
         except OSError as error:
             self.faults.append(f"{path}: cannot read: {error.strerror}")
             return

@@ -170,14 +170,14 @@ def test_a_secret_file_holds_exactly_the_secret_asked_for(
     def secrets(*names: str) -> str:
         return "\n".join(["resources:", *(f'- {{"@type": {SDS}, name: {name}}}' for name in names)])
 
-    path.write_text(secrets("X", "Y", "Z"))
+    path.write_text(secrets("X", "B", "C"))
 
     async def main() -> None:
         receive = Receiver()
         async with FileSource() as files:
             stats = files.at(str(path)).subscribe(SDS, ["X"], receive).stats
             await until(lambda: stats.update_rejected == 1)
-            rename_onto(path, secrets("Y"))
+            rename_onto(path, secrets("B"))
             await until(lambda: stats.update_rejected == 2)
             rename_onto(path, secrets("X"))
             assert await receive.names() == ["X"]

@@ -170,7 +170,7 @@ def test_validate_lists_every_fault_of_every_file(tmp_path: Path, capsys: pytest
     socket = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
     (tmp_path / "sds.yaml").write_text(
         f'resources: [{{"@type": {secret}, name: s, tls_certificate: {{certificate_chain: {{inline_string: x}}, '
-        "private_key: {inline_string: y}}}]"
+        "private_key: {inline_string: yy}}}]"
     )
     (tmp_path / "cds.yaml").write_text(
         f"""

@@ -22,7 +22,7 @@ static_resources:
     - filters:
       - {{name: b, typed_config: {{{PROXY}, stat_prefix: a}}}}
     listener_filters:
-    - {{name: y, typed_config: {{{REDIS}}}}}
+    - {{name: yy, typed_config: {{{REDIS}}}}}
   clusters:
   - name: c
     type: STATIC
