@@ -8,7 +8,7 @@ GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui
+.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -85,6 +85,9 @@ ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked throug
 
 soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what grows, what fails
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),30)
+
+keepalive: $(STAMP) ## quiet connections to a server of grpc-go for MINUTES=n (10), nightly; needs Go
+	$(PY) -m tests.keepalive --minutes $(or $(MINUTES),10)
 
 bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
 	$(PY) -m bench.compare

@@ -8,6 +8,7 @@ must not be reached through what that proxy may be serving. ``GRPC_*`` variables
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections import deque
@@ -35,6 +36,8 @@ from xds.grpc.heads import request_fields
 from xds.grpc.messages import prefix
 from xds.grpc.status import Headers, RpcFailed, Status
 
+logger = logging.getLogger(__name__)
+
 CONNECT_S: Final = 20.0  # as gRPC's own clients
 _EACH_S: Final = 5.0  # of a name's addresses, but for the last: one that does not answer must not use up the time
 _USER_AGENT: Final = "grpc-python-ztunnel"
@@ -42,16 +45,33 @@ _UNSENT_BYTES: Final = 4 * 1024 * 1024
 _CLOSE_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+#: Below 5 minutes, gRPC's servers count a PING as abuse unless they are told otherwise, and end the connection
+#: at the third (proposal A8); a tenth more, since the way may delay one and not the next.
+_DEFAULT_PING_S: Final = 330.0
+#: TCP's own probes find a host that is gone, and no server counts them: seconds until the first, between them,
+#: number.
+_TCP_PROBES: Final = (
+    (socket.TCP_KEEPIDLE, 30),
+    (socket.TCP_KEEPINTVL, 10),
+    (socket.TCP_KEEPCNT, 3),
+)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Keepalive:
-    """A PING goes to a server that was quiet for ``interval_s``; it has ``timeout_s`` to send anything."""
+    """PINGs to one server, over all its connections.
 
-    interval_s: float
-    timeout_s: float
+    While a call is open, a PING goes to a server that was quiet for ``interval_s``; it has ``timeout_s`` to send
+    anything. A server that complains (``too_many_pings``) gets them half as often from then on, as gRPC's proposal
+    A8 has it. Whoever connects to a server again and again keeps one of these for it.
+    """
 
+    interval_s: float = _DEFAULT_PING_S
+    timeout_s: float = 20.0
 
-#: Servers end connections with too many PINGs: those of Go by default below 5 minutes, istiod below 15 s.
-KEEPALIVE: Final = Keepalive(interval_s=30.0, timeout_s=10.0)
+    def back_off(self) -> None:
+        """Double the interval."""
+        self.interval_s *= 2
 
 
 class Call:
@@ -282,6 +302,10 @@ class _Connection:
         self._heard = True
         self._dispatch(self._core.receive_data(data))
         self._flush()
+        if self._core.too_many_pings and self._keepalive is not None:
+            self._keepalive.back_off()
+            logger.warning("server complains of too many PINGs; now one in %g s", self._keepalive.interval_s)
+            self._keepalive = None  # this connection ends
         if self._core.state is State.CLOSED:
             self._transport.close()
         elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
@@ -350,11 +374,10 @@ class _Connection:
     # Keepalive
 
     def _check(self) -> None:
-        assert self._keepalive is not None
-        if self._core.state is State.CLOSED:
+        if self._core.state is State.CLOSED or self._keepalive is None:
             return
         loop = asyncio.get_running_loop()
-        if self._heard:
+        if self._heard or not self._calls:
             self._heard = False
             self._timer = loop.call_later(self._keepalive.interval_s, self._check)
             return
@@ -363,8 +386,7 @@ class _Connection:
         self._timer = loop.call_later(self._keepalive.timeout_s, self._give_up)
 
     def _give_up(self) -> None:
-        assert self._keepalive is not None
-        if self._heard:
+        if self._heard or self._keepalive is None:
             self._check()
             return
         self._cut(f"no answer to a PING within {self._keepalive.timeout_s:g} s")
@@ -380,6 +402,13 @@ class _Connection:
             self._transport.abort()
 
 
+class _Own:
+    """Stands for a new :class:`Keepalive`."""
+
+
+_OWN: Final = _Own()
+
+
 class Channel:
     """Calls to one address, over one connection at a time; ``async with`` closes it.
 
@@ -387,7 +416,8 @@ class Channel:
         target: ``host:port``, IPv6 hosts in brackets, or ``unix:/path``.
         tls: from :func:`xds.grpc.tls.client_tls`, which knows the server's names; None is plain text.
         message_limit_bytes: of one received message; None allows any length, up to the protocol's 4 GiB.
-        keepalive: None sends no PING.
+        keepalive: of the server, for a caller that makes several channels to it; by default one of this channel.
+            None sends no PING.
         connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
             more calls at once.
         source: an address of this host to connect from; None is the kernel's choice.
@@ -402,7 +432,7 @@ class Channel:
         *,
         tls: TlsContext | None = None,
         message_limit_bytes: int | None = None,
-        keepalive: Keepalive | None = KEEPALIVE,
+        keepalive: Keepalive | _Own | None = _OWN,
         connect_timeout_s: float = CONNECT_S,
         source: str | None = None,
     ) -> None:
@@ -412,7 +442,7 @@ class Channel:
         self._host, self._port = ("localhost", 0) if self._path else host_and_port(target)
         self._tls = tls
         self._message_limit_bytes = message_limit_bytes
-        self._keepalive = keepalive
+        self._keepalive = Keepalive() if isinstance(keepalive, _Own) else keepalive
         self._connect_timeout_s = connect_timeout_s
         self._connection: _Connection | None = None
         self._retired: set[_Connection] = set()
@@ -571,6 +601,9 @@ class Channel:
             else:
                 if not self._path:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in _TCP_PROBES:
+                        sock.setsockopt(socket.IPPROTO_TCP, option, value)
                 return sock
         raise OSError("the name has no addresses")
 

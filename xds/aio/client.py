@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from google.protobuf.message import DecodeError
 
-from xds.aio.channel import Call, Channel
+from xds.aio.channel import Call, Channel, Keepalive
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.errors import XdsError
 from xds.grpc.status import RpcFailed, Status
@@ -105,8 +105,10 @@ def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Conne
         ValueError: the target is neither.
     """
 
+    keepalive = Keepalive()
+
     def connect() -> Channel:
-        return Channel(target, message_limit_bytes=response_limit_bytes)
+        return Channel(target, message_limit_bytes=response_limit_bytes, keepalive=keepalive)
 
     connect()  # a target that is wrong is so now, not at the first attempt
     return connect

@@ -116,6 +116,7 @@ class ClientConnection:
     Attributes:
         state: see :class:`State`.
         reason: in DRAINING and CLOSED: why, in words.
+        too_many_pings: the server ended the connection because of our PINGs.
     """
 
     def __init__(self) -> None:
@@ -136,6 +137,7 @@ class ClientConnection:
         self._goodbye = ""
         self.state = State.OPENING
         self.reason = ""
+        self.too_many_pings = False
 
     def start(self) -> None:
         """Queue the preface, SETTINGS and the connection's window."""
@@ -353,6 +355,7 @@ class ClientConnection:
     def _goaway(self, goaway: "Goaway", events: list[CallEvent]) -> None:
         words = goaway.debug.decode("ascii", "replace")
         self._goodbye = " ".join(filter(None, ("GOAWAY", code_name(goaway.code), words)))
+        self.too_many_pings = goaway.code == ErrorCodes.ENHANCE_YOUR_CALM and words == "too_many_pings"
         self._drain(self._goodbye)
         events.append(CallsPossible())
         for call_id in [each for each in self._calls if each > goaway.last_stream_id]:

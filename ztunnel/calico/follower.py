@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import random
 from typing import Final
 
-from xds.aio.channel import Channel
+from xds.aio.channel import Channel, Keepalive
 from xds.dialects.calico.policysync import decode
 from xds.errors import ConfigError
 from xds.grpc.status import RpcFailed
@@ -98,6 +98,7 @@ class Follower:
         self._connections_only = connections_only
         self._changed = changed
         self._lost_at: float | None = None
+        self._keepalive = Keepalive()
         self._backoff = backoff or Backoff(0.2, 0.8, spread=0.2)
 
     @property
@@ -114,7 +115,9 @@ class Follower:
         """Follow the server until cancelled."""
         while True:
             try:
-                async with Channel(self.target, message_limit_bytes=MESSAGE_BYTES) as channel:
+                async with Channel(
+                    self.target, message_limit_bytes=MESSAGE_BYTES, keepalive=self._keepalive
+                ) as channel:
                     await self._stream(channel)
                 self.error = "the server has ended the stream"
             except RpcFailed as error:

@@ -406,6 +406,45 @@ def test_a_silent_server_is_given_up(loop: str) -> None:
 
 
 @LOOPS
+def test_no_ping_goes_out_without_a_call(loop: str) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.head([*HEAD, *OK], ended=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(peer.until(h2.events.PingReceived), 0.3)
+
+    async def main(channel: Channel) -> None:
+        assert await outcome(channel) == ([], None)
+        await asyncio.sleep(0.4)
+
+    run(lambda: against(script, main, keepalive=Keepalive(interval_s=0.05, timeout_s=0.1)), loop)
+
+
+@LOOPS
+@pytest.mark.parametrize(("debug", "doubled"), [(b"too_many_pings", True), (b"too many calls", False)])
+def test_server_that_complains_of_pings_gets_half_as_many(loop: str, debug: bytes, doubled: bool) -> None:
+    keepalive = Keepalive(interval_s=0.05, timeout_s=5)
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.until(h2.events.PingReceived)
+        code = h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
+        peer.h2.close_connection(code, additional_data=debug, last_stream_id=0)
+        await peer.flush()
+
+    async def main(channel: Channel) -> None:
+        _, failure = await outcome(channel)
+        assert failure is not None
+        assert keepalive.interval_s == (0.1 if doubled else 0.05)
+
+    run(lambda: against(script, main, keepalive=keepalive), loop)
+
+
+def test_pings_are_rarer_than_grpc_servers_allow_without_settings() -> None:
+    assert Keepalive().interval_s > 300
+
+
+@LOOPS
 def test_a_server_that_answers_pings_is_kept(loop: str) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from hbone.settings import Role
-from xds.aio.channel import Channel
+from xds.aio.channel import Channel, Keepalive
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError, XdsError
 from xds.model.cluster import RawBuffer
@@ -65,6 +65,7 @@ class GrpcClusters:
         self._stats = stats
         self._secrets = secrets
         self._contexts: dict[str, LiveContext] = {}
+        self._keepalives: dict[str, Keepalive] = {}
 
     def connect(self, name: str) -> Callable[[], AbstractAsyncContextManager[Channel]]:
         """Return the function that connects to a cluster; see :data:`xds.aio.client.Connect`."""
@@ -76,10 +77,23 @@ class GrpcClusters:
                 await live.settled()
                 if live.current is None:
                     raise XdsError(f"no TLS with cluster {name}: its secrets have not come, or are of no use")
-            async with Channel(self._targets[name].address, tls=None if live is None else live.current) as channel:
+            tls = None if live is None else live.current
+            keepalive = self.keepalive(name)
+            async with Channel(self._targets[name].address, tls=tls, keepalive=keepalive) as channel:
                 yield channel
 
         return connect
+
+    def keepalive(self, name: str) -> Keepalive:
+        """Return the PINGs to a cluster's server, by its ``connection_keepalive`` or the default."""
+        keepalive = self._keepalives.get(name)
+        if keepalive is None:
+            keepalive = self._keepalives[name] = Keepalive()
+            http2 = compile_cluster(self._targets[name].cluster, self._surroundings).http2
+            if http2 is not None and http2.keepalive_interval_s is not None:
+                keepalive.interval_s = http2.keepalive_interval_s
+                keepalive.timeout_s = http2.keepalive_timeout_s or keepalive.timeout_s
+        return keepalive
 
     def _live(self, name: str) -> LiveContext | None:
         live = self._contexts.get(name)

@@ -6,7 +6,7 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
-from xds.aio.channel import Channel
+from xds.aio.channel import Channel, Keepalive
 from xds.grpc.status import RpcFailed
 from xds.grpc.tls import client_tls
 from xds.model.identity import SpiffeId
@@ -65,6 +65,7 @@ class IstioCertificateAuthority:
         self._tls_1_2 = tls_1_2
         self._groups = groups
         self._channel: Channel | None = None
+        self._keepalive = Keepalive()
         self._root_pem: bytes | None = None
         self._tasks = Tasks("certificate authority")
 
@@ -111,7 +112,7 @@ class IstioCertificateAuthority:
         """
         if not self._endpoint.tls:
             if self._channel is None:
-                self._channel = Channel(self._endpoint.target)
+                self._channel = Channel(self._endpoint.target, keepalive=self._keepalive)
             return self._channel
         assert self._roots is not None
         try:
@@ -121,7 +122,8 @@ class IstioCertificateAuthority:
                 if self._channel is not None:
                     closing = self._channel.close(self._timeout_s)
                     self._tasks.start(closing, "close a channel with old roots")
-                self._channel, self._root_pem = Channel(self._endpoint.target, tls=tls), pem
+                self._channel = Channel(self._endpoint.target, tls=tls, keepalive=self._keepalive)
+                self._root_pem = pem
         except (CredentialsError, ValueError) as error:
             text = str(error) if isinstance(error, CredentialsError) else f"unusable {self._roots.place}: {error}"
             if self._channel is None:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Self
 
-from xds.aio.channel import Channel
+from xds.aio.channel import Channel, Keepalive
 from xds.aio.client import AdsClient, Connect, connect_to
 from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import XdsError
@@ -87,6 +87,7 @@ class ControlPlane:
             return connect_to(endpoint.target, response_limit_bytes=limit)
         roots, policy = Roots(config.xds_root_ca), config.tls_policy
         names = [endpoint.host, *filter(None, [config.alt_xds_hostname])]
+        keepalive = Keepalive()
 
         def connect() -> Channel:
             try:
@@ -95,7 +96,7 @@ class ControlPlane:
                 raise XdsError(str(error)) from error
             except ValueError as error:
                 raise XdsError(f"unusable {roots.place}: {error}") from error
-            return Channel(endpoint.target, tls=tls, message_limit_bytes=limit)
+            return Channel(endpoint.target, tls=tls, message_limit_bytes=limit, keepalive=keepalive)
 
         return connect
 

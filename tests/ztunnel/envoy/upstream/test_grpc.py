@@ -199,3 +199,15 @@ def test_tls_that_would_protect_nothing_is_refused_by_place(cluster: Json, words
         tls_of(target, SURROUNDINGS)
     assert str(refused.value).startswith("static_resources.clusters[0].transport_socket")
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("keepalive", [None, {"interval": "7s", "timeout": "3s"}])
+def test_pings_follow_the_clusters_setting(keepalive: dict[str, str] | None) -> None:
+    options = {"http2_protocol_options": {"connection_keepalive": keepalive} if keepalive else {}}
+    kind = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    typed = {kind: {"@type": f"type.googleapis.com/{kind}", "explicit_http_config": options}}
+    clusters = Around("127.0.0.1:1", typed_extension_protocol_options=typed).clusters
+    found = clusters.keepalive("xds")
+    assert (found.interval_s, found.timeout_s) == ((7.0, 3.0) if keepalive else (330.0, 20.0))
+    found.back_off()
+    assert clusters.keepalive("xds") is found
