@@ -77,7 +77,7 @@ class ChainSelector:
             lambda match: _longest(match.destination, facts.destination.host),
             lambda match: _server_name(match.server_names, candidates),
             lambda match: _exact(match.transport_protocol or None, facts.transport_protocol),
-            lambda match: _overlap(match.application_protocols, facts.application_protocols),
+            lambda match: _preferred(match.application_protocols, facts.application_protocols),
             lambda match: _longest(match.direct_source, facts.direct_source.host),
             lambda match: _source_type(match.source_type, facts),
             lambda match: _longest(match.source, facts.source.host),
@@ -140,6 +140,13 @@ def _overlap(wanted: Sequence[object], found: Sequence[object]) -> int | None:
     if not wanted:
         return 0
     return 1 if any(value in wanted for value in found) else None
+
+
+def _preferred(wanted: Sequence[str], offered: Sequence[str]) -> int | None:
+    """Rank by the client's order: its first protocol that any chain has decides, not the order of the chains."""
+    if not wanted:
+        return 0
+    return max((len(offered) - place for place, name in enumerate(offered) if name in wanted), default=None)
 
 
 def _longest(networks: tuple[IpNetwork, ...], host: str) -> int | None:

@@ -135,12 +135,17 @@ class TransportSocketMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitBreakers:
-    """Limits of one priority; Envoy's defaults. ``max_retries`` is for HTTP requests, of which there are none."""
+    """Limits of one priority; Envoy's defaults. ``max_retries`` is for HTTP requests, of which there are none.
+
+    Attributes:
+        track_remaining: statistics show what is left of each.
+    """
 
     max_connections: int = 1024
     max_pending_requests: int = 1024
     max_requests: int = 1024
     max_retries: int = 3
+    track_remaining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -325,6 +325,7 @@ class Listener:
     transparent: bool = False
     freebind: bool = False
     bind_to_port: bool = True
+    ipv4_compat: bool = False
     reuse_port: bool = True
     backlog: int = 4096
     socket_options: tuple[SocketOption, ...] = ()

@@ -36,7 +36,16 @@ class Answer:
 
 
 class ResolveFailed(Exception):
-    """A name could not be resolved; what is known of it is kept."""
+    """A name could not be resolved.
+
+    Attributes:
+        absent: servers answered that there is no such name, or no address; otherwise what is known of it may be
+        kept.
+    """
+
+    def __init__(self, reason: str, *, absent: bool = False) -> None:
+        super().__init__(reason)
+        self.absent = absent
 
 
 class Resolver:
@@ -92,6 +101,7 @@ class Resolver:
         import dns.asyncresolver
         import dns.exception
         import dns.rdatatype
+        import dns.resolver
 
         if self._loaded is None:
             self._loaded = dns.asyncresolver.Resolver(str(self._resolv_conf))
@@ -104,19 +114,20 @@ class Resolver:
         }
         found: list[str] = []
         ttls: list[float] = []
-        reason = "no address"
+        reason, absent = "no address", True
         for kind in orders.get(family, (dns.rdatatype.AAAA, dns.rdatatype.A)):
             try:
                 answer = await self._first(name, kind)
             except (dns.exception.DNSException, OSError) as error:
                 reason = plain_reason(error)
+                absent &= isinstance(error, dns.resolver.NXDOMAIN | dns.resolver.NoAnswer)
                 continue
             found.extend(canonical(record.address) for record in answer)
             ttls.append(float(answer.rrset.ttl) if answer.rrset is not None else 0.0)
             if family != "ALL":
                 break
         if not found:
-            raise ResolveFailed(f"cannot resolve {name}: {reason}")
+            raise ResolveFailed(f"cannot resolve {name}: {reason}", absent=absent)
         return Answer(tuple(found), min(ttls))
 
     async def _first(self, name: str, kind: RdataType) -> DnsAnswer:

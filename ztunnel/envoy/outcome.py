@@ -57,6 +57,11 @@ class Incomplete(Refused):
 class NoFilterChain(Refused):
     """No filter chain matches the connection."""
 
+    flag = Flag.NO_ROUTE
+
+    def __init__(self) -> None:
+        super().__init__("filter_chain_not_found")
+
 
 class Denied(Refused):
     """A policy does not allow the connection."""

@@ -104,6 +104,7 @@ class StreamInfo:
         stream_id: made when a log asks for it.
         direct_local: the accepted socket's own name, or the internal address; never restored.
         endpoint: the host of the last attempt; those of earlier ones are in ``failed``.
+        upstream_cluster: the cluster's alternative name, or its name; empty if it does not exist.
         upstream_sni: the server name that our handshake sent.
         tunnel_authority: what our CONNECT named, of a tunnel over the wire.
         connected: the last attempt succeeded.
@@ -136,6 +137,7 @@ class StreamInfo:
     upstream_failure: str = ""
     downstream_failure: str = ""
     cluster: str = ""
+    upstream_cluster: str = ""
     cluster_metadata: Metadata = NO_METADATA
     upstream_host: str = ""
     upstream_local: str = ""

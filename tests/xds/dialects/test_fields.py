@@ -38,7 +38,6 @@ IGNORED = {
     "envoy.config.bootstrap.v3.Bootstrap.StaticResources.secrets": "compiled at the start, as those of SDS",
     "envoy.config.bootstrap.v3.RuntimeLayer.admin_layer": "begins empty, and no page changes it",
     "envoy.config.bootstrap.v3.RuntimeLayer.name": _LABEL,
-    "envoy.config.cluster.v3.CircuitBreakers.Thresholds.track_remaining": "shows statistics that are derived",
     "envoy.config.cluster.v3.Cluster.eds_cluster_config": "of another type of cluster",
     "envoy.config.cluster.v3.Cluster.http2_protocol_options": _SECOND_BEST,
     "envoy.config.cluster.v3.Cluster.lb_policy": "load_balancing_policy wins",

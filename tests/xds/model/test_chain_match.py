@@ -159,3 +159,16 @@ def test_a_connection_is_raw_while_nothing_has_inspected_it() -> None:
     """As Envoy, whose listeners fill in ``raw_buffer`` where no filter has found TLS."""
     matches = [ChainMatch(transport_protocol="tls"), ChainMatch(transport_protocol="raw_buffer"), ChainMatch()]
     assert choose(matches, facts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [(("h2", "http/1.1"), 1), (("http/1.1", "h2"), 0), (("x", "h2"), 1), (("x",), 2), ((), 2)],
+)
+def test_clients_order_of_protocols_decides(offered: tuple[str, ...], chosen: int) -> None:
+    matches = [
+        ChainMatch(application_protocols=("http/1.1",)),
+        ChainMatch(application_protocols=("h2", "h3")),
+        ChainMatch(),
+    ]
+    assert choose(matches, facts(application_protocols=offered)) == chosen

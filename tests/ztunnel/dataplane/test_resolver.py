@@ -107,3 +107,23 @@ def test_lines_of_a_hosts_file() -> None:
         "a": ("::1", "127.0.0.1"),
         "b": ("::1",),
     }
+
+
+@pytest.mark.parametrize(
+    ("behave", "absent"),
+    [
+        (fails(dns.rcode.NXDOMAIN), True),
+        (plain(), True),
+        (fails(dns.rcode.SERVFAIL), False),
+        (fails(dns.rcode.REFUSED), False),
+        (silent, False),
+    ],
+    ids=["NXDOMAIN", "no records", "SERVFAIL", "REFUSED", "silence"],
+)
+@pytest.mark.parametrize("family", ["V4_ONLY", "AUTO"])
+def test_name_is_absent_only_if_servers_say_so(
+    tmp_path: Path, behave: Behaviour, absent: bool, family: str
+) -> None:
+    with pytest.raises(ResolveFailed) as caught:
+        resolved(tmp_path, "web.", lambda _: behave, family)
+    assert caught.value.absent is absent

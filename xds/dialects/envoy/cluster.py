@@ -344,7 +344,7 @@ def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.Circ
                 "max_pending_requests",
                 "max_requests",
                 "max_retries",
-                "track_remaining",  # whether statistics show what is left
+                "track_remaining",
             )
             enum_name(threshold, "priority")
             limits[threshold.priority] = model.CircuitBreakers(
@@ -352,6 +352,7 @@ def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.Circ
                 max_pending_requests=wrapped(threshold, "max_pending_requests", 1024),
                 max_requests=wrapped(threshold, "max_requests", 1024),
                 max_retries=wrapped(threshold, "max_retries", 3),
+                track_remaining=threshold.track_remaining,
             )
     return limits[0], limits[1]
 

@@ -136,6 +136,7 @@ def compile_listener(
         use_original_dst=wrapped(message, "use_original_dst", False),
         transparent=wrapped(message, "transparent", False),
         freebind=wrapped(message, "freebind", False),
+        ipv4_compat=message.address.socket_address.ipv4_compat,
         bind_to_port=wrapped(message, "bind_to_port", wrapped(message.deprecated_v1, "bind_to_port", True)),
         reuse_port=wrapped(message, "enable_reuse_port", True),
         backlog=wrapped(message, "tcp_backlog_size", 4096),

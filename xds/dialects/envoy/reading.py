@@ -328,7 +328,6 @@ def socket_address(address: core.SocketAddress) -> SocketAddress:
 
 
 def _check_socket_address(address: core.SocketAddress) -> None:
-    # An unspecified IPv6 address takes IPv4, too, as on any Linux host: ipv4_compat adds nothing.
     only(address, "protocol", "address", "port_value", "ipv4_compat")
     if address.protocol != core.SocketAddress.TCP:
         raise Unsupported("only TCP is carried", "protocol")

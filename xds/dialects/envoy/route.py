@@ -19,7 +19,7 @@ from xds.dialects.envoy.reading import (
 )
 from xds.errors import ConfigError, Unsupported
 from xds.model import http as model
-from xds.model.strings import StringMatch
+from xds.model.strings import StringMatch, ascii_lower
 from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.route.v3 import route_pb2 as proto
 
@@ -129,6 +129,9 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
             if not upgrade.HasField("enabled") or upgrade.enabled.value:
                 tunnel = upgrade.HasField("connect_config")
                 allow_post = upgrade.connect_config.allow_post
+    if message.match.HasField("connect_matcher") and not tunnel:
+        # Envoy passes the CONNECT on as a request, with its authority and headers.
+        raise Unsupported("a CONNECT is ended here, not passed on: set connect_config", "upgrade_configs")
     enum_name(action, "cluster_not_found_response_code")
     return model.Route(
         name=message.name,
@@ -192,7 +195,7 @@ def _path(message: proto.RouteMatch) -> StringMatch | None:
 
 
 def _text(kind: str, value: str, ignore_case: bool) -> StringMatch:
-    return StringMatch(kind, value.lower() if ignore_case else value, ignore_case)
+    return StringMatch(kind, ascii_lower(value) if ignore_case else value, ignore_case)
 
 
 def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:

@@ -29,6 +29,8 @@ Renderer = Callable[[StreamInfo], str]
 _HOSTNAME = socket.gethostname()
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f]")
 _FRACTION = re.compile(r"%([1-9])f")
+#: Extensions of the library that formats Envoy's times. ``*`` is all digits that there are: here of microseconds.
+_EXTENDED = re.compile(r"%(?:E([0-9*])([Sf])|(E4Y)|f)")
 
 
 def renderer(text: FormatString, *, missing: str = "-") -> Renderer:
@@ -387,7 +389,7 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_REMOTE_ADDRESS": lambda info: info.upstream_host if info.connected else None,
     "UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_host) if info.connected else None,
     "UPSTREAM_REMOTE_PORT": lambda info: _port_of(info.upstream_host) if info.connected else None,
-    "UPSTREAM_CLUSTER": lambda info: info.cluster or None,
+    "UPSTREAM_CLUSTER": lambda info: info.upstream_cluster or None,
     "UPSTREAM_LOCAL_ADDRESS": lambda info: info.upstream_local or None,
     "UPSTREAM_LOCAL_ADDRESS_WITHOUT_PORT": lambda info: _host_of(info.upstream_local),
     "UPSTREAM_LOCAL_PORT": lambda info: _port_of(info.upstream_local),
@@ -421,7 +423,7 @@ _READERS: dict[str, Reader] = {
     "UNIQUE_ID": lambda info: str(uuid.uuid4()),
     "ACCESS_LOG_TYPE": lambda info: "DownstreamEnd" if info.method else "TcpConnectionEnd",
     "LISTENER_NAME": lambda info: info.listener or None,
-    "UPSTREAM_CLUSTER_RAW": lambda info: info.cluster or None,
+    "UPSTREAM_CLUSTER_RAW": lambda info: info.cluster if info.upstream_cluster else None,
     "UPSTREAM_TLS_VERSION": lambda info: info.upstream_tls.version if info.upstream_tls else None,
     "UPSTREAM_TLS_CIPHER": lambda info: info.upstream_tls.cipher if info.upstream_tls else None,
     **dict.fromkeys(_NEVER, lambda info: None),
@@ -451,6 +453,23 @@ _READERS: dict[str, Reader] = {
 }
 
 
+def _plain_pattern(pattern: str) -> str:
+    """Return a pattern with ``%E3S``, ``%E*f``, ``%E4Y`` and ``%f`` in terms of ``%3f`` and of ``strftime``."""
+
+    def plain(found: re.Match[str]) -> str:
+        digits, kind, year = found.groups()
+        if year:
+            return "%Y"
+        if kind is None:
+            return "%9f"
+        fraction = "" if digits == "0" else f"%{'6' if digits == '*' else digits}f"
+        if kind == "f":
+            return fraction
+        return f"%S.{fraction}" if fraction else "%S"
+
+    return _EXTENDED.sub(plain, pattern)
+
+
 def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
     """Return a maker of readers of a moment (seconds, wall clock) in UTC."""
     return partial(_time, moment_of)
@@ -459,7 +478,7 @@ def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], R
 def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Reader:
     pattern = argument or "%Y-%m-%dT%H:%M:%S.%3fZ"
 
-    pieces = _FRACTION.split(pattern)
+    pieces = _FRACTION.split(_plain_pattern(pattern))
     scales = [10 ** int(digits) for digits in pieces[1::2]]
     last: tuple[int, str] = (-1, "")
 
@@ -485,7 +504,7 @@ def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Re
     """Return a maker of readers of a moment in the time zone of this machine."""
 
     def make(argument: str) -> Reader:
-        pieces = _FRACTION.split(argument or "%Y-%m-%dT%H:%M:%S.%3f%z")
+        pieces = _FRACTION.split(_plain_pattern(argument or "%Y-%m-%dT%H:%M:%S.%3f%z"))
 
         def read(info: StreamInfo) -> str:
             moment = moment_of(info)

@@ -145,7 +145,7 @@ def _common(common: data.AccessLogCommon, info: StreamInfo) -> None:
     elif info.upstream_local:
         with suppress(ValueError):  # not of a socket
             _address(common.upstream_local_address, SocketAddress.parse(info.upstream_local))
-    common.upstream_cluster = info.cluster
+    common.upstream_cluster = info.upstream_cluster
     _flags(common, info.flags)
     _metadata(common.metadata, info.facts.metadata)
     common.upstream_transport_failure_reason = info.upstream_failure

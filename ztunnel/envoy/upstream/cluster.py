@@ -268,6 +268,9 @@ class LiveCluster:
                 scope=self.stats.scope,
             )
         self.stats.scope.declare(_STATE, self)
+        for priority, limits in zip(("default", "high"), model.breakers, strict=True):
+            if limits.track_remaining:
+                self.stats.scope.declare(_remaining(priority), self)
         self.empty_updates = self.unchanged_updates = 0
         self.updates = _NO_UPDATES
         if model.discovery in (Discovery.STRICT_DNS, Discovery.LOGICAL_DNS):
@@ -319,7 +322,7 @@ class LiveCluster:
                 )
                 self._surround.sources.count(self.stats.scope, self._subscription)
             case Discovery.STRICT_DNS | Discovery.LOGICAL_DNS:
-                self._run(self._resolve_for_ever(), "dns")
+                self._resolve_names()
             case Discovery.ORIGINAL_DST:
                 self._have_endpoints.set()
                 self._run(self._clean_up_for_ever(), "cleanup")
@@ -423,44 +426,54 @@ class LiveCluster:
         if self.outlier is not None:
             self.outlier.passed_check(host)
 
-    async def _resolve_for_ever(self) -> None:
+    def _resolve_names(self) -> None:
+        """Follow each name on its own, so that one slow name server delays the addresses of no other name."""
+        assert self.model.assignment is not None
+        endpoints = self.model.assignment.endpoints
+        names = dict.fromkeys(each.address.name for each in endpoints if isinstance(each.address, NamedAddress))
+        known: dict[str, tuple[str, ...] | None] = dict.fromkeys(names)
+        self._resolved_names(known)
+        for name in names:
+            self._run(self._resolve_for_ever(name, known), f"dns {name}")
+
+    def _resolved_names(self, known: Mapping[str, tuple[str, ...] | None]) -> None:
+        """Use the addresses of all names, once each has been looked up."""
+        assert self.model.assignment is not None
+        found = {name: addresses for name, addresses in known.items() if addresses is not None}
+        if len(found) == len(known):
+            self._assign(_resolved(self.model.assignment, found))
+
+    async def _resolve_for_ever(self, name: str, known: dict[str, tuple[str, ...] | None]) -> None:
         model = self.model
-        assert model.assignment is not None
-        known: dict[str, tuple[str, ...]] = {}
         backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
         while True:
             wait_s = model.dns_refresh_s
-            ttls: list[float] = []
-            failed = False
-            for endpoint in model.assignment.endpoints:
-                if not isinstance(endpoint.address, NamedAddress):
-                    continue
-                name = endpoint.address.name
-                self.updates.update_attempt += 1
-                try:
-                    answer = await self._surround.resolver.resolve(name, model.dns_family)
-                except ResolveFailed as error:
-                    log.debug("cluster %s: %s", model.name, error)
-                    failed = True
-                    self.updates.update_failure += 1
-                    continue
+            before = known[name]
+            self.updates.update_attempt += 1
+            try:
+                answer = await self._surround.resolver.resolve(name, model.dns_family)
+            except ResolveFailed as error:
+                log.debug("cluster %s: %s", model.name, error)
+                self.updates.update_failure += 1
+                # Like Envoy's, hosts of STRICT_DNS go with their name; a server that does not answer changes
+                # nothing.
+                gone = error.absent and model.discovery is Discovery.STRICT_DNS
+                known[name] = () if gone or before is None else before
+                if backoff is not None:
+                    wait_s = backoff.next(self._surround.rng.random())
+            else:
                 self.updates.update_success += 1
                 addresses = answer.addresses
                 if model.discovery is Discovery.LOGICAL_DNS:
-                    kept = known.get(name, ())
-                    addresses = kept if kept and kept[0] in addresses else addresses[:1]
-                if known.get(name) == addresses:
+                    addresses = before if before and before[0] in addresses else addresses[:1]
+                if before == addresses:
                     self.unchanged_updates += 1
                 known[name] = addresses
-                ttls.append(answer.ttl_s)
-            self._assign(_resolved(model.assignment, known))
-            if model.respect_dns_ttl and ttls:
-                wait_s = max(1.0, min(ttls))
-            if backoff is not None:
-                if failed:
-                    wait_s = backoff.next(self._surround.rng.random())
-                else:
+                if model.respect_dns_ttl:
+                    wait_s = max(1.0, answer.ttl_s)
+                if backoff is not None:
                     backoff.reset()
+            self._resolved_names(known)
             await asyncio.sleep(wait_s)
 
     async def _watch_outliers(self) -> None:
@@ -510,6 +523,7 @@ class LiveCluster:
         subset: Mapping[str, object] | None = None,
         hash_source: bool = False,
         avoid: frozenset[Host] = frozenset(),
+        drops: bool = True,
     ) -> Host | None:
         """Return the host for a connection, or None if there is none.
 
@@ -518,11 +532,12 @@ class LiveCluster:
             subset: the endpoint metadata to require, if the cluster is divided into subsets.
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
+            drops: obey ``drop_overloads``, as Envoy does for requests and not for connections of ``tcp_proxy``.
         """
         now = self._surround.clock.monotonic()
         if self.model.discovery is Discovery.ORIGINAL_DST:
             return self._original_host(info, now)
-        for _category, share in self._dropping:
+        for _category, share in self._dropping if drops else ():
             if self._surround.rng.random() < share:
                 self.stats.drop_overload.value += 1
                 return None
@@ -620,6 +635,29 @@ _STATE = (
     Declared("circuit_breakers.default.rq_open", Gauge, lambda cluster: int(cluster.breaker.requests_open)),
     Declared("circuit_breakers.default.rq_pending_open", Gauge, lambda cluster: int(cluster.breaker.pending_open)),
 )
+
+
+def _remaining(priority: str) -> tuple[Declared, ...]:
+    """Return what ``track_remaining`` shows; everything here is of the priority DEFAULT."""
+    used = {"cx": "connections", "pending": "pending", "rq": "requests"}
+    limits = {"cx": "max_connections", "pending": "max_pending_requests", "rq": "max_requests"}
+    place = ("default", "high").index(priority)
+
+    def left(cluster: LiveCluster, short: str) -> int:
+        limit: int = getattr(cluster.model.breakers[place], limits[short])
+        return max(0, limit - (getattr(cluster.breaker, used[short]) if place == 0 else 0))
+
+    shown = [
+        Declared(f"circuit_breakers.{priority}.remaining_{short}", Gauge, partial(left, short=short))
+        for short in used
+    ]
+    retries = Declared(
+        f"circuit_breakers.{priority}.remaining_retries",
+        Gauge,
+        lambda cluster: cluster.model.breakers[place].max_retries,
+    )
+    return (*shown, retries)
+
 
 #: What Envoy shows of a cluster without a subscription; of names of DNS each resolution is an update.
 _UPDATES = (

@@ -119,11 +119,14 @@ class Connector:
             proxy.cx_no_route.value += 1
             raise NoCluster()
         info.cluster_metadata = cluster.model.metadata
+        info.upstream_cluster = cluster.model.alt_stat_name or name
         subset = proxy.subsets.get(name, model.metadata_match)
         # As Envoy's ``max_connect_attempts``: a number and a back-off, no limit of time.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         while True:
-            host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid)
+            host = cluster.choose(
+                info, subset=subset, hash_source=model.hash_source_ip, avoid=attempts.avoid, drops=False
+            )
             if host is None:
                 cluster.stats.cx_none_healthy.value += 1
                 raise NoHealthyHost()

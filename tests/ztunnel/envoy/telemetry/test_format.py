@@ -49,6 +49,9 @@ def render(text: str, *, missing: str = "-", **more: object) -> str:
         ("%START_TIME%", "2022-11-15T09:15:41.834Z"),
         ("%START_TIME(%s)%", "1668503741"),
         ("%START_TIME(%Y/%m/%d %H:%M:%S.%6f)%", "2022/11/15 09:15:41.834567"),
+        ("%START_TIME(%E4f)%", "8345"),
+        ("%START_TIME(%H:%E3S)%", "09:41.834"),
+        ("%START_TIME(%E0S %E*S %E*f %E4Y)%", "41 41.834567 834567 2022"),
         ("%DOWNSTREAM_REMOTE_ADDRESS%", "10.244.2.3:40000"),
         ("%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %DOWNSTREAM_REMOTE_PORT%", "10.244.2.3 40000"),
         ("%DOWNSTREAM_LOCAL_ADDRESS%", "10.96.183.192:9080"),
@@ -248,3 +251,10 @@ def test_values_of_certificates() -> None:
     assert render("%UPSTREAM_PEER_URI_SAN%", upstream_uri_sans=("spiffe://td/x",)) == "spiffe://td/x"
     assert render("%UPSTREAM_PEER_ISSUER%", upstream_tls=upstream) == chain[0].issuer.rfc4514_string()
     assert render("%UPSTREAM_TLS_VERSION% %UPSTREAM_TLS_CIPHER%", upstream_tls=upstream) == "TLSv1.3 c"
+
+
+def test_cluster_is_shown_by_its_alternative_name_and_not_if_it_does_not_exist() -> None:
+    text = "%UPSTREAM_CLUSTER% %UPSTREAM_CLUSTER_RAW%"
+    assert render(text, cluster="a") == "- -"
+    assert render(text, cluster="a", upstream_cluster="a") == "a a"
+    assert render(text, cluster="a", upstream_cluster="other") == "other a"

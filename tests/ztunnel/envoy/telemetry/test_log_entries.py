@@ -31,6 +31,7 @@ def test_a_connection() -> None:
             bytes_sent=8,
             duration_s=1.5,
             cluster="app",
+            upstream_cluster="app",
             attempts=2,
             endpoint=Endpoint(address=SocketAddress("10.0.0.9", 80)),
             connected=True,
