@@ -104,6 +104,7 @@ class Terminator:
             manager.no_cluster.value += 1
             info.flags.add(Flag.NO_CLUSTER)
             raise RequestRefused(Answer(route.cluster_not_found_status, "cluster_not_found"))
+        info.upstream_cluster = cluster.model.alt_stat_name or name
         try:
             upstream = await self._dial(hop, chain, cluster)
         except Denied as error:

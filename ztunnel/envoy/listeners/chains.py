@@ -144,10 +144,10 @@ class LiveTcpProxy:
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         if model.tunneling is not None:
-            # A hostname without a value must stay empty, not become "-".
+            # What has no value is empty, not "-": a hostname is refused then, and a header left out.
             self.hostname = renderer(model.tunneling.hostname, missing="")
             self.headers = tuple(
-                LiveHeader(header.name, renderer(header.value), header.action, header.keep_empty)
+                LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
                 for header in model.tunneling.headers
             )
 

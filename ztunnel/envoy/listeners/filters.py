@@ -1,5 +1,6 @@
 """Runs listener filters, which change the facts about a connection before its filter chain is chosen."""
 
+import re
 from collections.abc import Mapping
 
 from hbone.aio.socket import PlainSocket
@@ -16,7 +17,8 @@ from ztunnel.envoy.upstream.cluster import ORIGINAL_DST_OVERRIDE
 _LOCAL_METADATA = "envoy.filters.listener.original_dst"
 _BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH")
+#: Any token is a method, in any case (RFC 9110, 9.1).
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class FilterClosed(Exception):
@@ -138,7 +140,7 @@ async def inspect_http(end: PlainSocket, info: StreamInfo) -> None:
         else:
             line, found, _ = seen.partition(b"\r\n")
             method, _, rest = line.partition(b" ")
-            if method not in _METHODS and not any(m.startswith(method) for m in _METHODS if not found):
+            if not _METHOD.fullmatch(method):
                 return
             if found:
                 version = rest.rpartition(b" ")[2]

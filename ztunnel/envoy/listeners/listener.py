@@ -52,6 +52,9 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
     early = [
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
     ]
+    if ":" in address.host:
+        # As Envoy, which takes IPv4 on an IPv6 address only where it is asked to.
+        early.append((socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if model.ipv4_compat else 1))
     sock = sockets.listen(
         address.host,
         address.port,

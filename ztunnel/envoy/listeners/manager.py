@@ -191,6 +191,7 @@ class ListenerManager:
             ConfigError: it cannot be obeyed.
         """
         model = self._compile(body)
+        self._refuse_duplicate_address(model)
         self._check_sources(model)
         self._static.add(model.name)
         self._warm(self._make(model, body, ""))
@@ -311,7 +312,15 @@ class ListenerManager:
 
     @staticmethod
     def _may_take_over(old: Listener, new: Listener) -> bool:
-        frame = ("addresses", "transparent", "freebind", "reuse_port", "socket_options", "bind_to_port")
+        frame = (
+            "addresses",
+            "ipv4_compat",
+            "transparent",
+            "freebind",
+            "reuse_port",
+            "socket_options",
+            "bind_to_port",
+        )
         return all(getattr(old, field) == getattr(new, field) for field in frame)
 
     # Warming
