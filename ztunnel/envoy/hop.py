@@ -35,6 +35,8 @@ class Hop:
             self.info.flags.add(error.flag)
         if error.details:
             self.info.termination_details = error.details
+        if error.response_details:
+            self.info.response_details = error.response_details
         if isinstance(error, UpstreamFailed):
             self.info.upstream_failure = error.reason
 

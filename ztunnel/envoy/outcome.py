@@ -29,9 +29,11 @@ class Refused(Exception):
     Attributes:
         flag: response flag, ``None`` when the reference prints none.
         details: ``CONNECTION_TERMINATION_DETAILS``.
+        response_details: ``RESPONSE_CODE_DETAILS``.
     """
 
     flag: Flag | None = None
+    response_details: str = ""
 
     def __init__(self, details: str = "") -> None:
         super().__init__(details)
@@ -58,9 +60,7 @@ class NoFilterChain(Refused):
     """No filter chain matches the connection."""
 
     flag = Flag.NO_ROUTE
-
-    def __init__(self) -> None:
-        super().__init__("filter_chain_not_found")
+    response_details = "filter_chain_not_found"
 
 
 class Denied(Refused):

@@ -87,11 +87,13 @@ def test_any_token_is_a_method_to_the_http_inspector(tmp_path: Path, request_lin
 def test_connection_that_no_chain_matches_is_logged_with_its_reason(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         only = chain(tcp(), filter_chain_match={"destination_port": 9})
-        await rig.published(listener(only, access_log=access_log(tmp_path)), cluster(1))
+        logs = access_log(tmp_path)
+        logs[0]["typed_config"]["log_format"]["json_format"]["why"] = "%RESPONSE_CODE_DETAILS%"
+        await rig.published(listener(only, access_log=logs), cluster(1))
         await rig.until(lambda: rig.proxy.listeners.active)
         assert await ask(rig.port("l")) == b""
         (line,) = await rig.log()
-        assert (line["flags"], line["details"]) == ("NR", "filter_chain_not_found")
+        assert (line["flags"], line["why"]) == ("NR", "filter_chain_not_found")
 
     run(tmp_path, body)
 
