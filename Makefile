@@ -8,7 +8,7 @@ GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive
+.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -53,6 +53,9 @@ netpol: $(STAMP) ## Kubernetes' scenarios of NetworkPolicy as real connections, 
 
 interop: $(STAMP) ## the table of Envoy cases, in both roles
 	$(PY) -m tests.interop
+
+envoy-diff: $(STAMP) ## accepted fields of Envoy's dialect, and the scenarios beside Envoy that set them
+	$(PY) -m tests.interop.envoy_diff
 
 hostile: $(STAMP) ## every attack with a bystander beside it, against ours and against Envoy
 	$(PY) -m tests.hostile

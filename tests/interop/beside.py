@@ -1,0 +1,275 @@
+"""One field each, run by Envoy and by this proxy from the same bootstrap: who is reached, with which bytes, and
+what a log says.
+
+A scenario is a listener with a log of its own, and what a client of it sees. All are in one bootstrap. `make
+envoy-diff` counts which of the accepted fields stand in a scenario.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.interop.authorization import Certificates
+from tests.interop.loopback import Running, application, until
+from tests.ports import free_port
+from tests.ztunnel.envoy.rig import Json, T, chain, cluster, endpoint, tcp
+
+WAIT_S = 5.0
+LOG = "%RESPONSE_FLAGS% %RESPONSE_FLAGS_LONG% %UPSTREAM_CLUSTER% %UPSTREAM_CLUSTER_RAW% %FILTER_CHAIN_NAME% "
+LOG += "%RESPONSE_CODE_DETAILS% %CONNECTION_TERMINATION_DETAILS% %REQUESTED_SERVER_NAME%"
+Client = Callable[[int, Path], str]
+
+
+def said(sock: socket.socket, data: bytes = b"?" * 64) -> str:
+    """Send, and return who answers."""
+    sock.sendall(data)
+    return sock.recv(64).decode() or "closed"
+
+
+def plain(data: bytes = b"?" * 64, host: str = "127.0.0.1") -> Client:
+    """A client that sends some bytes."""
+
+    def ask(port: int, _: Path) -> str:
+        try:
+            with socket.create_connection((host, port), WAIT_S) as sock:
+                return said(sock, data)
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError:
+            return "closed"  # by FIN or by RST, as our bytes were read before or not
+
+    return ask
+
+
+def secured(*protocols: str, name: str | None = None) -> Client:
+    """A client over TLS, which sends its protocols in this order."""
+
+    def ask(port: int, _: Path) -> str:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if protocols:
+            context.set_alpn_protocols(list(protocols))
+        try:
+            with (
+                socket.create_connection(("127.0.0.1", port), WAIT_S) as raw,
+                context.wrap_socket(raw, server_hostname=name) as sock,
+            ):
+                return f"{said(sock)} {sock.selected_alpn_protocol()}"
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError:
+            return "closed"  # by FIN or by RST, as our bytes were read before or not
+
+    return ask
+
+
+def inspector(kind: str) -> Json:
+    """A listener filter."""
+    full = {"tls": "tls_inspector.v3.TlsInspector", "http": "http_inspector.v3.HttpInspector"}[kind]
+    return {"name": kind, "typed_config": {"@type": f"{T}envoy.extensions.filters.listener.{full}"}}
+
+
+def tls(folder: Path, *protocols: str) -> Json:
+    """A server's transport socket."""
+    server = {"filename": str(folder / "server.pem")}
+    common = {"tls_certificates": [{"certificate_chain": server, "private_key": server}]}
+    if protocols:
+        common["alpn_protocols"] = list(protocols)  # type: ignore[assignment]  # of strings
+    kind = f"{T}envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext"
+    return {"name": "tls", "typed_config": {"@type": kind, "common_tls_context": common}}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A listener, and clients whose observations are compared.
+
+    Attributes:
+        listener: fields beside its name, address and log.
+        clients: in order.
+        address: the host to listen on.
+    """
+
+    listener: Callable[[Path], Json]
+    clients: tuple[Client, ...] = (plain(),)
+    address: Json = field(default_factory=lambda: {"address": "127.0.0.1"})
+
+
+def to(*chains: Json, **more: Any) -> Callable[[Path], Json]:
+    """A listener without files."""
+    return lambda _: {"filter_chains": list(chains), **more}
+
+
+def matching(match: Json, target: str = "one", **more: Any) -> Json:
+    """A chain with a match, named like its cluster."""
+    return {**chain(tcp(target)), "name": target, "filter_chain_match": match, **more}
+
+
+def rest(target: str = "two", **more: Any) -> Json:
+    """A chain for everything else."""
+    return {**chain(tcp(target)), "name": target, **more}
+
+
+def by_alpn(folder: Path) -> Json:
+    """Chains of two protocols."""
+    chains = [
+        matching({"application_protocols": ["http/1.1"]}, transport_socket=tls(folder, "h2", "http/1.1")),
+        matching({"application_protocols": ["h2"]}, "two", transport_socket=tls(folder, "h2", "http/1.1")),
+        rest("three", transport_socket=tls(folder)),
+    ]
+    return {"filter_chains": chains, "listener_filters": [inspector("tls")]}
+
+
+def by_name(folder: Path) -> Json:
+    """Chains of server names."""
+    chains = [
+        matching({"server_names": ["a.example"]}, transport_socket=tls(folder)),
+        matching({"server_names": ["*.example"]}, "two", transport_socket=tls(folder)),
+        rest("three", transport_socket=tls(folder)),
+    ]
+    return {"filter_chains": chains, "listener_filters": [inspector("tls")]}
+
+
+def weighted(*names: str) -> Json:
+    """A proxy with weighted clusters, of which the first alone has weight."""
+    proxy = tcp()
+    del proxy["typed_config"]["cluster"]
+    clusters = [{"name": name, "weight": 1} for name in names]
+    proxy["typed_config"]["weighted_clusters"] = {"clusters": clusters}
+    return proxy
+
+
+METHODS = (b"PROPFIND", b"get", b"M-SEARCH", b"GET", b"G(T")
+SCENARIOS = {
+    "alpn": Scenario(
+        by_alpn, (secured("h2", "http/1.1"), secured("http/1.1", "h2"), secured("x", "h2"), secured())
+    ),
+    "server name": Scenario(
+        by_name, (secured(name="a.example"), secured(name="b.example"), secured(name="A.example"), secured())
+    ),
+    "http_inspector": Scenario(
+        to(
+            matching({"application_protocols": ["http/1.1"]}),
+            matching({"application_protocols": ["http/1.0"]}, "two"),
+            rest("three"),
+            listener_filters=[inspector("http")],
+        ),
+        (
+            *(plain(method + b" / HTTP/1.1\r\n\r\n") for method in METHODS),
+            plain(b"GET / HTTP/1.0\r\n\r\n"),
+            plain(b"SSH-2.0-x\r\n"),
+        ),
+    ),
+    "no chain": Scenario(to(matching({"destination_port": 9}))),
+    "source prefix": Scenario(
+        to(
+            matching({"source_prefix_ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 8}]}),
+            rest(),
+        )
+    ),
+    "mapped prefix": Scenario(
+        to(
+            matching({"source_prefix_ranges": [{"address_prefix": "::ffff:127.0.0.0", "prefix_len": 104}]}),
+            rest(),
+        )
+    ),
+    "source type": Scenario(to(matching({"source_type": "EXTERNAL"}), rest())),
+    "source ports": Scenario(to(matching({"source_ports": [1, 2]}), rest())),
+    "default chain": Scenario(
+        lambda _: {"filter_chains": [matching({"destination_port": 9})], "default_filter_chain": rest()}
+    ),
+    "drop_overloads": Scenario(to(chain(tcp("dropping")))),
+    "alt_stat_name": Scenario(to(chain(tcp("alternative")))),
+    "no such cluster": Scenario(to(chain(tcp("nowhere")))),
+    "no hosts": Scenario(to(chain(tcp("empty")))),
+    "ipv6 only": Scenario(to(chain(tcp("one"))), (plain(), plain(host="::1")), {"address": "::"}),
+    "ipv4_compat": Scenario(
+        to(chain(tcp("one"))), (plain(), plain(host="::1")), {"address": "::", "ipv4_compat": True}
+    ),
+    "weighted clusters": Scenario(to(chain(weighted("one")))),
+}
+
+
+def _subset(value: Any) -> Scenario:
+    match = {"filter_metadata": {"envoy.lb": {"v": value}}}
+    return Scenario(to(chain(tcp("subsets", metadata_match=match))))
+
+
+SCENARIOS |= {f"subset {value!r}": _subset(value) for value in (True, 1, "1", "true", [1], [True], None, 2)}
+
+
+def clusters(ports: dict[str, int]) -> list[Json]:
+    """The clusters of all scenarios."""
+    found = [cluster(port, name=name)[1] for name, port in ports.items()]
+    _, dropping = cluster(ports["one"], name="dropping")
+    share = {"category": "all", "drop_percentage": {"numerator": 100}}
+    dropping["load_assignment"]["policy"] = {"drop_overloads": [share]}
+    found += [
+        dropping,
+        cluster(ports["one"], name="alternative", alt_stat_name="other")[1],
+        cluster(name="empty")[1],
+    ]
+    hosts = [
+        endpoint(ports["one"], metadata={"filter_metadata": {"envoy.lb": {"v": True}}}),
+        endpoint(ports["two"], metadata={"filter_metadata": {"envoy.lb": {"v": 1}}}),
+        endpoint(ports["three"], metadata={"filter_metadata": {"envoy.lb": {"v": "1"}}}),
+    ]
+    _, subsets = cluster(name="subsets", lb_subset_config={"subset_selectors": [{"keys": ["v"]}]})
+    subsets["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
+    return [*found, subsets]
+
+
+def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json:
+    """One bootstrap of all scenarios."""
+    log = {"text_format_source": {"inline_string": LOG + "\n"}}
+    kind = f"{T}envoy.extensions.access_loggers.file.v3.FileAccessLog"
+    listeners = []
+    for number, (name, scenario) in enumerate(SCENARIOS.items()):
+        sink = {"@type": kind, "path": str(folder / f"{number}.log"), "log_format": log}
+        address = {"socket_address": {"port_value": ports[name], **scenario.address}}
+        listeners.append(
+            {
+                "name": f"l{number}",
+                "address": address,
+                "access_log": [{"name": "f", "typed_config": sink}],
+                **scenario.listener(folder),
+            }
+        )
+    return {
+        "node": {"id": "n", "cluster": "c"},
+        "static_resources": {"listeners": listeners, "clusters": clusters(apps)},
+    }
+
+
+def _named(name: str) -> Callable[[socket.socket], None]:
+    def serve(sock: socket.socket) -> None:
+        if sock.recv(4096):
+            sock.sendall(name.encode())
+
+    return serve
+
+
+@contextlib.contextmanager
+def observed(kind: str) -> Iterator[dict[str, str]]:
+    """Run all scenarios by one kind of proxy; yields what happened in each."""
+    with contextlib.ExitStack() as stack, Running(kind) as running:
+        Certificates(running.folder)
+        apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
+        ports = {name: free_port() for name in SCENARIOS}
+        document = bootstrap(ports, apps, running.folder)
+        v4 = [port for name, port in ports.items() if SCENARIOS[name].address["address"] == "127.0.0.1"]
+        running.start(document, v4)
+        found = {}
+        for number, (name, scenario) in enumerate(SCENARIOS.items()):
+            seen = [client(ports[name], running.folder) for client in scenario.clients]
+            reached = sum(each != "refused" for each in seen)
+            path = running.folder / f"{number}.log"
+            until(lambda path=path, reached=reached: path.exists() and path.read_text().count("\n") >= reached)  # type: ignore[misc]
+            found[name] = json.dumps({"clients": seen, "log": path.read_text().splitlines()})
+        yield found
