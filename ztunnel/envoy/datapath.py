@@ -169,9 +169,27 @@ class Datapath:
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
             listener = self._listeners.hand_off(info.destination, listener)
+        accepted_for = info.destination
+        await self._run_limited(listener, end, info, transparent=transparent)
+        if listener.model.use_original_dst and info.restored and info.destination != accepted_for:
+            # A PROXY header named another destination; as in Envoy, which hands over once.
+            named = self._listeners.hand_off(info.destination, listener)
+            if named is not listener:
+                listener = named
+                await self._run_limited(listener, end, info, transparent=transparent)
+        return listener
+
+    async def _run_limited(
+        self, listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
+    ) -> None:
+        """Run the filters of a listener within its limit of time.
+
+        Raises:
+            FilterClosed: one of them, or the limit, ends the connection.
+        """
         if not listener.reads_bytes:
             await self._run_filters(listener, end, info, transparent=transparent)
-            return listener
+            return
         listener.pre_cx_active.stored += 1
         try:
             if listener.model.listener_filters_timeout_s:
@@ -185,7 +203,6 @@ class Datapath:
                 raise FilterClosed("listener filters timed out") from None
         finally:
             listener.pre_cx_active.stored -= 1
-        return listener
 
     @staticmethod
     async def _run_filters(

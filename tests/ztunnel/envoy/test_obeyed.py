@@ -198,3 +198,23 @@ def test_static_listeners_with_one_address_are_refused(tmp_path: Path) -> None:
     (error,) = errors_of(caught.value)
     assert isinstance(error, ConfigError)
     assert "duplicate address" in str(error)
+
+
+def test_proxy_header_hands_a_connection_over_with_use_original_dst(tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        async with application() as port:
+            kind = f"{T}envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
+            proxied = [{"name": "p", "typed_config": {"@type": kind}}]
+            named = {"socket_address": {"address": "10.1.0.1", "port_value": 10005}}
+            assert None is await rig.published(
+                listener(chain(tcp("nowhere")), use_original_dst=True, listener_filters=proxied),
+                listener(name="m", address=named, bind_to_port=False),
+                cluster(port),
+            )
+            await rig.until(lambda: len(rig.proxy.listeners.active) == 2)
+            header = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10005\r\n"
+            assert await ask(rig.port("l"), header + b"ping") == b"ping"
+            elsewhere = b"PROXY TCP4 192.0.2.1 10.1.0.1 1 10006\r\n"
+            assert await ask(rig.port("l"), elsewhere + b"ping") == b""
+
+    run(tmp_path, body)
