@@ -23,7 +23,8 @@ from tests.ztunnel.envoy.rig import Json, T, chain, cluster, endpoint, tcp
 
 WAIT_S = 5.0
 LOG = "%RESPONSE_FLAGS% %RESPONSE_FLAGS_LONG% %UPSTREAM_CLUSTER% %UPSTREAM_CLUSTER_RAW% %FILTER_CHAIN_NAME% "
-LOG += "%RESPONSE_CODE_DETAILS% %CONNECTION_TERMINATION_DETAILS% %REQUESTED_SERVER_NAME%"
+LOG += "%RESPONSE_CODE_DETAILS% %UPSTREAM_REQUEST_ATTEMPT_COUNT% "
+LOG += "%CONNECTION_TERMINATION_DETAILS% %REQUESTED_SERVER_NAME%"
 Client = Callable[[int, Path], str]
 
 
@@ -204,6 +205,41 @@ def _subset(value: Any) -> Scenario:
 SCENARIOS |= {f"subset {value!r}": _subset(value) for value in (True, 1, "1", "true", [1], [True], None, 2)}
 
 
+#: Criteria of a TLS socket, towards an endpoint whose metadata has ``true``. The application speaks plain text.
+CRITERIA = (True, 1, "true", [True], None)
+SCENARIOS |= {f"socket match {value!r}": Scenario(to(chain(tcp(f"match {value!r}")))) for value in CRITERIA}
+SCENARIOS |= {
+    "connect attempts": Scenario(to(chain(tcp("refusing", max_connect_attempts=2)))),
+    "hash policy": Scenario(to(chain(tcp("one", hash_policy=[{"source_ip": {}}])))),
+    "cluster by weight": Scenario(to(chain(weighted("alternative")))),
+    "filter state": Scenario(
+        to(
+            chain(tcp("one"), filter_chain_match={"transport_protocol": "raw_buffer"}),
+            listener_filters=[inspector("tls")],
+        )
+    ),
+    "direct source": Scenario(
+        to(matching({"direct_source_prefix_ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 31}]}), rest())
+    ),
+    "destination prefix": Scenario(
+        to(matching({"prefix_ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}]}), rest())
+    ),
+}
+
+
+def _matched(value: Any, port: int) -> Json:
+    kind = f"{T}envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+    match = {
+        "name": "secured",
+        "match": {"tls": value},
+        "transport_socket": {"name": "tls", "typed_config": {"@type": kind}},
+    }
+    _, found = cluster(name=f"match {value!r}", transport_socket_matches=[match])
+    host = endpoint(port, metadata={"filter_metadata": {"envoy.transport_socket_match": {"tls": True}}})
+    found["load_assignment"]["endpoints"] = [{"lb_endpoints": [host]}]
+    return found
+
+
 def clusters(ports: dict[str, int]) -> list[Json]:
     """The clusters of all scenarios."""
     found = [cluster(port, name=name)[1] for name, port in ports.items()]
@@ -222,7 +258,8 @@ def clusters(ports: dict[str, int]) -> list[Json]:
     ]
     _, subsets = cluster(name="subsets", lb_subset_config={"subset_selectors": [{"keys": ["v"]}]})
     subsets["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
-    return [*found, subsets]
+    found += [_matched(value, ports["one"]) for value in CRITERIA]
+    return [*found, subsets, cluster(free_port(), name="refusing")[1]]
 
 
 def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json:
