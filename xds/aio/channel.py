@@ -48,12 +48,13 @@ _CLOSE_S: Final = 1.0
 #: Below 5 minutes, gRPC's servers count a PING as abuse unless they are told otherwise, and end the connection
 #: at the third (proposal A8); a tenth more, since the way may delay one and not the next.
 _DEFAULT_PING_S: Final = 330.0
-#: TCP's own probes find a host that is gone, and no server counts them: seconds until the first, between them,
-#: number.
+#: TCP's own probes find a host that is gone, and no server counts them: seconds until the first, between them, and
+#: their number. They rest while sent bytes are not acknowledged, which may take so many milliseconds.
 _TCP_PROBES: Final = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 60_000),
 )
 
 

@@ -1,6 +1,7 @@
 """Our client over real sockets against gRPC's own server, on both loops."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from hbone.errors import TlsError
 from hbone.settings import Role
 from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
-from xds.aio.channel import Channel, Keepalive
+from xds.aio.channel import _TCP_PROBES, Channel, Keepalive
 from xds.aio.grpc_server import new_server
 from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
@@ -577,5 +578,22 @@ def test_what_tls_servers_want_is_named(context: TlsContext, words: str, loop: s
                 failure = await failure_of(channel.unary("/t.S/Echo", b"", timeout_s=5))
                 assert failure.status is Status.UNAVAILABLE
                 assert words in failure.details
+
+    run(main, loop)
+
+
+@LOOPS
+def test_a_host_that_is_gone_is_found_by_tcp(loop: str) -> None:
+    async def main() -> None:
+        async with serving() as address, Channel(address) as channel:
+            sock = await channel._socket()
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option, _ in _TCP_PROBES] == [
+                30,
+                10,
+                3,
+                60_000,
+            ]
+            sock.close()
 
     run(main, loop)
