@@ -26,6 +26,7 @@ from tproxy.resources import Version
 from ztunnel.istio.zds.messages import AddPod, request_bytes
 from ztunnel.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.config_reader import ConfigReader, Faults
+from ztunnel.runtime.file_kinds import FileKind, explained
 
 _KEYS = (
     "netns",
@@ -81,7 +82,7 @@ def parse_pods(text: str) -> tuple[PodDescription, ...]:
     reader = _Reader()
     pods = reader.pods(reader.document(text, ("pods",)))
     if reader.faults:
-        raise PodFaults(reader.faults)
+        raise PodFaults(explained(reader.faults, text, FileKind.PODS))
     return pods
 
 

@@ -57,6 +57,7 @@ from xds.model.identity import SpiffeId
 from ztunnel.calico.read import read_object
 from ztunnel.calico.resources import Resources
 from ztunnel.runtime.config_reader import ConfigReader, Faults
+from ztunnel.runtime.file_kinds import FileKind, explained
 
 
 class MeshFaults(Faults):
@@ -180,7 +181,7 @@ def parse_mesh(text: str) -> Mesh:
     reader = _Reader()
     mesh = reader.mesh(reader.document(text, _KEYS))
     if reader.faults:
-        raise MeshFaults(reader.faults)
+        raise MeshFaults(explained(reader.faults, text, FileKind.MESH))
     return mesh
 
 

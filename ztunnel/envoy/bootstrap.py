@@ -31,6 +31,7 @@ from xds.proto.envoy.extensions.access_loggers.file.v3.file_pb2 import FileAcces
 from xds.proto.envoy.extensions.bootstrap.internal_listener.v3.internal_listener_pb2 import InternalListener
 from xds.proto.json import parse_text
 from xds.proto.well_known import Struct
+from ztunnel.runtime.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.text_file import read_text
 
 _NOWHERE = "/dev/null"
@@ -116,14 +117,22 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
         text = read_text(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot read: {error.strerror}") from None
-    parsed = parse_text(text, Bootstrap, name=path, faults=faults)
-    # As Envoy: every field of a static resource must be known.
-    unknown = [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
+    found: list[ConfigError] = []
+    message = Bootstrap()
+    try:
+        parsed = parse_text(text, Bootstrap, name=path, faults=found)
+        message = parsed.message
+        # As Envoy: every field of a static resource must be known.
+        found += [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
+    except ConfigError as error:
+        found.append(error)
+    if found and (elsewhere := belongs_elsewhere(text, FileKind.BOOTSTRAP)):
+        found = [ConfigError(elsewhere)]
+    if found and faults is None:
+        raise found[0]
     if faults is not None:
-        faults.extend(unknown)
-    elif unknown:
-        raise unknown[0]
-    return parsed.message
+        faults += found
+    return message
 
 
 def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) -> BootstrapConfig:

@@ -49,6 +49,7 @@ from ztunnel.inject.decision import Rules
 from ztunnel.inject.selector import BadSelector, Selector, selector
 from ztunnel.runtime.capture_lists import all_or_networks, all_or_ports, networks, ports
 from ztunnel.runtime.config_reader import ConfigReader, Faults
+from ztunnel.runtime.file_kinds import FileKind, explained
 
 #: The templates there are.
 TEMPLATES = ("ambient", "sidecar", "sidecar-classic")
@@ -168,7 +169,7 @@ def parse_config(text: str) -> InjectConfig:
     document = reader.document(text, _KEYS) if text.strip() else {}
     config = reader.config(document)
     if reader.faults:
-        raise ConfigFaults(reader.faults)
+        raise ConfigFaults(explained(reader.faults, text, FileKind.INJECTOR))
     return config
 
 

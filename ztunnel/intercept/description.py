@@ -24,6 +24,7 @@ from typing import Any
 
 from tproxy.node import Member, Node
 from ztunnel.runtime.config_reader import ConfigReader, Faults
+from ztunnel.runtime.file_kinds import FileKind, explained
 
 _UID_CHARACTERS = 120  # what fits into the comment that marks its rules
 
@@ -66,7 +67,7 @@ def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
     # Faults elsewhere in the file do not concern removal.
     faults = [fault for fault in reader.faults if fault.startswith(("file:", *_NAMESPACES))]
     if faults:
-        raise BadDescription(faults)
+        raise BadDescription(explained(faults, text or "", FileKind.NODE))
     return found
 
 
@@ -87,7 +88,7 @@ def parse(text: str | None, flags: Flags) -> Description:
     if not reader.faults and not node.versions:
         reader.fault("addresses", "host and ztunnel have no IP version in common")
     if reader.faults:
-        raise BadDescription(reader.faults)
+        raise BadDescription(explained(reader.faults, text or "", FileKind.NODE))
     return Description(
         host_namespace=host_namespace,
         ztunnel_namespace=ztunnel_namespace,

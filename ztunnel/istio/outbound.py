@@ -443,16 +443,21 @@ async def _carried_away(inner: Connection, near: socket.socket, carrying: Relay)
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
-    """Enter a decision in the record and the table; each attempt replaces what the one before has entered."""
+    """Enter a decision in the record and the table; each attempt replaces what the one before has entered.
+
+    Of a double tunnel only the gateway is known until its far side answers. The workload that the control plane
+    describes behind it stands for all of a network's, and nobody has its identity.
+    """
     entry, record = call.entry, call.entry.record
+    workload = route.gateway if isinstance(route, DoubleTunnel) else route.workload
     record.destination = target
     record.service = route.service
-    record.destination_workload = route.workload
+    record.destination_workload = workload
     record.hbone_authority = "" if isinstance(route, Direct) else route.authority
     record.secured = not isinstance(route, Direct)
-    if route.workload is not None:
+    if workload is not None:
         # The principal is the destination's whether or not it is proven (as upstream).
-        there = node.labels_of(route.workload)
+        there = node.labels_of(workload)
         record.destination_labels, record.destination_identity = there.secured, there.identity
     if record.secured:
         record.source_identity = call.labels.identity

@@ -226,9 +226,7 @@ class Record:
         source, destination = self.source_labels, self.destination_labels
         source_name = self.source_workload.name if self.source_workload is not None else source.canonical_service
         destination_name = (
-            self.destination_workload.name
-            if self.destination_workload is not None
-            else destination.canonical_service
+            self.destination_workload.name if self.destination_workload is not None else destination.workload
         )
         service = self.service.hostname if self.service is not None else ""
         fields: list[Field | Recurring] = [("src.addr", Bare(self.source))]

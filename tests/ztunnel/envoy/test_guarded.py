@@ -32,7 +32,7 @@ POD = """
 apiVersion: v1
 kind: Pod
 metadata: {name: all, namespace: a, uid: u, labels: {app: all}}
-spec: {serviceAccountName: client, nodeName: n}
+spec: {serviceAccountName: client, nodeName: "n"}
 status: {podIPs: [{ip: 127.0.0.1}]}
 ---
 apiVersion: projectcalico.org/v3

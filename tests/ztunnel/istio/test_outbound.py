@@ -240,7 +240,13 @@ def test_a_double_tunnel_that_fails_closes_both(tmp_path: Path, where: str) -> N
         elif where == "silence":
             inner.answer = never
         assert await cluster.dial(f"{VIP}:80").ask() == b""
-        error = (await cluster.line())["error"]
+        line = await cluster.line()
+        error = line["error"]
+        if where == "outer":  # nobody knows more than the gateway
+            assert (line["dst.workload"], line["dst.identity"]) == ("gateway", identity("gateway"))
+            (series,) = cluster.node.metrics.series
+            assert identity("gateway") in series.labels
+            assert identity("far-server") not in series.labels
         expected = {
             "outer": "http status: 503 Service Unavailable",
             "inner": "http status: 401 Unauthorized",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hbone.aio.server import Request
 from tests.ztunnel.istio.outbound_case import (
     BY_ADDRESS,
     FAR,
@@ -25,6 +26,7 @@ from tests.ztunnel.istio.pods import (
     SERVER,
     VIP,
     Cluster,
+    echo,
     endpoint,
     identity,
     play,
@@ -145,6 +147,12 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, lo
         cluster.mesh.apply([shop(subject_alt_names=names), far, workload("gateway", GATEWAY_HOST, node=ELSEWHERE)])
         await cluster.start(POD)
         gateway, inner = await through_gateway(cluster, far="far-server")
+        said = b"k8s.namespace.name=shop,k8s.deployment.name=far-server-v1,service.name=far-server"
+
+        async def describing_itself(request: Request) -> None:
+            await echo(request.accept(((b"baggage", said),)))
+
+        inner.answer = describing_itself
         client = cluster.dial(f"{VIP}:80")
         await client.send(b"hello")
         assert await client.read(5) == b"hello"
@@ -152,7 +160,8 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, lo
         assert (entry["protocol"], entry["originalDst"]) == ("DOUBLEHBONE", f"{VIP}:80")
         assert await client.ask(b"last") == b"last"
         assert gateway.headers()[":authority"] == inner.headers()[":authority"] == "shop.example:80"
-        assert (await cluster.line())["dst.identity"] == identity("far-server")
+        line = await cluster.line()
+        assert (line["dst.identity"], line["dst.workload"]) == (identity("far-server"), "far-server-v1")
         # The far side can tell this end from one that was cut off.
         (far_end,) = inner.connections
         await cluster.until(lambda: far_end.error is not None)

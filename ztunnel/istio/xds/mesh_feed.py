@@ -23,6 +23,7 @@ from xds.errors import ConfigError
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from xds.protocol.resource import Resource, Update, UpdateRejected
+from ztunnel.runtime.file_kinds import FileKind, belongs_elsewhere
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,11 @@ def read_local_file(path: str) -> LocalMesh:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            return parse_local_file(file)
+            text = file.read()
+        return parse_local_file(text)
+    except ConfigError as error:
+        elsewhere = belongs_elsewhere(text, FileKind.LOCAL_MESH)
+        raise ConfigError(elsewhere) if elsewhere else error from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
