@@ -346,6 +346,7 @@ class InPodDemo(Demo):
                 "more log": f"{inside} curl -s -X POST '127.0.0.1:15000/logging?level=debug'",
             }
         )
+        self.print_traffic()
 
 
 def _deciding(inbound: dict[str, object]) -> str:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from deploy.apiserver import ADMIN, PROGRAMS, ApiServer, found
 from deploy.demo.inpod import InPodDemo
-from deploy.demo.stage import OUTSIDE, PORT, SETTLE_S, ZTUNNEL_COMMAND, Call, Unexpected, connect
+from deploy.demo.stage import OUTSIDE, PORT, SETTLE_S, ZTUNNEL_COMMAND, Call, Unexpected, connect, enter
 from deploy.lab import Place
 from deploy.processes import Proc
 from tproxy.aio import rtnetlink
@@ -37,6 +37,8 @@ _SPACE = "default"
 #: Pods that exist before the mesh; ``ratings`` comes later, through the injector.
 _FIRST = {"reviews-v1": "worker", "productpage": "worker2", OUTSIDE: "worker2"}
 _LATE = "ratings"
+#: Where `ztunnel audit` asks an agent unless told otherwise.
+_AGENT_PAGES = "127.0.0.1:15014"
 _POLICY = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
 
 
@@ -109,6 +111,7 @@ class KubeDemo(InPodDemo):
     def _start_agent(self, node: str) -> None:
         options = [f"--kubeconfig={self.api.kubeconfig()}", f"--node={node}", f"--proc={self._proc(node).folder}"]
         command = [*ZTUNNEL_COMMAND, "agent", "--kube", "--socket", f"{node}.zds", f"--probe-user={os.getuid()}"]
+        command.append(f"--metrics={_AGENT_PAGES}")
         self.agents[node] = self.run(self.lab.worker(node).place, "agent", [*command, *options])
 
     def _start_application(self, name: str) -> None:
@@ -224,6 +227,7 @@ class KubeDemo(InPodDemo):
         self._act_policy_in_kernel(reviews)
         self._act_agent(reviews)
         self._act_gate(reviews)
+        self._act_audit()
         self._act_unlabel(reviews)
         for connection, what in ((kept, "from before the mesh"), (through, "through the mesh")):
             self._lives(connection, f"the connection {what} is still open")
@@ -341,6 +345,15 @@ class KubeDemo(InPodDemo):
             lambda: self._is_tunnelled(_LATE, str(self.lab.pod("productpage").ipv4)),
         )
 
+    def _act_audit(self) -> None:
+        print("\nztunnel audit, on worker: is each pod in the mesh that says so, in every respect?")
+        place = self.lab.worker("worker").place
+        audit = self.run(place, "audit", [*ZTUNNEL_COMMAND, "audit"])
+        status = audit.wait(SETTLE_S)
+        for line in (self.folder / f"audit-{place.name}.log").read_text().splitlines():
+            print(f"       {line}")
+        self.check(status == 0, f"nothing is wrong, status {status}")
+
     def _is_tunnelled(self, pod: str, address: str) -> bool:
         """Return whether a connection of a pod leaves with its identity, whether or not anything answers it."""
         self.new_lines()
@@ -365,9 +378,26 @@ class KubeDemo(InPodDemo):
 
     def explain(self) -> None:
         """See :class:`~deploy.demo.stage.Demo`."""
-        print("\nStill running; ctrl-C ends it. From another terminal:")
-        print(f"  kubectl        kubectl --kubeconfig={self.api.kubeconfig()} get pods -o yaml")
-        print(f"  logs           {self.folder}/*.log")
+        kubectl = f"kubectl --kubeconfig={self.api.kubeconfig()}"
+        print(f"\n{kubectl} label namespace {_SPACE} {_MODE}=ambient")
+        self._label("ambient")
+        self._wait_or_fail("the pods are in the mesh again", lambda: any(self._annotations().values()))
+        worker = self.lab.worker("worker")
+        inside, node, pod = enter(worker.ztunnel), enter(worker.place), enter(self.lab.pod("productpage"))
+        ztunnel = " ".join(ZTUNNEL_COMMAND)
+        reviews = self.lab.pod("reviews-v1").ipv4
+        self.print_hints(
+            {
+                "kubectl": f"{kubectl} get pods -o yaml",
+                "a pod calls": f"{pod} curl -s http://{reviews}:{PORT}/",
+                "why, why not": f"{inside} {ztunnel} explain {_SPACE}/productpage {_SPACE}/reviews-v1:{PORT}",
+                "its state": f"{inside} {ztunnel} status   (workloads, connections, ...)",
+                "every pod": f"{node} {ztunnel} audit",
+                "in the kernel": f"{node} {ztunnel} netpol status",
+                **self.live_page(worker.ztunnel),
+                "logs": f"{self.folder}/*.log",
+            }
+        )
 
 
 def _from(pod: str) -> dict[str, Any]:

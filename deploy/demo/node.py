@@ -197,6 +197,7 @@ class NodeDemo(Demo):
                 "its state": f"{inside} {ztunnel} status   (policies, certificates, ...)",
             }
         )
+        self.print_traffic()
 
 
 def _row(hop: dict[str, object]) -> str:

@@ -112,6 +112,9 @@ class Demo(ABC):
         print("\nStill running; ctrl-C ends it. From another terminal:")
         for name, command in hints.items():
             print(f"  {name:14} {command}")
+
+    def print_traffic(self) -> None:
+        """Print what :meth:`traffic` does meanwhile."""
         print(
             "Meanwhile productpage goes on calling the service, on a connection that stays open and on new ones,"
         )
