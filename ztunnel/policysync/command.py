@@ -135,7 +135,7 @@ def explain_command(args: argparse.Namespace) -> int:
         return 2
     resources = _read(args.files)
     if resources is None:
-        return 1
+        return 2
     try:
         source = party(args.source, resources, args.trust_domain)
         destination = party(args.to, resources, args.trust_domain)

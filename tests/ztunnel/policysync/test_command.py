@@ -116,6 +116,14 @@ def test_explain_answers_by_its_status(args: tuple[str, ...], status: int, files
     assert "Traceback" not in done.stderr
 
 
+def test_files_that_cannot_be_read_are_no_answer(tmp_path: Path) -> None:
+    """Status 1 would be: denied."""
+    (tmp_path / "a.yaml").write_text("kind: [\n")
+    done = ztunnel("explain", str(tmp_path), "--from", "shop/front", "--to", "shop/back")
+    assert done.returncode == 2, done
+    assert "a.yaml" in done.stderr
+
+
 def test_serve_follows_a_cluster(tmp_path: Path) -> None:
     """Kubernetes' and Calico's policies of one name, one that is faulty, and an API server that goes away."""
     back = c.EndpointId("k8s", "shop/back", "eth0")
