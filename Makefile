@@ -8,7 +8,7 @@ GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: nightly wheels help demo test check unit life netns interop hostile soak faults audit mutants bench bench-start bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz proto promtool helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -40,6 +40,10 @@ check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
 
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q -n 2 -m 'not netns and not interop and not hostile and not compiled and not kube'
+
+nightly: $(STAMP) ## what a commit has no time for: every test with all examples of property tests, and ten minutes of PINGs beside a server in Go
+	EXAMPLES=all $(PY) -m pytest -q -n 2 --dist loadfile
+	$(MAKE) keepalive
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
 	$(PY) -m deploy.life_table

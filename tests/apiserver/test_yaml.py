@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.apiserver.server import ApiServer
+from tests.generated import examples
 from tests.golang.test_yaml import TEXTS
 from ztunnel.inject.config import InjectConfig
 from ztunnel.inject.manual import inject_text
@@ -37,7 +38,7 @@ def account(cluster: ApiServer) -> None:
     post(cluster, "/api/v1/namespaces/default/serviceaccounts", body)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS.filter(lambda text: "\0" not in text))
 @example("1e3")
 @example("08")
@@ -60,7 +61,7 @@ def test_any_string_is_the_same_before_and_after_inject(cluster: ApiServer, acco
         assert found["spec"]["containers"][0]["args"] == [value]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 0o777))
 def test_octal_mode_stays_what_it_was(cluster: ApiServer, account: None, mode: int) -> None:
     volume = f"{{name: v, secret: {{secretName: s, defaultMode: 0{mode:o}}}}}"

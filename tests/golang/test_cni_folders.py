@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.golang.oracle import Oracle
 from ztunnel.agent.cni.conflist import TYPE
 from ztunnel.agent.cni.installer import Installation, NoNetwork, install, taken_by_runtime, uninstall
@@ -49,7 +50,7 @@ def taken(go: Oracle, folder: Path) -> tuple[str, list[str]] | None:
     return (Path(found["file"]).name, found["plugins"]) if found else None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.lists(FOLDERS, min_size=1, max_size=3), st.booleans())
 @example([{"00-multus.conf": PLAIN}, {"00-multus.conf": PLAIN}], False)
 @example([{"10-net.json": PLAIN, "99-z.conflist": LISTED}], False)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
 from ztunnel.istio.admin.prober import answer
 from ztunnel.istio.app_probes import AppProbe
@@ -163,7 +164,7 @@ BODIES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(FIRST, st.lists(PIECES, max_size=4), BODIES)
 def test_any_answer_passes_where_it_passes_kubelets_client(
     go: Oracle, first: bytes, fields: list[bytes], body: bytes

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
 from ztunnel.runtime.go_flags import BadArguments, parse
 from ztunnel.runtime.go_values import parse_bool, parse_cidr, parse_duration_s
@@ -34,7 +35,7 @@ CIDRS = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(CIDRS)
 @example("10.0.0.1/24")
 @example("10.96.0.2/024")
@@ -53,7 +54,7 @@ def test_cidr_is_what_go_makes_of_it(go: Oracle, text: str) -> None:
         assert (found if found is Refused else str(found)) == expected
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(st.from_regex(r"[-+]?([0-9]{0,3}(\.[0-9]{0,4})?(ns|us|µs|ms|s|m|h|d|)){0,4}", fullmatch=True))
 @example("0")
 @example("-0")
@@ -92,7 +93,7 @@ GIVEN = (
 WORDS = st.sampled_from(GIVEN.split()) | st.just("")
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(st.lists(WORDS, max_size=5))
 def test_command_line_is_what_pflag_makes_of_it(go: Oracle, words: list[str]) -> None:
     letters = {name: letter for letter, name in LETTERS.items()}

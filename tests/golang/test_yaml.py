@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.golang.oracle import Oracle, Refused
 from xds.errors import ConfigError
 from ztunnel.inject.config import InjectConfig
@@ -119,7 +120,7 @@ def test_key_given_twice_is_refused_by_name_and_place_where_go_takes_one_of_them
     assert go.ask("yaml", text)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(st.from_regex(r"[-+]?[0-9._:eExXoObBnNyYaAfF~=<]{0,8}", fullmatch=True))
 def test_any_number_like_scalar_is_what_go_makes_of_it(go: Oracle, scalar: str) -> None:
     theirs, ours = both(go, f"a: {scalar}\n")
@@ -137,7 +138,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(JSON)
 def test_what_is_written_means_the_same_to_go_and_to_us(go: Oracle, value: Any) -> None:
     text = dump(value)
@@ -153,7 +154,7 @@ TEXTS = (
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(TEXTS)
 @example("a\n\n")
 @example(" a\nb")

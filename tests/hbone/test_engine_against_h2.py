@@ -26,6 +26,7 @@ from hbone.events import (
     StreamReset,
 )
 from hbone.settings import Http2Settings, Role
+from tests.generated import examples
 
 SETTINGS_ACK = bytes.fromhex("000000040100000000")
 
@@ -297,6 +298,6 @@ class OursIsServer(Differential):
 
 
 for machine in (OursIsClient, OursIsServer):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestOursIsClient = OursIsClient.TestCase
 TestOursIsServer = OursIsServer.TestCase

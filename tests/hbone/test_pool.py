@@ -21,6 +21,7 @@ from hbone.pool import (
     PoolState,
     WaiterId,
 )
+from tests.generated import examples
 
 BOOM = OSError("boom")
 
@@ -318,5 +319,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool._keys) == set(self.open.values()) | set(map(str, self.dials))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hbone.aio.connection import Connection, connect, default_client
 from hbone.errors import HboneError
+from tests.generated import examples
 from tests.ztunnel.istio.inbound_case import APP, GATED, NEAR, POD, Through, fields, policy
 from tests.ztunnel.istio.pods import (
     APP_PORT,
@@ -216,7 +217,7 @@ class World:
         assert all(pod._tunnels._pool.statistics.streams == 0 for pod in self.cluster.pods.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=14))
 def test_open_implies_allowed_and_closed_leaves_nothing(steps: list[str]) -> None:
     async def body(cluster: Cluster) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.generated import examples
 from tests.tproxy.tables import HOOK, tables
 from tproxy import expressions as e
 from tproxy.aio.kernel import BlockingKernel
@@ -42,7 +43,7 @@ def state(*tables: Table) -> State:
     return State({HERE: Namespace(tables=tables)})
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(want=tables())
 def test_any_table_becomes_any_other_and_reads_back(kernel: BlockingKernel, want: Table) -> None:
     # apply() compares what it reads with what was wanted; the table of the example before is what it starts from.
@@ -77,7 +78,7 @@ def elsewhere() -> Iterator[Netns]:
             netns.remove_name()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(want=tables())
 def test_a_kept_table_changes_by_what_differs(elsewhere: Netns, want: Table) -> None:
     with contextlib.closing(_kept(elsewhere)) as kept:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.tproxy.model import ToyKernel
 from tests.tproxy.nodes import described, member
 from tests.tproxy.tables import tables
@@ -104,7 +105,7 @@ def _damaged(draw: st.DrawFn, table: Table) -> Table:
     return table
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(damaged(), nodes)
 def test_applying_the_difference_gives_what_is_wanted(found: State, wanted: State) -> None:
     toy = ToyKernel(found)
@@ -135,7 +136,7 @@ def _by_name(tables: tuple[Table, ...]) -> Mapping[str, object]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(nodes, min_size=1, max_size=4))
 def test_whatever_came_between_removal_restores_the_beginning(history: list[State]) -> None:
     toy = ToyKernel(before_us())
@@ -223,7 +224,7 @@ def test_what_the_kernel_cannot_alter_is_built_anew(change: str) -> None:
     assert [type(step).__name__ for step in transaction.steps][:2] == ["DeleteTable", "AddTable"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tables(), tables())
 def test_a_table_changes_in_place_into_any_other(have: Table, want: Table) -> None:
     toy = ToyKernel(State({HOST: Namespace(tables=(have,))}))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hbone.aio.fiber import Fiber, OneShotFuture
 from hbone.aio.poller import Poller
 from hbone.aio.started_task import StartedTask
+from tests.generated import examples
 
 Main = Callable[[Poller], Coroutine[Any, Any, None]]
 
@@ -412,7 +413,7 @@ async def run_step(step: str, awaited: asyncio.Future[None]) -> None:
             await awaited
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.booleans()), max_size=6))
 def test_as_a_task(steps: list[tuple[str, bool]]) -> None:
     def outcome(*, as_fiber: bool) -> list[str]:

@@ -23,6 +23,7 @@ from hbone.aio.server import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ErrorCode, TunnelBroken
 from hbone.settings import Http2Settings
+from tests.generated import examples
 from tests.hbone.aio.harness import (
     LOOPS,
     WAIT_S,
@@ -203,7 +204,7 @@ async def check(each: Stream, peer: RawPeer) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_byte_of_mixed_streams_arrives_where_it_belongs(loop: str) -> None:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(scripts())
     def property_holds(script: list[list[Step]]) -> None:
         run(lambda: play(script), loop)

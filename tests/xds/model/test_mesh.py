@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.generated import examples
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.mesh import Changes, Mesh
 from xds.model.policy import Always, Never, PolicyList, Verdict
@@ -546,4 +547,4 @@ def _expected(policies: Iterable[tuple[str, AuthorizationPolicy]]) -> set[tuple[
 
 
 TestNaive = Naive.TestCase
-TestNaive.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+TestNaive.settings = settings(max_examples=examples(40), stateful_step_count=15, deadline=None)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.xds.model.selector_grammar import NoSelector, read
 from xds.model import selector as s
 from xds.model.selector import SelectorError, parse_selector
@@ -173,7 +174,7 @@ LABELLED = st.dictionaries(
 )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(st.lists(st.sampled_from(PIECES), max_size=9), st.sampled_from(("", " ", " \t")), LABELLED)
 def test_texts_are_selectors_where_the_grammar_says_so_and_mean_the_same(
     pieces: list[str], between: str, labels: dict[str, str]

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.protocol.client import ClientOptions
 from xds.protocol.delta import DeltaClient
@@ -14,7 +15,7 @@ _NAMES = st.frozensets(st.sampled_from("abcde"))
 _STEPS = st.lists(st.tuples(_NAMES, _NAMES, st.booleans(), st.booleans()), max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(_STEPS, st.sampled_from([DeltaClient, SotwClient]))
 def test_changes_make_the_requests_that_whole_sets_make(
     steps: list[tuple[frozenset[str], frozenset[str], bool, bool]], kind: type[DeltaClient] | type[SotwClient]

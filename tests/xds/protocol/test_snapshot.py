@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.generated import examples
 from xds.errors import ConfigError
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
@@ -302,7 +303,7 @@ class OnDemand(RuleBasedStateMachine):
 
 
 TestOnDemand = OnDemand.TestCase
-TestOnDemand.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestOnDemand.settings = settings(max_examples=examples(150), stateful_step_count=25, deadline=None)
 
 
 # ---------------------------------------------------------------------- both ends
@@ -552,4 +553,6 @@ class DeltaLink(Link):
 
 TestSotwLink = SotwLink.TestCase
 TestDeltaLink = DeltaLink.TestCase
-TestSotwLink.settings = TestDeltaLink.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSotwLink.settings = TestDeltaLink.settings = settings(
+    max_examples=examples(120), stateful_step_count=40, deadline=None
+)

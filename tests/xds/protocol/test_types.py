@@ -5,6 +5,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
@@ -53,7 +54,7 @@ def test_what_is_cut_short_is_malformed_or_what_the_parser_makes_of_it(cut: int)
     assert name_of(packed) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_have_a_name_or_are_malformed(data: bytes) -> None:
     try:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.calico.literal import UNREADABLE, Literal
 from xds.model import calico as c
 from ztunnel.calico import evaluator as module
@@ -134,7 +135,7 @@ FLOWS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(UPDATES, min_size=3, max_size=14),
     st.lists(st.tuples(st.integers(0, 14), UPDATES), max_size=3),
@@ -178,7 +179,7 @@ def test_index_cache_and_walk_answer_as_the_literal_reading(
                 assert verdict.code is Code.INTERNAL or steps.verdict == verdict
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(UPDATES, min_size=3, max_size=14), FLOWS, st.sampled_from(list(c.Direction)))
 def test_judging_connections_never_opens_more_than_judging_requests(
     updates: list[c.Update], flow: c.Flow, direction: c.Direction

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.calico.cluster import PODS, local_policy
 from xds.model import calico as c
 from ztunnel.calico.compile import compile_resources, endpoint_id
@@ -161,7 +162,7 @@ def worlds(draw: st.DrawFn) -> Resources:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(worlds(), min_size=1, max_size=4))
 def test_after_every_change_it_is_as_if_compiled_at_once(history: list[Resources]) -> None:
     compiler = Compiler()
@@ -188,7 +189,7 @@ def test_after_every_change_it_is_as_if_compiled_at_once(history: list[Resources
     assert not compiler._things._by_term
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(worlds())
 def test_an_address_is_that_of_one_pod_and_everything_says_so_alike(found: Resources) -> None:
     made = compile_resources(found)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.generated import examples
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import (
@@ -238,7 +239,7 @@ def _always(number: int) -> Callable[[int], int]:
 
 
 TestNaive = Naive.TestCase
-TestNaive.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestNaive.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hbone.aio.relay import ByteCounts
+from tests.generated import examples
 from tests.ztunnel.istio.nodes import LOCAL
 from tests.ztunnel.istio.pages import samples
 from xds.model.mesh import Changes
@@ -94,4 +95,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTraffic.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

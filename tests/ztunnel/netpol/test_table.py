@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.calico.cluster import BACK, FRONT, compiled, evaluator, global_policy, local_policy
 from tests.ztunnel.netpol.packets import packets
 from tproxy.expressions import Counter, Expression, Verdict
@@ -120,7 +121,7 @@ def verdict_of_policies(found: Compiled, packet: Packet) -> bool:
     return True
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(worlds(), st.lists(packets([*ADDRESSES.values(), OUTSIDE]), min_size=4, max_size=12))
 def test_the_table_decides_as_the_policies(found: Compiled, sent: list[Packet]) -> None:
     built = TableBuilder().build(found, "n1")
@@ -130,7 +131,7 @@ def test_the_table_decides_as_the_policies(found: Compiled, sent: list[Packet]) 
         assert made.judge(packet).accepted == verdict_of_policies(found, packet), packet
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(worlds(), worlds())
 def test_a_builder_that_has_built_before_builds_the_same(before: Compiled, found: Compiled) -> None:
     builder = TableBuilder()

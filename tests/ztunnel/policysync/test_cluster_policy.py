@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.policysync.cluster_literal import Connection, End, allowed
 from tproxy.packets import Interpreter, Packet
 from ztunnel.calico.incremental import Compiler
@@ -193,7 +194,7 @@ CONNECTIONS = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(policies(), st.lists(CONNECTIONS, min_size=4, max_size=12))
 def test_the_table_decides_as_the_api_says(found: list[dict[str, Any]], tried: list[Connection]) -> None:
     made = Tables(*found)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tproxy.packets import Interpreter, Packet
 from xds.model import calico as c
 from ztunnel.calico.incremental import Compiler
@@ -148,7 +149,7 @@ PLACES = [(side, clause) for side in ("source", "destination") for clause in SID
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(calico_rules(), min_size=1, max_size=3),
     st.sampled_from(PLACES),
@@ -201,7 +202,7 @@ BAD_PORTS: list[Any] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.sampled_from(PEERS), max_size=2),
     st.lists(st.sampled_from(({"port": 80}, {"protocol": "UDP", "port": 53})), max_size=2),

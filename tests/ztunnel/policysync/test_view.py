@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.calico.cluster import BACK, FRONT, OTHER, PODS, SEED, compiled, global_policy
 from xds.model import calico as c
 from ztunnel.calico.incremental import Compiler, differences
@@ -64,7 +65,7 @@ def put(table: dict[object, object], key: object, value: object) -> None:
         table[key] = value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sets(st.sampled_from(range(len(SPECS)))), st.sets(st.sampled_from((FRONT, BACK, OTHER)))),

@@ -5,6 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from xds.proto import registry
 from xds.proto.dump import to_json
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
@@ -40,7 +41,7 @@ def clusters_dumps(draw: st.DrawFn) -> admin.ClustersConfigDump:
     return dump
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(clusters_dumps(), max_size=3))
 def test_pieces_join_to_the_whole(dumps: list[admin.ClustersConfigDump]) -> None:
     assert in_pieces(*dumps) == whole(*dumps)
@@ -76,7 +77,7 @@ def test_secrets_of_refused_versions_are_redacted_too() -> None:
     assert text.count('"inline_bytes": "W3JlZGFjdGVkXQ=="') == 2
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(clusters_dumps())
 def test_lists_made_late_print_in_their_place(dump: admin.ClustersConfigDump) -> None:
     head = admin.ClustersConfigDump(version_info=dump.version_info)

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.generated import examples
 from xds.model.identity import SpiffeId
 from ztunnel.istio.certificates.schedule import Fetch, Phase, Priority, Schedule
 
@@ -226,4 +227,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

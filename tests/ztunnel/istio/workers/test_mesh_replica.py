@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.generated import examples
 from tests.ztunnel.istio.workers.test_messages import SERVICE, WORKLOAD, decoded, policy
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Changes, Mesh
@@ -109,7 +110,7 @@ class Both(RuleBasedStateMachine):
 
 
 TestBoth = Both.TestCase
-TestBoth.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestBoth.settings = settings(max_examples=examples(60), stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.parametrize("count", [1, BATCH, BATCH + 1, 3 * BATCH])

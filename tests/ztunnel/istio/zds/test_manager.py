@@ -11,6 +11,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import examples
 from tests.ztunnel.istio.zds.agents import INFO, WAIT_S, Agent, Starts, open_descriptors
 from tproxy.aio.netns import Netns
 from tproxy.errors import PortTaken
@@ -233,7 +234,7 @@ def test_a_broken_protocol_is_answered_and_pods_run_on(
     with_manager(body)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.one_of(
         st.binary(min_size=1, max_size=1100),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.generated import examples
 from ztunnel.istio.zds.messages import AddPod, DeletePod, KeepPod, SnapshotSent, Unexpected
 from ztunnel.istio.zds.pods import PodInfo, PodState, PodUid
 from ztunnel.istio.zds.reconcile import (
@@ -411,5 +412,5 @@ class ReconcilerMachine(RuleBasedStateMachine):
         assert self.pods._not_up <= set(self.model)
 
 
-ReconcilerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+ReconcilerMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=50, deadline=None)
 TestReconcilerMachine = ReconcilerMachine.TestCase
