@@ -1,9 +1,9 @@
-"""Everything that is alive for connections in this process: one table, whose entries own what they opened.
+"""Every connection of this process that is open or being opened, in one table. Entries own what they opened.
 
-:class:`LiveTable` is the process's; it consists of groups (:class:`Lives`), for example one pod's connections by
-direction. :meth:`LiveTable.review` and :meth:`Lives.review` are the only ways in which a change reaches
-connections: they look up :data:`~ztunnel.dataplane.life.TABLE` for each life, and do what it says. A front end
-supplies :meth:`Life.judge` and the ways in which a life can be ended, and decides nothing else.
+:class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction.
+:meth:`LiveTable.review` and :meth:`Lives.review` are the only ways in which a change reaches connections: they
+look up :data:`~ztunnel.dataplane.life.TABLE` for each life, and carry out its action. A front end supplies
+:meth:`Life.judge` and the ways in which a life can be ended. It decides nothing else.
 
 A life is registered when it is made, before its policy is asked: a change in between must still find it. What ends
 it changes on its way (cancel the fiber that dials, then abort the relay). The entry holds the current way, and
@@ -30,7 +30,7 @@ Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: Lives of one slice of a review: about a millisecond, for which other connections wait (``bench/review.py``).
+#: Lives of one slice of a review. Other connections wait about a millisecond for a slice (``bench/review.py``).
 SLICE: Final = 128
 #: The reason of a life whose verdict could not be found because of a bug: fail closed.
 _UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
@@ -44,9 +44,9 @@ class Life:
         abort: ends it before :meth:`opened` has named another way.
 
     Attributes:
-        state: how far it has come; front ends move it forward, :meth:`opened` and :meth:`close` included.
-        reason: why this side ended it; empty while it has not.
-        leaving: it has been asked to leave; in a handshake the request is passed on after it.
+        state: the step that the connection has reached. Front ends move it forward.
+        reason: why this side ended it, or empty.
+        leaving: whether it was asked to leave. During a handshake the request waits for the handshake's end.
     """
 
     __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
@@ -204,8 +204,8 @@ class Lives(Generic[LifeT]):
 
         Args:
             event: what has happened.
-            reason: of those that it ends; a verdict has its own.
-            concerned: whether the event concerns a life; ``None``: all.
+            reason: the reason of lives that the event ends. A verdict has its own reason.
+            concerned: returns whether the event concerns a life. ``None``: it concerns all.
         """
         self._table._start(self._walk(event, reason, concerned))
 

@@ -24,7 +24,7 @@ from ztunnel.istio.certificates.manager import WorkloadCertificate
 from ztunnel.istio.outcome import REVOKED
 from ztunnel.istio.record import Record
 
-#: How long idle tunnels may take to hear that there will be no more: some round trips, and the second for which a
+#: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second for which a
 #: server still takes what its peer had under way (``ConnectionSettings.drain_grace_s``); a guess.
 _GOODBYE_S = 2.0
 
