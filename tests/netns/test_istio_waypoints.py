@@ -252,7 +252,7 @@ def test_double_hbone(tmp_path: Path, *, by_hostname: bool) -> None:
             assert dict(within.head.headers)[b"x-forwarded-network"] == b""
             (line,) = await mesh.node_of("client").lines("outbound", 1, dst_service=f"shop.{DOMAIN}")
             assert line["dst.addr"] == f"{place.ipv4}:15008"
-            assert line["dst.workload"] == "remote-app"
+            assert line["dst.workload"] == "remote-deployment"
             # The namespace is the certificate's, whatever the baggage says of it.
             assert (line["dst.namespace"], line["dst.cluster"]) == ("default", "far")
             assert line["dst.identity"] == REMOTE

@@ -53,6 +53,8 @@ def parse_cidr_or_address(text: str) -> IpNetwork:
     Raises:
         ValueError: neither.
     """
+    if "/" in text:
+        return parse_cidr(text)
     network = parse_network(text)
     if network is None:
         raise ValueError(f"{text!r} is no IP range such as 10.0.0.0/8, nor an address")
