@@ -24,9 +24,9 @@ from tproxy.expressions import Family
 from tproxy.resources import Table
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.table import TABLE, TableBuilder, local_endpoints
-from ztunnel.policysync.objects import PolicyObjects
 from ztunnel.policysync.view import View, excerpt, view_of
 from ztunnel.policysync.view import changes as changes_of
 

@@ -20,6 +20,7 @@ from tproxy.packets import Interpreter
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.events import EventWriter
 from ztunnel.kube.informer import Informer
@@ -28,7 +29,6 @@ from ztunnel.kube.objects import Object, ObjectKey
 from ztunnel.netpol.controller import Controller
 from ztunnel.netpol.table import TABLE
 from ztunnel.policysync.kinds import SELECTIONS
-from ztunnel.policysync.objects import PolicyObjects
 
 pytestmark = [
     pytest.mark.netns,

@@ -3,15 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from xds.model import calico as c
 from ztunnel.calico.compile import Compiled, compile_resources
 from ztunnel.calico.evaluator import Evaluator
-from ztunnel.calico.read import read_resources
+from ztunnel.calico.objects import KINDS, PolicyObjects
+from ztunnel.calico.read import read_resources, refusal
 from ztunnel.calico.resources import Resources
 from ztunnel.calico.store import Store
+from ztunnel.kube.files import FileObjects
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.config_reader import Faults
 from ztunnel.runtime.text_file import read_text
@@ -21,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: The interval at which files are looked at: a stat of each.
 POLL_S: Final = 0.2
+#: Of the files of a folder that hold policies.
+SUFFIXES: Final = (".yaml",)
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
@@ -68,11 +73,65 @@ def updates_of(compiled: Compiled) -> Iterator[c.Update]:
     yield c.InSync()
 
 
+class FilePolicies:
+    """The resources that files describe, kept while the files change.
+
+    Calls can come from any thread, one at a time.
+
+    A part that cannot be used is left out alone: see :class:`~ztunnel.kube.files.FileObjects` for documents that
+    cannot be read, and :class:`~ztunnel.calico.objects.PolicyObjects` for faulty objects.
+
+    Args:
+        paths: YAML files, and folders of them.
+
+    Attributes:
+        complete: every document has been readable once, so that no policy is missing; stays true.
+        faults: of the files as they are, each with file, document, object and consequence.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._source = FileObjects(*paths, kinds=KINDS, refused=refusal, suffixes=SUFFIXES)
+        self._objects = PolicyObjects()
+        self._resources = Resources()
+        self._reported: set[str] = set()
+        self.complete = False
+        self.faults: tuple[str, ...] = ()
+
+    def read(self) -> Resources:
+        """Read the files that have changed, and return a copy of everything that is in force; log new faults."""
+        try:
+            changes = self._source.everything()
+        except OSError as error:
+            self.faults = (f"{error.filename}: {error.strerror}",)
+            log.error("policies not read path=%s error=%s; the last ones stay", error.filename, error.strerror)
+            return self._copy()
+        for table, key, value in self._objects.changes(changes.objects):
+            entries: dict[Any, Any] = getattr(self._resources, table)
+            if value is None:
+                entries.pop(key, None)
+            else:
+                entries[key] = value
+        self.complete = changes.synced
+        problems = [
+            ": ".join(filter(None, (self._source.place_of(key), f"{key}: {problem}")))
+            for key, problem in sorted(self._objects.problems.items())
+        ]
+        for problem in problems:
+            if problem not in self._reported:
+                log.error("policy object not as written %s", problem)
+        self._reported = set(problems)
+        self.faults = (*(f"{path}: {fault}" for path, fault in sorted(self._source.faults.items())), *problems)
+        return self._copy()
+
+    def _copy(self) -> Resources:
+        return Resources(**{item.name: dict(getattr(self._resources, item.name)) for item in fields(Resources)})
+
+
 class Files:
     """Follows files; a :class:`~ztunnel.calico.live.PolicySource`.
 
-    While they have a fault, the policies of before answer: they are not in sync and their age counts. Before
-    the first good ones nothing is allowed.
+    While a part of them has a fault, the rest applies, and of that part what :class:`FilePolicies` says; they
+    are not in sync and their age counts. Before every document has been readable once, nothing is allowed.
 
     Args:
         path: a file or a folder of YAML files.
@@ -85,6 +144,7 @@ class Files:
         self.in_sync = False
         self.error = ""
         self._path = path
+        self._policies = FilePolicies(path)
         self._clock = clock
         self._changed = changed
         self._lost_at: float | None = None
@@ -110,25 +170,28 @@ class Files:
             await asyncio.sleep(POLL_S)
 
     async def _read(self) -> None:
-        try:
-            # In a thread: thousands of policies take seconds.
-            evaluator = await asyncio.to_thread(_evaluator, self._path)
-        except Faults as error:
-            self.in_sync = False
-            self.error = str(error)
-            if self._lost_at is None and self.evaluator.store.in_sync:
-                self._lost_at = self._clock.monotonic()
-            for fault in error.faults:
-                log.error("policies not usable, the last good ones are in force: %s", fault)
+        # In a thread: thousands of policies take seconds.
+        evaluator = await asyncio.to_thread(self._evaluator)
+        faults = self._policies.faults
+        self.in_sync = not faults
+        self.error = "; ".join(faults)
+        if evaluator is None:
             return
-        self.evaluator, self.in_sync, self.error, self._lost_at = evaluator, True, "", None
+        if not faults:
+            self._lost_at = None
+        elif self._lost_at is None:
+            self._lost_at = self._clock.monotonic()
+        self.evaluator = evaluator
         store = evaluator.store
         log.info("policies read path=%s policies=%d pods=%d", self.name, len(store.policies), len(store.endpoints))
         self._changed()
 
-
-def _evaluator(path: Path) -> Evaluator:
-    made = Evaluator(Store(), connections_only=True)
-    for update in updates_of(compile_resources(read_files([path]))):
-        made.apply(update)
-    return made
+    def _evaluator(self) -> Evaluator | None:
+        """Read the files; return None while policies may be missing."""
+        resources = self._policies.read()
+        if not self._policies.complete:
+            return None
+        made = Evaluator(Store(), connections_only=True)
+        for update in updates_of(compile_resources(resources)):
+            made.apply(update)
+        return made

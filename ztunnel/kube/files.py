@@ -1,14 +1,15 @@
-"""Kubernetes objects from a folder of files, followed while they change: a source without a cluster."""
+"""Kubernetes objects from files, followed while they change: a source without a cluster."""
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from xds.errors import ConfigError
 from ztunnel.kube.objects import Changes, Object, ObjectKey
-from ztunnel.runtime.go_yaml import load_all
+from ztunnel.runtime.go_yaml import load_each
 from ztunnel.runtime.object_lists import items_of
 from ztunnel.runtime.text_file import read_text
 from ztunnel.runtime.watched_file import FileState, file_state
@@ -16,35 +17,84 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-_SUFFIXES: Final = (".yaml", ".yml", ".json")
+SUFFIXES: Final = (".yaml", ".yml", ".json")
+#: Objects that a line names.
+_NAMED: Final = 8
+
+
+class _Unrecognised(Exception):
+    """A part of a file is no object that can be told; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a part of a file is left out.
+
+    Attributes:
+        place: document and line; empty for the whole file.
+        named: the object, as far as it can be recognised.
+    """
+
+    place: str
+    named: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.place, self.named, self.reason)))
 
 
 class FileObjects:
-    """An :class:`~ztunnel.kube.objects.ObjectSource` over the files of one folder; subfolders are not entered.
+    """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not entered.
 
-    A file that cannot be read is reported once, and its last objects stay. If one is like that from the start,
-    the source is not synced before it has been mended: what it holds could be what closes a pod.
+    A document, or an item of a list, that cannot be recognised as an object is left out alone and reported once.
+    As it can be any object, those that disappear in the same reading keep their last good form until it is mended,
+    and the other documents and files apply at once. If such a part is there from the start, the source is not
+    synced before it has been mended: what it holds could be what closes a pod.
 
     Args:
-        folder: files in it whose names end in ``.yaml``, ``.yml`` or ``.json`` hold objects, ``---`` between
-            them, or in lists. Of two files with the same object, the first by name has it.
+        paths: folders and files. Files in a folder whose names end in one of ``suffixes`` hold objects, ``---``
+            between them, or in lists. Of two files with the same object, the first by name has it. Two different
+            forms in one file are a fault.
         kinds: kinds that are told; None for all.
+        refused: called with API group and kind of an object of another kind; returns why it is a fault, or nothing
+            if it is to be passed over. None passes all of them over.
+        suffixes: of file names.
     """
 
-    def __init__(self, folder: Path, kinds: Iterable[str] | None = None) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        *paths: Path,
+        kinds: Iterable[str] | None = None,
+        refused: Callable[[str, str], str] | None = None,
+        suffixes: Sequence[str] = SUFFIXES,
+    ) -> None:
+        self._paths = paths
         self._kinds = None if kinds is None else frozenset(kinds)
+        self._refused = refused
+        self._suffixes = suffixes
         self._states: dict[Path, FileState] = {}
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
+        self._places: dict[Path, Mapping[ObjectKey, str]] = {}
+        #: Of files with faults: last good forms of objects that a faulty part can be.
+        self._kept: dict[Path, Mapping[ObjectKey, Object]] = {}
+        #: Files that have never been readable as a whole.
+        self._unknown: set[Path] = set()
         self._told: dict[ObjectKey, Object] = {}
+        self._readable = True
         self._synced = False
         self._read_ahead = False
         self._faults: dict[str, str] = {}
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why a file is not followed at this moment, by its path."""
+        """Why parts of a file, or all of it, are not followed at this moment, by its path."""
         return self._faults
+
+    def place_of(self, key: ObjectKey) -> str:
+        """Return the file that has an object, with document and line; empty if none has it now."""
+        having = (path for path in sorted(self._places) if key in self._places[path])
+        path = next(having, None)
+        return "" if path is None else f"{path}: {self._places[path][key]}"
 
     def require_all(self) -> None:
         """Read the files now; what they hold is told by :meth:`next`.
@@ -53,8 +103,7 @@ class FileObjects:
             ConfigError: some cannot be read; each is named.
             OSError: the folder cannot be read.
         """
-        next(self._folder.iterdir(), None)
-        self._read_ahead = self._scan()
+        self._read_ahead = self._scan(self._listed())
         if self._faults:
             raise ConfigError("; ".join(f"{path}: {fault}" for path, fault in self._faults.items()))
 
@@ -64,92 +113,189 @@ class FileObjects:
         Raises:
             OSError: the folder cannot be read.
         """
-        next(self._folder.iterdir(), None)
-        self._scan()
+        self._scan(self._listed())
         return self._changes()
 
     async def next(self) -> Changes:
         """See :meth:`~ztunnel.kube.objects.ObjectSource.next`."""
         while True:
-            if self._scan() or self._read_ahead:
+            if self._look() or self._read_ahead:
                 self._read_ahead = False
+                before = self._synced
                 changes = self._changes()
-                if changes.objects or changes.synced != self._synced:
-                    self._synced = changes.synced
+                if changes.objects or changes.synced != before:
                     return changes
             await asyncio.sleep(_POLL_S)
 
-    def _scan(self) -> bool:
-        """Read the files that have changed; return whether any has."""
+    def _listed(self) -> list[Path]:
+        """Return the files that are meant.
+
+        Raises:
+            OSError: a path does not exist, or is a folder that cannot be read.
+        """
+        found: list[Path] = []
+        for path in self._paths:
+            if path.exists() and not path.is_dir():
+                found.append(path)
+            else:
+                found += sorted(each for each in path.iterdir() if each.suffix in self._suffixes)
+        return found
+
+    def _look(self) -> bool:
+        """Read the files that have changed; return whether any has.
+
+        A folder that cannot be read is logged once, and changes nothing.
+        """
         try:
-            paths = sorted(path for path in self._folder.iterdir() if path.suffix in _SUFFIXES)
+            listed = self._listed()
         except OSError as error:
-            if self._states.get(self._folder, ()) is not None:
-                log.error("objects not read folder=%s error=%s", self._folder, error.strerror)
-                self._states[self._folder] = None
+            if self._readable:
+                log.error("objects not read folder=%s error=%s", error.filename, error.strerror)
+            self._readable = False
             return False
-        self._states.pop(self._folder, None)
+        self._readable = True
+        return self._scan(listed) or not listed
+
+    def _scan(self, listed: list[Path]) -> bool:
+        gone: dict[ObjectKey, Object] = {}
         changed = False
-        for path in self._states.keys() - set(paths):
+        for path in self._states.keys() - set(listed):
             del self._states[path]
-            self._objects.pop(path, None)
+            gone |= self._objects.pop(path, {})
+            self._places.pop(path, None)
+            self._kept.pop(path, None)
+            self._unknown.discard(path)
             self._faults.pop(str(path), None)
             changed = True
-        for path in paths:
+        faulty: dict[Path, list[_Fault]] = {}
+        for path in listed:
             state = file_state(path)
             if path in self._states and self._states[path] == state:
                 continue
             self._states[path] = state
             changed = True
-            try:
-                self._objects[path] = dict(self._read(path))
+            first = path not in self._objects
+            before = self._objects.get(path, {})
+            found, self._places[path], faults = self._read(path)
+            self._objects[path] = found
+            gone |= {key: value for key, value in before.items() if key not in found}
+            if faults:
+                faulty[path] = faults
+                self._faults[str(path)] = "; ".join(map(str, faults))
+                if first:
+                    self._unknown.add(path)
+            else:
+                self._kept.pop(path, None)
+                self._unknown.discard(path)
                 self._faults.pop(str(path), None)
-            except (OSError, ConfigError) as error:
-                fault = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-                self._faults[str(path)] = fault
-                log.error("objects not read file=%s error=%s; what it held before stays", path, fault)
-        return changed or not self._states
+        current = set().union(*self._objects.values()) if faulty else set()
+        for path, faults in faulty.items():
+            kept = {**self._kept.get(path, {}), **gone}
+            self._kept[path] = {key: value for key, value in kept.items() if key not in current}
+            self._report(path, faults)
+        return changed
 
-    def _read(self, path: Path) -> Iterator[tuple[ObjectKey, Object]]:
-        for document in load_all(read_text(path)):
-            yield from self._objects_of(path, document)
+    def _report(self, path: Path, faults: list[_Fault]) -> None:
+        kept = self._kept[path]
+        if kept:
+            more = len(kept) - _NAMED
+            names = ", ".join(map(str, list(kept)[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+            consequence = f"what has disappeared stays as it was: {names}"
+        elif self._synced:
+            consequence = "it is left out, the rest applies"
+        else:
+            consequence = "what the files say is not complete before it is mended"
+        for fault in faults:
+            log.error("objects not read file=%s error=%s; %s", path, fault, consequence)
 
-    def _objects_of(self, path: Path, document: object) -> Iterator[tuple[ObjectKey, Object]]:
-        if document is None:
-            return
-        if not isinstance(document, Mapping):
-            raise ConfigError(f"must be objects, not {document!r}")
-        items = items_of(document)
-        if items is not None:
-            for item in items:
-                yield from self._objects_of(path, item)
-            return
-        kind = str(document.get("kind", ""))
-        metadata = document.get("metadata")
+    def _read(self, path: Path) -> tuple[Mapping[ObjectKey, Object], Mapping[ObjectKey, str], list[_Fault]]:
+        """Return the objects of a file, where in it they are, and the faults of its other parts."""
+        try:
+            parts = load_each(read_text(path))
+        except (OSError, ConfigError) as error:
+            reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            return {}, {}, [_Fault("", "", reason)]
+        found: dict[ObjectKey, Object] = {}
+        places: dict[ObjectKey, str] = {}
+        faults: list[_Fault] = []
+        unclear: set[ObjectKey] = set()
+        for number, part in enumerate(parts, start=1):
+            place = f"document {number} at line {part.line}"
+            if part.fault:
+                faults.append(_Fault(place, "", part.fault))
+                continue
+            for item in _items(part.value):
+                try:
+                    recognised = self._recognised(item)
+                except _Unrecognised as error:
+                    faults.append(_Fault(place, _named(item), str(error)))
+                    continue
+                if recognised is None:
+                    continue
+                key, body = recognised
+                if key in found and found[key] != body:
+                    unclear.add(key)
+                    faults.append(_Fault(place, _named(item), "is there twice"))
+                found[key], places[key] = body, place
+        # Which of two forms is meant is not known, and one may allow more than the other.
+        return {key: value for key, value in found.items() if key not in unclear}, places, faults
+
+    def _recognised(self, item: object) -> tuple[ObjectKey, Object] | None:
+        """Return an object with its key; None if it is not followed."""
+        if not isinstance(item, Mapping):
+            raise _Unrecognised(f"must be objects, not {item!r}")
+        kind, metadata = str(item.get("kind", "")), item.get("metadata")
+        group = str(item.get("apiVersion", "")).partition("/")[0]
         name = metadata.get("name") if isinstance(metadata, Mapping) else None
         if not kind or not isinstance(name, str) or not name or not isinstance(metadata, Mapping):
-            raise ConfigError("an object needs kind and metadata.name")
+            raise _Unrecognised("an object needs kind and metadata.name")
         if self._kinds is not None and kind not in self._kinds:
-            return
+            reason = self._refused(group, kind) if self._refused is not None else ""
+            if reason:
+                raise _Unrecognised(reason)
+            return None
         namespace = (
             "" if kind in _CLUSTER_WIDE or kind.startswith("Global") else metadata.get("namespace", "default")
         )
-        group = str(document.get("apiVersion", "")).partition("/")[0]
         # Kubernetes' and Calico's NetworkPolicy may have one name in one namespace.
-        called = f"{kind}.{group}" if kind == "NetworkPolicy" and group != "networking.k8s.io" else kind
-        yield ObjectKey(called, str(namespace), name), document
+        called = (
+            f"{kind}.{group.removeprefix('crd.')}"
+            if kind == "NetworkPolicy" and group != "networking.k8s.io"
+            else kind
+        )
+        return ObjectKey(called, str(namespace), name), item
 
     def _changes(self) -> Changes:
         now: dict[ObjectKey, Object] = {}
-        for path in sorted(self._objects, reverse=True):
-            now.update(self._objects[path])
+        for held in (self._kept, self._objects):
+            for path in sorted(held, reverse=True):
+                now.update(held[path])
         found: dict[ObjectKey, Object | None] = {
             key: value for key, value in now.items() if self._told.get(key) != value
         }
         found.update(dict.fromkeys(self._told.keys() - now.keys()))
         self._told = now
-        unread = self._states.keys() - self._objects.keys()
-        return Changes(found, synced=self._synced or not unread)
+        self._synced = self._synced or not self._unknown
+        return Changes(found, synced=self._synced)
+
+
+def _items(document: object) -> Iterator[object]:
+    items = items_of(document) if isinstance(document, Mapping) else None
+    if items is None:
+        if document is not None:
+            yield document
+        return
+    for item in items:
+        yield from _items(item)
+
+
+def _named(item: object) -> str:
+    """Return what an object calls itself, as far as it does."""
+    if not isinstance(item, Mapping):
+        return ""
+    metadata = item.get("metadata")
+    names = (metadata.get("namespace"), metadata.get("name")) if isinstance(metadata, Mapping) else ()
+    return "/".join(str(part) for part in (item.get("kind"), *names) if part)
 
 
 _CLUSTER_WIDE: Final = frozenset(

@@ -228,12 +228,12 @@ async def _source(
     from ztunnel.policysync.problems import LoggedEvents
 
     if args.objects is not None:
+        from ztunnel.calico.objects import KINDS
         from ztunnel.kube.files import FileObjects
-        from ztunnel.policysync.objects import KINDS
 
         if not args.objects.is_dir():
             raise ValueError(f"{args.objects} is no folder")
-        files = FileObjects(args.objects, KINDS)
+        files = FileObjects(args.objects, kinds=KINDS)
         if args.once and not args.print:  # otherwise it waits until the file is mended
             files.require_all()
         return files, LoggedEvents(), None
@@ -314,8 +314,8 @@ def _metrics(controller: "Controller", table: Any, address: "SocketAddress", sou
 async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *, nodes: bool) -> int:
     from tproxy.render.text import table_text
     from ztunnel.calico.incremental import Compiler
+    from ztunnel.calico.objects import PolicyObjects
     from ztunnel.kube.files import FileObjects
-    from ztunnel.policysync.objects import PolicyObjects
 
     objects, compiler = PolicyObjects(nodes=nodes), Compiler()
     synced = False
@@ -338,15 +338,15 @@ async def _print(source: Any, node: str, out: TextIO, builder: "TableBuilder", *
 
 async def _explain(args: argparse.Namespace, out: TextIO) -> int:
     from ztunnel.calico.incremental import Compiler
+    from ztunnel.calico.objects import KINDS, PolicyObjects
     from ztunnel.kube.files import FileObjects
     from ztunnel.netpol.explain import explained
-    from ztunnel.policysync.objects import KINDS, PolicyObjects
 
     if not args.objects.is_dir():
         raise ValueError(f"{args.objects} is no folder")
     objects, compiler = PolicyObjects(), Compiler()
     logging.getLogger("ztunnel.kube.files").setLevel(logging.CRITICAL)  # its faults are the answer
-    source = FileObjects(args.objects, KINDS)
+    source = FileObjects(args.objects, kinds=KINDS)
     source.require_all()  # a policy of another file might decide otherwise
     compiler.apply(objects.changes(source.everything().objects))
     for key, problem in objects.problems.items():

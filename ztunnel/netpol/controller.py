@@ -22,10 +22,10 @@ from xds.model import calico as c
 from xds.model.address import IpNetwork
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
 from ztunnel.netpol.table import Built, TableBuilder, Unseen, local_endpoints
 from ztunnel.policysync.cluster import Publisher
-from ztunnel.policysync.objects import PolicyObjects
 from ztunnel.policysync.problems import ProblemReports
 from ztunnel.policysync.view import excerpt
 
@@ -87,7 +87,7 @@ class Controller:
         netns: where the table is, and whose connections are judged.
         proxies: is given the policies of this node's pods once all objects have been told, and after each change,
             also while the kernel refuses the table: what the kernel could not be told, a proxy still judges.
-        nodes: the source tells of Node objects, too; see :class:`~ztunnel.policysync.objects.PolicyObjects`.
+        nodes: the source tells of Node objects, too; see :class:`~ztunnel.calico.objects.PolicyObjects`.
 
     Attributes:
         synced: every object has been told.

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from ztunnel.calico.compile import Compiled
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import Changes, EventSink, WatchedSource
-from ztunnel.policysync.objects import PolicyObjects
 from ztunnel.policysync.problems import ProblemReports
 from ztunnel.policysync.view import excerpt
 

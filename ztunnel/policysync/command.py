@@ -16,6 +16,7 @@ from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
+    from ztunnel.calico.files import FilePolicies
     from ztunnel.calico.resources import Resources
     from ztunnel.http.server import PageServer
     from ztunnel.policysync.cluster import ClusterPolicies
@@ -256,9 +257,16 @@ def serve_command(args: argparse.Namespace) -> int:
     if wrong:
         print(f"ztunnel policy serve: {wrong}", file=sys.stderr)
         return 2
-    resources = None if args.kube else _read(args.files)
-    if resources is None and not args.kube:
-        return 1
+    policies = None
+    if not args.kube:
+        from ztunnel.calico.files import FilePolicies
+
+        policies = FilePolicies(*args.files)
+        policies.read()
+        if not policies.complete:
+            # A document that cannot be read can be a policy that closes a pod.
+            print("ztunnel policy serve: there are documents that have never been readable", file=sys.stderr)
+            return 1
     # Programs with files alone need no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
     if args.kube:
@@ -266,14 +274,14 @@ def serve_command(args: argparse.Namespace) -> int:
 
         known += (KubeError,)
     try:
-        asyncio.run(_serve(args, resources))
+        asyncio.run(_serve(args, policies))
     except known as error:
         print(f"ztunnel policy serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(args: argparse.Namespace, resources: "Resources | None") -> None:
+async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") -> None:
     from xds.dialects.calico.policysync import PolicyForm
     from ztunnel.calico.compile import Compiled
     from ztunnel.policysync.server import NODE_STREAMS, Binder, PolicySyncServer
@@ -287,8 +295,8 @@ async def _serve(args: argparse.Namespace, resources: "Resources | None") -> Non
 
     async with PolicySyncServer(PolicyForm(args.form)) as server, AsyncExitStack() as stack:
         policies: _Files | ClusterPolicies
-        if resources is not None:
-            policies = _Files(args.files, resources, server)
+        if from_files is not None:
+            policies = _Files(args.files, from_files, server)
         else:
             policies = await _of_cluster(args, server, stack)
         if args.metrics is not None:
@@ -328,41 +336,43 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
 
 
 class _Files:
-    """Files that are served: a change of one is published, one with a fault is reported.
+    """Files that are served: a change of one is published; of a faulty part what ``FilePolicies`` says.
 
     Attributes:
         compiled: what is served.
     """
 
-    def __init__(self, paths: list[Path], resources: "Resources", server: "PolicySyncServer") -> None:
+    def __init__(self, paths: list[Path], policies: "FilePolicies", server: "PolicySyncServer") -> None:
         from ztunnel.calico import files
-        from ztunnel.calico.compile import compile_resources
 
         self._paths = paths
+        self._policies = policies
         self._server = server
         self._seen = files.states_of(paths)
-        self.compiled = compile_resources(resources)
-        self.problems = 0
         self.not_followed: tuple[str, ...] = ()
-        server.publish(self.compiled)
+        self._publish()
+
+    @property
+    def problems(self) -> int:
+        """The number of files and objects with a fault."""
+        return len(self._policies.faults)
+
+    def _publish(self) -> None:
+        from ztunnel.calico.compile import compile_resources
+
+        self.compiled = compile_resources(self._policies.read())
+        self._server.publish(self.compiled)
 
     async def follow(self) -> None:
         """Wait a moment, and read the files if they have changed."""
         from ztunnel.calico import files
-        from ztunnel.calico.compile import compile_resources
 
         await asyncio.sleep(files.POLL_S)
         now = files.states_of(self._paths)
         if now == self._seen:
             return
         self._seen = now
-        found = _read(self._paths)
-        self.problems = int(found is None)
-        if found is None:
-            log.error("policies not usable, the last good ones are served")
-            return
-        self.compiled = compile_resources(found)
-        self._server.publish(self.compiled)
+        self._publish()
         log.info("policies changed, %d are served", len(self.compiled.policies))
 
 

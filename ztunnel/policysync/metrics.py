@@ -24,7 +24,7 @@ def families(server: PolicySyncServer, faulty: int, not_followed: Iterable[str])
         found = [(key, float(read(counts))) for key, counts in flows.by_rule.items()]
         yield family(f"policysync_{name}", "counter", text, found, ("rule", "result"))
     yield family("policysync_report_faults", "counter", "Reports that could not be read", [((), flows.faults)], ())
-    text = "Objects that are not in force as written; of files 1 while one has a fault"
+    text = "Objects that are not in force as written, and files with parts that cannot be read"
     yield family("policysync_faulty_objects", "gauge", text, [((), float(faulty))], ())
     kinds = [((kind,), 1.0) for kind in not_followed]
     text = "Kinds that the API server does not tell of now: what is known of them is served on"

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
+from ztunnel.calico.objects import Problem
 from ztunnel.kube.objects import EventSink, ObjectKey
-from ztunnel.policysync.objects import Problem
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ aliases that contain themselves or multiply a document (:data:`~xds.proto.core_y
 
 import base64
 import binascii
+import itertools
 import json
 import math
 import re
@@ -43,6 +44,8 @@ _INTEGER: Final = re.compile(
 #: The old spelling of binary numbers: a sign can follow the prefix.
 _BINARY: Final = re.compile(r"0b(?P<sign>[-+]?)(?P<binary>[01]+)", re.ASCII)
 _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
+#: Begins a document, with its directives.
+_SEPARATOR: Final = re.compile(r"^(?:%[^\n]*\n)*---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
 #: More digits are out of range in any base, and Python refuses to read thousands of them.
@@ -87,6 +90,21 @@ class Document:
     aliased: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One document of a file, read on its own.
+
+    Attributes:
+        line: the line on which it begins, from 1; its ``---`` if it has one.
+        value: JSON values; None for an empty document, or one with a fault.
+        fault: why it cannot be read; empty if it can be.
+    """
+
+    line: int
+    value: object
+    fault: str = ""
+
+
 def load(text: str) -> object:
     """Return the only document of a text as JSON values.
 
@@ -113,12 +131,57 @@ def load_all(text: str) -> list[object]:
     return [each.value for each in load_documents(text, finite=True)]
 
 
-def load_documents(text: str, *, finite: bool = False) -> list[Document]:
+def load_each(text: str) -> list[Part]:
+    """Return the documents of a file, each read on its own, so that a faulty one costs no other; never fails.
+
+    A ``---`` at the beginning of a line separates documents wherever it stands (YAML 1.2, 9.1.2), so a file is
+    split there if it cannot be read whole. A text that begins with ``{`` and is JSON is split between its values.
+    """
+    try:
+        found = load_json(text)
+        values = (
+            [(value, at) for value, at, _ in found]
+            if found is not None
+            else [(each.value, each.start) for each in load_documents(text, finite=True)]
+        )
+    except ConfigError:
+        return [part for lines_before, chunk in _chunks(text) for part in _parts(chunk, lines_before)]
+    parts, line, counted = [], 1, 0
+    for value, at in values:
+        line, counted = line + text.count("\n", counted, at), at
+        parts.append(Part(line, value))
+    return parts
+
+
+def _chunks(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the texts of the documents, each with the number of lines before it."""
+    starts = [0, *(match.start() for match in _SEPARATOR.finditer(text) if match.start())]
+    lines = 0
+    for start, end in itertools.pairwise((*starts, len(text))):
+        chunk = text[start:end]
+        yield lines, chunk
+        lines += chunk.count("\n")
+
+
+def _parts(chunk: str, lines_before: int) -> list[Part]:
+    line = lines_before + 1
+    try:
+        found = load_json(chunk)
+        if found is None:
+            documents = load_documents(chunk, finite=True, lines_before=lines_before)
+            return [Part(line, each.value) for each in documents]
+    except ConfigError as error:
+        return [Part(line, None, str(error))]
+    return [Part(line, value) for value, _, _ in found]
+
+
+def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) -> list[Document]:
     """Return the documents of a YAML file with the places of their parts.
 
     Args:
         text: YAML, which can be JSON.
         finite: refuse ``.inf`` and ``.nan``; else they are passed on, for a text that is written again.
+        lines_before: lines of the file before the text, which the places of faults count.
 
     Raises:
         ConfigError: as :func:`load_all`.
@@ -127,7 +190,11 @@ def load_documents(text: str, *, finite: bool = False) -> list[Document]:
         return list(_Composer(text, finite=finite).documents())
     except yaml.YAMLError as error:
         # The parser calls what it reads "<unicode string>"; the caller knows the file.
-        words = re.sub(r'in "<(?:unicode|byte) string>", ', "at ", " ".join(str(error).split()))
+        words = re.sub(
+            r'in "<(?:unicode|byte) string>", line ([0-9]+)',
+            lambda match: f"at line {int(match[1]) + lines_before}",
+            " ".join(str(error).split()),
+        )
         raise ConfigError(f"not valid YAML: {words}") from None
     except RecursionError:
         raise ConfigError("not valid YAML: nested too deeply") from None

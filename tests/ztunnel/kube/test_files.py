@@ -128,6 +128,27 @@ def test_a_file_that_cannot_be_read_keeps_what_it_held(
     assert "a.yaml" in caplog.text
 
 
+def test_an_item_of_a_list_that_is_no_object_costs_the_others_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def items(*texts: str) -> str:
+        return "kind: List\nitems:\n" + "".join(f"- {text.partition(chr(10))[0]}\n" for text in texts)
+
+    file = tmp_path / "a.yaml"
+    file.write_text(items(pod("one"), pod("two"), pod("three")))
+    source = FileObjects(tmp_path)
+    source.everything()
+    file.write_text(items(pod("one", "new"), pod("''"), pod("four")))
+    # Either of those that have disappeared can be the one that lost its name.
+    assert names(source.everything()) == {"one": "new", "four": "x"}
+    assert caplog.messages == [
+        f"objects not read file={file} error=document 1 at line 1: Pod: an object needs kind and metadata.name; "
+        "what has disappeared stays as it was: Pod/default/two, Pod/default/three"
+    ]
+    file.write_text(items(pod("one", "new"), pod("four")))
+    assert names(source.everything()) == {"two": None, "three": None}
+
+
 def test_a_source_is_not_synced_before_every_file_has_been_read(tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "a.yaml").write_text(pod("one"))
@@ -161,7 +182,7 @@ def test_items_of_a_typed_list_have_its_kind(tmp_path: Path) -> None:
         "{apiVersion: networking.k8s.io/v1, kind: NetworkPolicyList, items: [{metadata: {name: a, namespace: x}}]}"
     )
     (tmp_path / "all.yaml").write_text(text)
-    [(key, body)] = FileObjects(tmp_path, ("NetworkPolicy",)).everything().objects.items()
+    [(key, body)] = FileObjects(tmp_path, kinds=("NetworkPolicy",)).everything().objects.items()
     assert key == ObjectKey("NetworkPolicy", "x", "a")
     assert body is not None
     assert (body["apiVersion"], body["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")

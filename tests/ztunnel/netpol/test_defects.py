@@ -12,9 +12,9 @@ from tproxy.operations import AddElements, DeleteElements
 from tproxy.packets import Interpreter, Packet
 from tproxy.resources import Table
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.table import TableBuilder
-from ztunnel.policysync.objects import PolicyObjects
 
 ADDRESSES = {
     "x/a": ("10.1.0.1", "fd00:1::1"), "x/b": ("10.1.0.2", "fd00:1::2"), "x/host": ("192.168.0.1", "fd00:9::1"),

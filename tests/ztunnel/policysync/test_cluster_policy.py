@@ -12,11 +12,11 @@ from tests.generated import examples
 from tests.ztunnel.policysync.cluster_literal import Connection, End, allowed
 from tproxy.packets import Interpreter, Packet
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.calico.resources import ApiPolicy
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.explain import explained
 from ztunnel.netpol.table import TableBuilder
-from ztunnel.policysync.objects import PolicyObjects
 
 GROUP = "policy.networking.k8s.io"
 VERSIONS = {

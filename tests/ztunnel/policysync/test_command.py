@@ -286,7 +286,7 @@ def test_serve_needs_a_socket_and_files_without_faults(files: Path) -> None:
     (files / "policies.yaml").write_text("[")
     done = ztunnel("serve", str(files), "--socket", f"{files}/x.sock")
     assert done.returncode == 1
-    assert "policies.yaml: not valid YAML" in done.stderr
+    assert "policies.yaml error=document 1 at line 1: not valid YAML" in done.stderr
 
 
 def test_a_server_that_ends_with_streams_open_has_nothing_to_say(files: Path) -> None:

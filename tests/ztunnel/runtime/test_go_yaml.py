@@ -5,11 +5,12 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xds.errors import ConfigError
 from ztunnel.runtime.go_yaml import (
+    Part,
     dump,
     dump_all,
     dump_json,
@@ -17,6 +18,7 @@ from ztunnel.runtime.go_yaml import (
     load,
     load_all,
     load_documents,
+    load_each,
     load_json,
 )
 
@@ -139,3 +141,44 @@ def test_several_documents_are_written_with_markers_between() -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
         assert isinstance(load_all(text), list)
+
+
+DOCUMENTS = ("a: 1\n", "- {b: [x, y]}\n", "# empty\n", "c: |\n  text\n  --- text\n", "d: 'it''s'\n", "? e\n: ~\n")
+DAMAGED = (
+    "a: [\n", 'b: "x\n', "\tc: 1\n", "d: 1\nd: 2\n", "e: *none\n", "f: .inf\n", "{g: 1\n", "h: 'x\n", "i: {\n",
+    "\x00\n", "j: 1\n k: 2\n",
+)  # fmt: skip
+SEPARATORS = st.sampled_from(("---\n", "--- # next\n", "...\n---\n", "...\n%YAML 1.1\n---\n"))
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(SEPARATORS, st.sampled_from(DOCUMENTS)), max_size=4),
+    st.tuples(SEPARATORS, st.sampled_from(DAMAGED)),
+    st.lists(st.tuples(SEPARATORS, st.sampled_from(DOCUMENTS)), max_size=4),
+)
+def test_a_damaged_document_costs_no_other_and_is_named_by_its_line(
+    before: list[tuple[str, str]], damaged: tuple[str, str], after: list[tuple[str, str]]
+) -> None:
+    def joined(documents: list[tuple[str, str]]) -> str:
+        return "".join(map("".join, documents))
+
+    [(_, first), *others] = [*before, damaged, *after]
+    parts = load_each(joined([("---\n", first), *others]))
+    [number] = [number for number, part in enumerate(parts) if part.fault]
+    assert number == len(before)
+    assert [part.value for part in parts if not part.fault] == [load(text) for _, text in (*before, *after)]
+    lines = first.count("\n") + 1 + joined(before[1:]).count("\n") if before else 0
+    ended = bool(before) and damaged[0].startswith("...")  # the document before it, on a line of its own
+    assert parts[number].line == lines + ended + 1
+
+
+def test_values_of_a_file_without_a_fault_have_their_lines() -> None:
+    assert load_each("a: 1\n---\nb: 2\n") == [Part(1, {"a": 1}), Part(2, {"b": 2})]
+    assert load_each('{"a": 1}\n{"b": 2}\n') == [Part(1, {"a": 1}), Part(2, {"b": 2})]
+    assert load_each("") == []
+
+
+def test_places_of_a_fault_are_those_of_the_file() -> None:
+    [_, part] = load_each("a: 1\n---\nb: 2\nb: 3\n")
+    assert part.fault == "not valid YAML: duplicate key 'b' at line 4, column 1"

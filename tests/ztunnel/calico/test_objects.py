@@ -3,8 +3,8 @@
 from typing import Any
 
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
-from ztunnel.policysync.objects import PolicyObjects
 
 
 def network_policy(spec: dict[str, Any], name: str = "web") -> tuple[ObjectKey, dict[str, Any]]:

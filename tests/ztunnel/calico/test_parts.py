@@ -13,9 +13,9 @@ from tests.generated import examples
 from tproxy.packets import Interpreter, Packet
 from xds.model import calico as c
 from ztunnel.calico.incremental import Compiler
+from ztunnel.calico.objects import PolicyObjects
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.netpol.table import TableBuilder
-from ztunnel.policysync.objects import PolicyObjects
 
 Body = dict[str, Any]
 CALICO, KUBERNETES = "projectcalico.org/v3", "networking.k8s.io/v1"
