@@ -25,7 +25,7 @@ from xds.errors import ConfigError
 from xds.model.secret import Certificate, Secret, Validation
 from xds.model.tls import SecretRef, TlsVersion
 from xds.model.tls import TlsContext as ContextModel
-from ztunnel.envoy.secrets.verify import check_secret, peer_verifier, unlocked
+from ztunnel.envoy.secrets.verify import check_secret, peer_verifier, unlocked, with_usable_roots
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ Find = Callable[[SecretRef], Secret | None]
 
 
 def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Validation | None] | None:
-    """Return the context and how it verifies its peer, the SDS part merged in; ``None`` while a secret is missing.
+    """Return the context and how it verifies its peer; ``None`` while a secret is missing.
+
+    The validation has its SDS part merged in, and only the roots that can be used.
 
     Raises:
         ConfigError: no handshake could succeed with it; with the field, and the file or secret where there is one.
@@ -55,6 +57,8 @@ def build(role: Role, model: ContextModel, find: Find) -> tuple[TlsContext, Vali
     if any(find(ref) is None for ref in model.secret_refs):
         return None
     _check_validation(model, validation)
+    if validation is not None:
+        validation = with_usable_roots(validation)
     try:
         return TlsContext(role, _settings(model, own, validation)), validation
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,9 @@ from cryptography.hazmat.primitives.serialization import (
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.strings import ascii_lower
+from ztunnel.identity.roots import read_roots
+
+log = logging.getLogger(__name__)
 
 _CRL = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----\\n?", re.DOTALL)
 #: Tag of a certificate's version in DER: [0], constructed.
@@ -108,9 +112,34 @@ def check_secret(secret: Secret) -> None:
         _check_certificate(secret)
         return
     if secret.trusted_ca_pem is not None:
-        _certificates(secret.trusted_ca_pem, "trusted_ca", secret.trusted_ca_file)
+        with_usable_roots(secret)
     if secret.crl_pem is not None:
         _check_crl(secret.crl_pem, secret.crl_file)
+
+
+def with_usable_roots(validation: Validation) -> Validation:
+    """Return a validation without the roots that cannot be used, which trusts less; each is logged once.
+
+    Envoy refuses all roots for one that it cannot read.
+
+    Raises:
+        ConfigError: no root is left.
+    """
+    pem, file = validation.trusted_ca_pem, validation.trusted_ca_file
+    if pem is None:
+        return validation
+    usable = _usable_roots(pem, file)
+    if not usable:
+        raise _unusable("no certificate in PEM", "trusted_ca", file)
+    return validation if usable == pem else replace(validation, trusted_ca_pem=usable)
+
+
+@lru_cache(maxsize=256)  # contexts are built again with each renewed certificate, and a fault is logged once
+def _usable_roots(pem: bytes, file: str) -> bytes:
+    found = read_roots(pem)
+    for fault in found.faults:
+        log.warning("trusted_ca%s: %s", f" {file}" if file else "", fault)
+    return pem if found.plain and found.certificates else found.pem
 
 
 def _check_crl(pem: bytes, file: str) -> None:

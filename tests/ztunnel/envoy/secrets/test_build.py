@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import itertools
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,49 @@ PINS = [
         )
     ),
 ]
+
+
+ODD_ROOTS = {
+    "garbage": GARBAGE.encode(),
+    "not for TLS": GARBAGE.replace("CERTIFICATE", "TRUSTED CERTIFICATE").encode(),
+    "cut off": OTHER.pem[: len(OTHER.pem) // 2] + b"\n",
+}
+
+
+@pytest.mark.parametrize("odd", ODD_ROOTS.values(), ids=ODD_ROOTS)
+@pytest.mark.parametrize("by_sds", [False, True])
+def test_a_root_that_cannot_be_read_costs_no_other(
+    odd: bytes, by_sds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    number = itertools.count()
+
+    def trusting(pem: bytes) -> tuple[Any, Validation]:
+        validation = Validation(trusted_ca_pem=pem, trusted_ca_file=f"{tmp_path}/{next(number)}.pem")
+        reference = SecretRef("roots", AdsSource())
+        model = TlsContext(
+            certificate=own(), alpn=("h2",), validation=None if by_sds else validation,
+            validation_ref=reference if by_sds else None,
+        )  # fmt: skip
+        for _ in range(2):  # as after a renewed certificate
+            built = build(Role.SERVER, model, lambda ref: validation)
+        assert built is not None
+        assert built[1] is not None
+        return built[0], built[1]
+
+    for pem, left_out in ((odd + ROOT.pem, 1), (ROOT.pem + odd, 2)):
+        caplog.clear()
+        server, used = trusting(pem)
+        assert used.trusted_ca_pem is not None
+        assert x509.load_pem_x509_certificates(used.trusted_ca_pem) == [ROOT.certificate]
+        assert [message.partition(" is left out: ")[0] for message in caplog.messages] == [
+            f"trusted_ca {used.trusted_ca_file}: certificate {left_out}"
+        ]
+        for leaf, accepted in ((LEAF, True), (STRANGER, False)):
+            client = context(Role.CLIENT, TlsContext(certificate=own(leaf), alpn=("h2",)))
+            assert (handshake(client, server)[1].error is None) == accepted
+    with pytest.raises(ConfigError, match="no certificate in PEM"):
+        trusting(odd)
 
 
 @pytest.mark.parametrize("pin", PINS, ids=["certificate", "key"])
