@@ -165,7 +165,7 @@ def config_from(
     _limits(seen, values, proxy_config, cpus)
     _dns(seen, values, metadata)
     values["log_filter"] = seen.get("RUST_LOG", _log_filter, "info")
-    values["log_json"] = seen.get("LOG_FORMAT", _one_of("plain", "text", "json"), "plain") == "json"
+    values["log_json"] = _log_json(seen)
     _validate(seen, values)
     if seen.faults:
         raise SettingsError(seen.faults)
@@ -185,6 +185,26 @@ def _log_filter(text: str) -> str:
     except InvalidLevel as error:
         raise ValueError(f"{error.clause} is neither a level nor target=level") from error
     return text
+
+
+def _log_json(seen: _Environment) -> bool:
+    """Return whether lines are JSON. A format that is not known is plain text, as in the Rust ztunnel."""
+    text = seen.text("LOG_FORMAT", "plain")
+    if text.lower() not in ("", "plain", "text", "json"):
+        seen.warnings.append(f"LOG_FORMAT={text} is neither plain nor json; lines are plain text")
+    return text.lower() == "json"
+
+
+def _compliance(text: str) -> str:
+    """Return a known policy, whatever its case.
+
+    Another one asks for restrictions that this proxy does not know. The Rust ztunnel would run without them.
+    """
+    if text.lower() not in ("", "pqc", "fips-140-2"):
+        raise ValueError(
+            "must be one of pqc, fips-140-2: without a known policy TLS would be weaker than asked for"
+        )
+    return text.lower()
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -392,7 +412,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     )
     values["frame_size"] = seen.get("HTTP2_FRAME_SIZE", _number(16_384, 2**24 - 1), 1024 * 1024)
     values["socks5"] = seen.get("UNSTABLE_ENABLE_SOCKS5", boolean, False)
-    compliance = values["compliance"] = seen.get("COMPLIANCE_POLICY", _one_of("", "pqc", "fips-140-2"), "")
+    compliance = values["compliance"] = seen.get("COMPLIANCE_POLICY", _compliance, "")
     if compliance == "fips-140-2":
         seen.warnings.append(
             "COMPLIANCE_POLICY=fips-140-2: only approved groups and suites are used, of a cryptographic module"

@@ -134,6 +134,12 @@ def test_what_an_empty_environment_means() -> None:
         ({"TLS12_ENABLED": "0"}, "tls12", False),
         ({"AUTHZ_POLICY_INFO_LOGGING": "1"}, "authz_info_logging", True),
         ({"LOG_FORMAT": "text"}, "log_json", False),
+        ({"LOG_FORMAT": "JSON"}, "log_json", True),
+        ({"LOG_FORMAT": "Plain"}, "log_json", False),
+        ({"LOG_FORMAT": ""}, "log_json", False),
+        ({"LOG_FORMAT": "xml"}, "log_json", False),
+        ({"COMPLIANCE_POLICY": "PQC"}, "compliance", "pqc"),
+        ({"COMPLIANCE_POLICY": "FIPS-140-2"}, "compliance", "fips-140-2"),
         ({"SECRET_TTL": "24hour"}, "secret_ttl_s", 86400.0),
         ({"SECRET_TTL": "1w"}, "secret_ttl_s", 604800.0),
         ({"SECRET_TTL": "1h 30m"}, "secret_ttl_s", 5400.0),
@@ -292,8 +298,11 @@ def test_worker_threads_are_processes_and_limited() -> None:
         ({"ZTUNNEL_WORKER_THREADS": "half"}, None),
         ({"ZTUNNEL_CPU_LIMIT": "2Gi"}, None),
         ({"XDS_ADDRESS": "http://istiod:15010"}, None),
-        ({"COMPLIANCE_POLICY": "fips"}, None),
-        ({"LOG_FORMAT": "xml"}, None),
+        (
+            {"COMPLIANCE_POLICY": "fips"},
+            "invalid env var COMPLIANCE_POLICY=fips"
+            " (must be one of pqc, fips-140-2: without a known policy TLS would be weaker than asked for)",
+        ),
         (
             {"COMPLIANCE_POLICY": "pqc", "TLS12_ENABLED": "true"},
             "COMPLIANCE_POLICY=pqc excludes TLS12_ENABLED: TLS 1.2 has no post-quantum groups",
@@ -434,3 +443,14 @@ def test_keepalive_that_the_kernel_would_refuse(
     found = config.socket
     assert (found.keepalive_time_s, found.keepalive_interval_s, found.keepalive_retries) == socket
     assert any(line.startswith(warning) for line in config.warnings)
+
+
+@pytest.mark.parametrize("value", ["plain", "text", "json", "JSON", ""])
+def test_known_log_format_is_no_warning(value: str) -> None:
+    assert config({"LOG_FORMAT": value}).warnings == ()
+
+
+def test_unknown_log_format_is_a_warning() -> None:
+    assert config({"LOG_FORMAT": "xml"}).warnings == (
+        "LOG_FORMAT=xml is neither plain nor json; lines are plain text",
+    )
