@@ -141,6 +141,7 @@ PURE_APPLICATION = (
     "ztunnel/agent/phase.py",
     "ztunnel/agent/errors.py",
     "ztunnel/runtime/backoff.py",
+    "ztunnel/runtime/log_pressure.py",
     "ztunnel/runtime/client_hello.py",
     "ztunnel/limits/table.py",
     "ztunnel/tap/capture.py",

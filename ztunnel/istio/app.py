@@ -38,7 +38,7 @@ from ztunnel.istio.config import IstioConfig, PodName, ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Gauge, Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node, policies_in_force, taps_permitted
+from ztunnel.istio.node import Node, log_pressure, policies_in_force, taps_permitted
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import PodSockets
 from ztunnel.istio.xds.control import ControlPlane
@@ -153,6 +153,7 @@ class IstioProxy:
             revocations=self.revocations,
             policies=policies_in_force(config, self.clock, self.metrics),
             taps=taps_permitted(config, self.clock),
+            log_pressure=log_pressure(config, self.writer, self.clock),
             ask=self.control.ask if self.control.on_demand else None,
         )
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)

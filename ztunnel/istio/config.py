@@ -71,6 +71,7 @@ class IstioConfig:
         ui: whether the admin server has the live page; see :func:`ztunnel.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
         metric_series: the largest number of label sets per metric; further ones are counted under ``unknown``.
+        log_wait_s: the longest time for which new connections wait for the log; 0: lines are dropped at once.
         otlp: where metrics, access logs and spans are sent; ``None``: nowhere.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.istio.metrics.Metrics`.
         tap_socket: path of the local socket for taps, which root may ask for; empty: none are permitted.
@@ -147,6 +148,7 @@ class IstioConfig:
     early_data: bool = True
     spin_us: int = SPIN_US
     metric_series: int = 20_000
+    log_wait_s: float = 0.0
     metric_expiry_s: float = 900.0
     metric_labels_removed: frozenset[str] = frozenset()
     tap_socket: str = ""

@@ -3,8 +3,8 @@
 Names, defaults and meanings are the Rust ztunnel's. Ours alone are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
-``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, and those of :mod:`ztunnel.calico.settings`;
-those of :mod:`ztunnel.otlp.settings` are OpenTelemetry's.
+``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_LOG_WAIT``, and those of
+:mod:`ztunnel.calico.settings`; those of :mod:`ztunnel.otlp.settings` are OpenTelemetry's.
 """
 
 import ipaddress
@@ -452,6 +452,7 @@ def _limits(seen: _Environment, values: dict[str, Any], proxy_config: dict[str, 
         values[name] = port
     values["policies"] = _policies(seen)
     values["tap_socket"] = seen.get("ZTUNNEL_TAP_SOCKET", socket_path, "")
+    values["log_wait_s"] = seen.get("ZTUNNEL_LOG_WAIT", duration_s, 0.0)
     values["metric_series"] = seen.get("ZTUNNEL_METRIC_SERIES", _number(100, 10_000_000), 20_000)
     values["metric_expiry_s"] = seen.get("ZTUNNEL_METRIC_EXPIRY", duration_s, EXPIRY_S)
     no_labels: frozenset[str] = frozenset()

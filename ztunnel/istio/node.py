@@ -29,6 +29,8 @@ from ztunnel.istio.workload_labels import WorkloadLabels, labels_of
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.runtime.log_pressure import LogPressure
+from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Node:
         revocations: the source of revocation lists; ``None``: no certificate is revoked.
         policies: Calico's; ``None``: those of the mesh alone decide.
         taps: the taps of this process's pods; ``None``: the configuration permits none.
+        log_pressure: has new connections wait for the log; ``None``: lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
@@ -81,6 +84,7 @@ class Node:
     revocations: Revocations | None = None
     policies: LivePolicies | None = None
     taps: Taps | None = None
+    log_pressure: LogPressure | None = None
     is_ours: Callable[[], bool] | None = None
     tell_open: Callable[[int], None] | None = None
     ask: Callable[[str], Awaitable[None]] | None = None
@@ -191,6 +195,13 @@ def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
     from ztunnel.tap.taps import Taps  # most proxies permit none, and save the memory
 
     return Taps(clock)
+
+
+def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:
+    """Return what has new connections of this process wait for its log, or None if they never do."""
+    if not config.log_wait_s:
+        return None
+    return LogPressure(lambda: writer.is_behind, config.log_wait_s, clock.monotonic)
 
 
 def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:

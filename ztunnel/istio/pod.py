@@ -18,6 +18,7 @@ from ztunnel.istio.outcome import DRAINED
 from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.pod_sockets import Bound, PodSockets
 from ztunnel.istio.pod_tunnels import PodTunnels
+from ztunnel.runtime.accepting import Gates
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class PodProxy:
             SOCKS_PORT: self._outbound.accepted_socks,
         }
         try:
-            self._sockets.listen(accepted, bound, gate=self._share)
+            pressure = self._node.log_pressure
+            gate = self._share if pressure is None else Gates(pressure, self._share)
+            self._sockets.listen(accepted, bound, gate=gate)
         except BaseException:
             await self.stop()
             raise

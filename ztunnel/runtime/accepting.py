@@ -54,6 +54,22 @@ class Gate(Protocol):
         """Take note of the descriptor of an accepted connection."""
 
 
+class Gates:
+    """Several gates as one; each must admit a connection, and is asked only if those before it do."""
+
+    def __init__(self, *gates: Gate) -> None:
+        self._gates = gates
+
+    def admits(self) -> bool:
+        """Return whether to accept a connection now."""
+        return all(gate.admits() for gate in self._gates)
+
+    def accepted(self, number: int) -> None:
+        """Take note of the descriptor of an accepted connection."""
+        for gate in self._gates:
+            gate.accepted(number)
+
+
 class ListeningSocket:
     """A listening socket that passes accepted connections to a callback; owns the socket.
 

@@ -151,6 +151,11 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
         self._thread.start()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether half of the bytes that may wait to be written do."""
+        return self._bytes_queued - self._bytes_done > MAX_PENDING // 2
+
     def file(self, path: str) -> LogFile:
         """Return the file at ``path``, opened on first use and shared afterwards.
 

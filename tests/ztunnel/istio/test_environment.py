@@ -172,6 +172,8 @@ def test_what_an_empty_environment_means() -> None:
         ({}, "metric_expiry_s", 900.0),
         ({"ZTUNNEL_METRIC_EXPIRY": "1h"}, "metric_expiry_s", 3600.0),
         ({"ZTUNNEL_METRIC_EXPIRY": "0"}, "metric_expiry_s", 0.0),
+        ({}, "log_wait_s", 0.0),
+        ({"ZTUNNEL_LOG_WAIT": "5s"}, "log_wait_s", 5.0),
         ({}, "metric_labels_removed", frozenset()),
         (
             {"ZTUNNEL_METRIC_LABELS_REMOVED": "source_version, source_zone,"},

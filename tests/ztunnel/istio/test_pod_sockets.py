@@ -18,9 +18,13 @@ from tproxy.errors import KernelRefused, NeedCapability, PortTaken, TproxyError
 from tproxy.sidecar import PASSTHROUGH
 from xds.model.address import SocketAddress
 from ztunnel.istio.config import PodName
-from ztunnel.istio.node import Node
+from ztunnel.istio.environment import config_from
+from ztunnel.istio.node import Node, log_pressure
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import PASSTHROUGH4, PASSTHROUGH6, PodSockets, bind, ports
+from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.log_pressure import LogPressure
+from ztunnel.runtime.log_writer import LogWriter
 
 NAME = PodName(name=LOCAL.name, namespace=LOCAL.namespace, service_account=LOCAL.service_account)
 Refuse = Callable[[str, int, bool], Exception | None]
@@ -172,6 +176,53 @@ def test_a_pod_that_starts_and_stops(tmp_path: Path) -> None:
             assert not node.pods
 
     asyncio.run(main())
+
+
+class Watched(LogPressure):
+    """Counts what was accepted while the log was behind, and afterwards."""
+
+    def __init__(self) -> None:
+        self.behind = True
+        self.count = 0
+        super().__init__(lambda: self.behind, 60.0, lambda: 0.0)
+
+    def accepted(self, number: int) -> None:
+        self.count += 1
+
+
+def test_every_port_of_a_pod_waits_for_a_log_that_is_behind(tmp_path: Path) -> None:
+    kernel = Kernel(lambda *_: None)
+
+    async def main() -> None:
+        with a_node(tmp_path) as (node, _, _), mock.patch.object(sockets, "listen", kernel.listen):
+            watched = node.log_pressure = Watched()
+            pod = PodProxy(node, NAME, PodSockets(node, None))
+            await pod.start()
+            for sock in kernel.made:
+                sock.setblocking(False)  # as the real ones are
+            clients = [socket.create_connection(sock.getsockname()) for sock in kernel.made]
+            await asyncio.sleep(0.2)
+            assert watched.count == 0
+            watched.behind = False
+            async with asyncio.timeout(10):
+                while watched.count < len(clients):
+                    await asyncio.sleep(0.01)
+            for client in clients:
+                client.close()
+            await pod.stop()
+
+    asyncio.run(main())
+
+
+def test_connections_wait_for_the_log_only_where_operators_want_it(tmp_path: Path) -> None:
+    writer = LogWriter()
+    clock = SystemClock()
+    for value, limited in ((None, False), ("0", False), ("5s", True)):
+        config = config_from(
+            {} if value is None else {"ZTUNNEL_LOG_WAIT": value}, cpus=1, read_file=lambda path: None
+        )
+        assert (log_pressure(config, writer, clock) is not None) == limited
+    writer.close()
 
 
 def test_without_a_proxy_nothing_is_bound(tmp_path: Path) -> None:

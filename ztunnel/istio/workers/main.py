@@ -257,7 +257,7 @@ class Workers:
         Raises:
             OSError: it cannot be started.
         """
-        ours, process, output = await spawn(self._node.logs)
+        ours, process, output = await spawn(self._node.logs, self._node.log_pressure)
 
         async def requested(body: RequestBody, descriptors: Descriptors) -> AsyncIterator[Value]:
             async for part in self._requested(channel, body):

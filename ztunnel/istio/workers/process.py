@@ -17,6 +17,7 @@ from ztunnel.istio.metrics import Counts
 from ztunnel.istio.workers.channel import ChannelClosed, IpcChannel, RequestBody
 from ztunnel.istio.workers.messages import Turn
 from ztunnel.otlp.settings import SECRETS as OTLP_SECRETS
+from ztunnel.runtime.log_pressure import LogPressure
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ ANSWER_S: Final = 10.0
 #: A worker ends as soon as its last pod has; after this it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
+#: How long a worker's output is left unread while our log is behind; the pipe holds 64 KiB meanwhile.
+_PRESSURE_S: Final = 0.05
 #: How often a worker is asked for a turn, and the longest time until it has one. Longer than what connections and
 #: their peers bear when a machine pauses: a worker that is ended takes its connections with it.
 _BEAT_S: Final = 5.0
@@ -32,17 +35,33 @@ _HUNG_S: Final = 30.0
 
 
 class OutputReader:
-    """Copies what one worker prints to our log, in whole lines, however the pipe cuts them."""
+    """Copies what one worker prints to our log, in whole lines, however the pipe cuts them.
 
-    def __init__(self, descriptor: int, logs: LogStream) -> None:
+    Args:
+        descriptor: of the pipe; belongs to this object from now on.
+        logs: our log.
+        pressure: while it is closed nothing is read, so that the worker's own log falls behind; ``None``: always.
+    """
+
+    def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
         self._descriptor = descriptor
         self._logs = logs
+        self._pressure = pressure
         self._begun = b""
         self.ended = asyncio.Event()
         os.set_blocking(descriptor, False)
-        asyncio.get_running_loop().add_reader(descriptor, self._readable)
+        self._start()
+
+    def _start(self) -> None:
+        if not self.ended.is_set():
+            asyncio.get_running_loop().add_reader(self._descriptor, self._readable)
 
     def _readable(self) -> None:
+        if self._pressure is not None and not self._pressure.admits():
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._descriptor)
+            loop.call_later(_PRESSURE_S, self._start)
+            return
         try:
             data = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -142,8 +161,13 @@ class WorkerProcess:
             log.error("worker ended worker=%d pid=%d by=%r", self.index, process.pid, how)
 
 
-async def spawn(logs: LogStream) -> tuple[socket.socket, Process, OutputReader]:
+async def spawn(
+    logs: LogStream, pressure: LogPressure | None = None
+) -> tuple[socket.socket, Process, OutputReader]:
     """Start a worker process; return our end of the link, the process, and the reader of what it prints.
+
+    Args:
+        logs, pressure: see :class:`OutputReader`.
 
     Raises:
         OSError: it cannot be started.
@@ -167,7 +191,7 @@ async def spawn(logs: LogStream) -> tuple[socket.socket, Process, OutputReader]:
         theirs.close()
         os.close(writing)
     ours.setblocking(False)
-    return ours, process, OutputReader(reading, logs)
+    return ours, process, OutputReader(reading, logs, pressure)
 
 
 def without_credentials(env: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from ztunnel.istio.config import ProxyMode
 from ztunnel.istio.logs import LogStream
 from ztunnel.istio.metrics import Metrics
 from ztunnel.istio.names import Names
-from ztunnel.istio.node import Node, policies_in_force, taps_permitted
+from ztunnel.istio.node import Node, log_pressure, policies_in_force, taps_permitted
 from ztunnel.istio.pod import PodProxy
 from ztunnel.istio.pod_sockets import Bound, PodSockets
 from ztunnel.istio.workers.certificate_replica import ReplicatedCertificates, ReplicatedRevocations
@@ -142,6 +142,7 @@ class _Carrier:
             revocations=self.revocations,
             policies=policies_in_force(config, self.clock, self.metrics),
             taps=taps_permitted(config, self.clock),
+            log_pressure=log_pressure(config, self._writer, self.clock),
             is_ours=partial(connection_counts.is_turn_of, begin.index),
             tell_open=partial(connection_counts.set, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,

@@ -14,6 +14,7 @@ from tests.ztunnel.istio.nodes import Lines
 from ztunnel.istio.workers.channel import Descriptors, IpcChannel, RequestBody
 from ztunnel.istio.workers.messages import Notification, Turn, Value
 from ztunnel.istio.workers.process import OutputReader, WorkerProcess, without_credentials
+from ztunnel.runtime.log_pressure import LogPressure
 
 
 def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
@@ -46,6 +47,28 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
     for worker in range(2):
         own = [line for line in whole if line.startswith(f"{worker} ")]
         assert own == [f"{worker} {number} " + "x" * 9000 for number in range(200)]
+
+
+def test_output_of_a_worker_waits_while_the_log_is_behind(tmp_path: Path) -> None:
+    lines = Lines(tmp_path, "info", json_lines=False)
+    behind = True
+
+    async def main() -> None:
+        nonlocal behind
+        reading, writing = os.pipe()
+        read = OutputReader(reading, lines.stream, LogPressure(lambda: behind, 60.0, lambda: 0.0))
+        os.write(writing, b"a line\n")
+        os.close(writing)
+        await asyncio.sleep(0.2)
+        assert list(lines) == []
+        behind = False
+        async with asyncio.timeout(5):
+            await read.ended.wait()
+
+    asyncio.run(main())
+    found = list(lines)
+    lines.close()
+    assert "a line" in found
 
 
 def test_workers_are_not_handed_credentials() -> None:

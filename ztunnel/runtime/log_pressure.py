@@ -1,0 +1,47 @@
+"""Has new connections wait while the log is written too slowly, for a limited time. Pure.
+
+Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy that would rather delay
+connections than lose lines stops accepting at half of that; clients wait in the accept queue. A log that stands
+still must not stop the node, so after a time limit connections are accepted and lines are dropped, until the log
+has caught up.
+"""
+
+import logging
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class LogPressure:
+    """A :class:`~ztunnel.runtime.accepting.Gate` that is closed while the log is behind.
+
+    Args:
+        is_behind: whether too much of the log is not written.
+        limit_s: the longest time for which it is closed without a pause.
+        now: a monotonic clock.
+    """
+
+    def __init__(self, is_behind: Callable[[], bool], limit_s: float, now: Callable[[], float]) -> None:
+        self._is_behind = is_behind
+        self._limit_s = limit_s
+        self._now = now
+        self._since_s: float | None = None
+        self._given_up = False
+
+    def admits(self) -> bool:
+        """Return whether to accept a connection now."""
+        if not self._is_behind():
+            if self._since_s is not None:
+                self._since_s, self._given_up = None, False
+                log.info("the log has caught up, connections do not wait for it")
+            return True
+        if self._since_s is None:
+            self._since_s = self._now()
+            log.warning("the log is behind, new connections wait for it limit=%gs", self._limit_s)
+        if not self._given_up and self._now() - self._since_s >= self._limit_s:
+            self._given_up = True
+            log.error("the log is behind for %gs, new connections are accepted and lines dropped", self._limit_s)
+        return self._given_up
+
+    def accepted(self, number: int) -> None:
+        """Do nothing; see :class:`~ztunnel.runtime.accepting.Gate`."""
