@@ -49,6 +49,26 @@ def plain(data: bytes = b"?" * 64, host: str = "127.0.0.1") -> Client:
     return ask
 
 
+def header(host: str = "127.0.0.1") -> Client:
+    """A client of an application that echoes: the PROXY header in front of its bytes, with names for the ports."""
+
+    def ask(port: int, _: Path) -> str:
+        try:
+            with socket.create_connection((host, port), WAIT_S) as sock:
+                own = sock.getsockname()[1]
+                sock.sendall(b"?")
+                seen = b""
+                while not seen.endswith(b"?") and (more := sock.recv(512)):
+                    seen += more
+        except OSError:
+            return "closed"
+        for number, name in ((own, b"<client>"), (port, b"<listener>")):
+            seen = seen.replace(str(number).encode(), name).replace(number.to_bytes(2, "big"), name)
+        return repr(seen)
+
+    return ask
+
+
 def secured(*protocols: str, name: str | None = None) -> Client:
     """A client over TLS, which sends its protocols in this order."""
 
@@ -221,6 +241,10 @@ SCENARIOS |= {
     "direct source": Scenario(
         to(matching({"direct_source_prefix_ranges": [{"address_prefix": "127.0.0.0", "prefix_len": 31}]}), rest())
     ),
+    "PROXY header v1": Scenario(to(chain(tcp("header V1"))), (header(),)),
+    "PROXY header v2": Scenario(to(chain(tcp("header V2"))), (header(),)),
+    "PROXY header v1 by IPv6": Scenario(to(chain(tcp("header V1"))), (header("::1"),), {"address": "::1"}),
+    "PROXY header v2 by IPv6": Scenario(to(chain(tcp("header V2"))), (header("::1"),), {"address": "::1"}),
     "destination prefix": Scenario(
         to(matching({"prefix_ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}]}), rest())
     ),
@@ -259,6 +283,16 @@ def clusters(ports: dict[str, int]) -> list[Json]:
     _, subsets = cluster(name="subsets", lb_subset_config={"subset_selectors": [{"keys": ["v"]}]})
     subsets["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
     found += [_matched(value, ports["one"]) for value in CRITERIA]
+    for version in ("V1", "V2"):
+        kind = f"{T}envoy.extensions.transport_sockets"
+        raw = {"name": "raw", "typed_config": {"@type": f"{kind}.raw_buffer.v3.RawBuffer"}}
+        proxy = {
+            "@type": f"{kind}.proxy_protocol.v3.ProxyProtocolUpstreamTransport",
+            "config": {"version": version},
+            "transport_socket": raw,
+        }
+        socket_ = {"transport_socket": {"name": "proxy", "typed_config": proxy}}
+        found.append(cluster(ports["echo"], name=f"header {version}", **socket_)[1])
     return [*found, subsets, cluster(free_port(), name="refusing")[1]]
 
 
@@ -292,12 +326,18 @@ def _named(name: str) -> Callable[[socket.socket], None]:
     return serve
 
 
+def _echo(sock: socket.socket) -> None:
+    while data := sock.recv(4096):
+        sock.sendall(data)
+
+
 @contextlib.contextmanager
 def observed(kind: str) -> Iterator[dict[str, str]]:
     """Run all scenarios by one kind of proxy; yields what happened in each."""
     with contextlib.ExitStack() as stack, Running(kind) as running:
         Certificates(running.folder)
         apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
+        apps["echo"] = application(_echo, stack)
         ports = {name: free_port() for name in SCENARIOS}
         document = bootstrap(ports, apps, running.folder)
         v4 = [port for name, port in ports.items() if SCENARIOS[name].address["address"] == "127.0.0.1"]

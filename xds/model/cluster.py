@@ -118,10 +118,37 @@ class InternalUpstream:
 
     host: tuple[str, ...]
     cluster: tuple[str, ...]
-    inner: "RawBuffer | TlsContext"
+    inner: "RawBuffer | TlsContext | ProxyHeader"
 
 
-TransportSocket = RawBuffer | InternalUpstream | TlsContext
+@dataclass(frozen=True, slots=True)
+class ProxyHeader:
+    """``envoy.transport_sockets.upstream_proxy_protocol``: a PROXY header precedes all other bytes.
+
+    Attributes:
+        version: 1 or 2.
+        inner: the socket for the bytes after the header.
+    """
+
+    version: int
+    inner: RawBuffer | TlsContext
+
+
+TransportSocket = RawBuffer | InternalUpstream | TlsContext | ProxyHeader
+
+
+def security_of(transport: TransportSocket) -> RawBuffer | TlsContext:
+    """Return what protects the bytes of a transport socket, whatever is around it."""
+    if isinstance(transport, InternalUpstream):
+        transport = transport.inner
+    return transport.inner if isinstance(transport, ProxyHeader) else transport
+
+
+def proxy_version_of(transport: TransportSocket) -> int | None:
+    """Return the version of the PROXY header that a transport socket sends first; ``None``: it sends none."""
+    if isinstance(transport, InternalUpstream):
+        transport = transport.inner
+    return transport.version if isinstance(transport, ProxyHeader) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +316,9 @@ class Cluster:
         """The secrets this cluster waits for."""
         refs: list[SecretRef] = []
         for socket in self.sockets:
-            inner = socket.inner if isinstance(socket, InternalUpstream) else socket
-            if isinstance(inner, TlsContext):
-                refs.extend(inner.secret_refs)
+            security = security_of(socket)
+            if isinstance(security, TlsContext):
+                refs.extend(security.secret_refs)
         return tuple(dict.fromkeys(refs))
 
     def transport_socket_for(self, metadata: Metadata) -> tuple[str, TransportSocket]:

@@ -1,7 +1,8 @@
-"""The PROXY protocol, versions 1 and 2, as received in front of a connection."""
+"""The PROXY protocol, versions 1 and 2, as received and sent in front of a connection."""
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Final
 
 from xds.model.address import SocketAddress, canonical
 
@@ -128,3 +129,26 @@ def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: 
         value = spiffe_id.encode()
         body += bytes((_TLV_SPIFFE_ID,)) + len(value).to_bytes(2, "big") + value
     return SIGNATURE_2 + bytes((_VERSION_2_PROXY, family)) + len(body).to_bytes(2, "big") + body
+
+
+LOCAL_HEADER: Final = SIGNATURE_2 + bytes((0x20, 0, 0, 0))
+"""A version 2 header of a connection that the proxy opens for itself."""
+
+
+def header_of_version(version: int, source: SocketAddress, destination: SocketAddress) -> bytes:
+    """Return the header of a proxied connection, as Envoy's ``upstream_proxy_protocol`` sends it.
+
+    Addresses of two families do not fit into one header: version 1 says UNKNOWN, version 2 AF_UNSPEC.
+
+    Args:
+        version: 1 or 2.
+        source: the client's address.
+        destination: the address that the client connected to.
+    """
+    if version == 2:
+        return encode_header(source, destination, None)
+    families = {":" in address.host for address in (source, destination)}
+    if len(families) == 2:
+        return b"PROXY UNKNOWN\r\n"
+    family = "TCP6" if families.pop() else "TCP4"
+    return f"PROXY {family} {source.host} {destination.host} {source.port} {destination.port}\r\n".encode()

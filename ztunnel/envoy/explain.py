@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from xds.model.address import InternalAddress, SocketAddress, canonical
-from xds.model.cluster import Discovery, Endpoint, InternalUpstream
+from xds.model.cluster import Discovery, Endpoint, InternalUpstream, proxy_version_of, security_of
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import RouteTable
 from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
@@ -283,7 +283,10 @@ class _Explainer:
         match, transport = cluster.model.transport_socket_for(endpoint.metadata)
         if match:
             answer["transport_socket_match"] = match
-        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
+        inner = security_of(transport)
+        version = proxy_version_of(transport)
+        if version is not None:
+            answer["proxy_protocol"] = version
         if isinstance(endpoint.address, InternalAddress):
             return answer | self._inner(cluster, host, transport, info, depth)
         if proxy is not None and tunnels(proxy, info):

@@ -11,6 +11,7 @@ from hbone.errors import TunnelBroken
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager
+from xds.model.listener import ProxyProtocol
 from ztunnel.dataplane.apart import run_apart
 from ztunnel.dataplane.life import State
 from ztunnel.dataplane.lives import cancels_current_task
@@ -81,8 +82,8 @@ class InternalListeners:
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
         listener = self.listeners.internal(address.listener)
-        if listener is None:
-            return None
+        if listener is None or any(isinstance(each, ProxyProtocol) for _, each in listener.filters):
+            return None  # no bytes pass here, so that a PROXY header could not be read
         facts = ConnectionFacts(
             source=outer.facts.source,
             direct_source=outer.facts.direct_source,

@@ -63,14 +63,20 @@ LONG_NAMES: dict[Flag, str] = {
 
 
 class UpstreamOptions(NamedTuple):
-    """The options that ``original_src`` adds to sockets opened for a connection.
+    """What distinguishes sockets opened for one connection: the options of ``original_src``, a PROXY header.
 
     Two connections share pooled connections only when these are equal. A tuple, because it is made and hashed
     for every connection.
+
+    Attributes:
+        source: the address to connect from; ``None``: any.
+        mark: of the socket.
+        first_bytes: are sent before all others, TLS included.
     """
 
     source: str | None = None
     mark: int = 0
+    first_bytes: bytes = b""
 
 
 _NO_OPTIONS = UpstreamOptions()

@@ -112,6 +112,11 @@ SERVER_TLS = typed(
 )
 CLIENT_TLS = typed("envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext", common_tls_context=TLS_BY_SDS)
 RAW = typed("envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer")
+WITH_HEADER = typed(
+    "envoy.extensions.transport_sockets.proxy_protocol.v3.ProxyProtocolUpstreamTransport",
+    config={"version": "V1"},
+    transport_socket=RAW,
+)
 STRUCT = {"filter_metadata": {"envoy.lb": {"a": "b"}}}
 HEADERS = [{"header": {"key": "baggage", "value": "x"}, "append_action": "ADD_IF_ABSENT"}]
 BOTH_METADATA = {
@@ -400,7 +405,8 @@ CLUSTER = {
                 ],
                 transport_socket=RAW,
             ),
-        }
+        },
+        {"name": "p", "match": {"c": "d"}, "transport_socket": WITH_HEADER},
     ],
     "circuit_breakers": {"thresholds": [{"max_connections": 1}]},
     "common_lb_config": {"healthy_panic_threshold": {"value": 1}, "locality_weighted_lb_config": {}},

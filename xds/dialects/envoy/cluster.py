@@ -36,6 +36,9 @@ from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.extensions.transport_sockets.internal_upstream.v3.internal_upstream_pb2 import (
     InternalUpstreamTransport,
 )
+from xds.proto.envoy.extensions.transport_sockets.proxy_protocol.v3.upstream_proxy_protocol_pb2 import (
+    ProxyProtocolUpstreamTransport,
+)
 from xds.proto.envoy.extensions.transport_sockets.raw_buffer.v3.raw_buffer_pb2 import RawBuffer
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import UpstreamTlsContext
 from xds.proto.envoy.extensions.upstreams.http.v3.http_pb2 import HttpProtocolOptions
@@ -156,6 +159,11 @@ def _check_can_be_checked(message: proto.Cluster, discovery: model.Discovery) ->
         ]
         if any(socket.typed_config.Is(InternalUpstreamTransport.DESCRIPTOR) for socket in sockets):
             raise Unsupported("endpoints that are internal listeners cannot be checked")
+        by_grpc = any(check.HasField("grpc_health_check") for check in message.health_checks)
+        if by_grpc and any(
+            socket.typed_config.Is(ProxyProtocolUpstreamTransport.DESCRIPTOR) for socket in sockets
+        ):
+            raise Unsupported("a check by gRPC sends no PROXY header")
         endpoints = (each for group in message.load_assignment.endpoints for each in group.lb_endpoints)
         if any(each.endpoint.address.HasField("envoy_internal_address") for each in endpoints):
             raise Unsupported("endpoints that are internal listeners cannot be checked")
@@ -267,6 +275,8 @@ def _socket(message: core.TransportSocket, surroundings: Surroundings) -> model.
                 return compile_upstream(config, surroundings)
             case InternalUpstreamTransport():
                 return _internal(config, surroundings)
+            case ProxyProtocolUpstreamTransport():
+                return _proxy_header(config, surroundings)
             case _:
                 raise Unsupported(f"no such transport socket: {config.DESCRIPTOR.full_name}")
 
@@ -285,6 +295,27 @@ def _internal(message: InternalUpstreamTransport, surroundings: Surroundings) ->
     if isinstance(inner, model.InternalUpstream):
         raise ConfigError("internal_upstream inside internal_upstream", "transport_socket")
     return model.InternalUpstream(tuple(namespaces["host"]), tuple(namespaces["cluster"]), inner)
+
+
+def _proxy_header(
+    message: ProxyProtocolUpstreamTransport, surroundings: Surroundings
+) -> model.ProxyHeader | model.InternalUpstream:
+    """A PROXY header before the bytes of another transport socket.
+
+    Around ``internal_upstream`` and inside it the same bytes are sent; the value is always the latter.
+    """
+    required(message, "transport_socket")
+    with at("config"):
+        version = {"V1": 1, "V2": 2}[enum_name(message.config, "version")]
+    with at("transport_socket"):
+        inner = _socket(message.transport_socket, surroundings)
+        if model.proxy_version_of(inner) is not None:
+            raise Unsupported("a second PROXY header is not sent")
+    if isinstance(inner, model.InternalUpstream):
+        header = model.ProxyHeader(version, model.security_of(inner))
+        return model.InternalUpstream(inner.host, inner.cluster, header)
+    assert not isinstance(inner, model.ProxyHeader)
+    return model.ProxyHeader(version, inner)
 
 
 def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:

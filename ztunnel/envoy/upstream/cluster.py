@@ -24,6 +24,7 @@ from xds.model.cluster import (
     LoadAssignment,
     Locality,
     LocalityGroup,
+    ProxyHeader,
     TransportSocket,
 )
 from xds.model.metadata import value_key
@@ -676,11 +677,11 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
     for index, match in enumerate(model.socket_matches):
         sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
     for place, socket in sockets:
-        inner = socket
-        if isinstance(socket, InternalUpstream):
-            place, inner = f"{place}.typed_config.transport_socket", socket.inner
-        if isinstance(inner, ContextModel):
-            yield f"{place}.typed_config", inner
+        # Transport sockets inside others are in a field of the same name.
+        while isinstance(socket, InternalUpstream | ProxyHeader):
+            place, socket = f"{place}.typed_config.transport_socket", socket.inner
+        if isinstance(socket, ContextModel):
+            yield f"{place}.typed_config", socket
 
 
 def _resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:

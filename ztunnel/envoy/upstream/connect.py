@@ -25,7 +25,7 @@ from hbone.errors import ConnectRefused, HboneError
 from hbone.pool import PoolFull, PoolSettings
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
-from xds.model.cluster import InternalUpstream, TransportSocket
+from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket, security_of
 from xds.model.listener import AppendAction
 from ztunnel.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
@@ -44,7 +44,9 @@ from ztunnel.envoy.upstream.dial import (
     address_of,
     count_failure,
     failure_of,
+    options_for,
     pick_cluster,
+    proxy_header,
     ready_context,
 )
 from ztunnel.envoy.upstream.host import Host
@@ -170,14 +172,12 @@ class Connector:
         match endpoint.address:
             case InternalAddress() as address:
                 upstream = await self._enter(hop, cluster, host, address, transport, client)
-            case SocketAddress() as address:
-                tunnels = proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
-                if tunnels:
-                    upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
-                else:
-                    upstream = await self._dialler.dial(info, cluster, host, address, transport)
-            case PipeAddress() as address:
-                upstream = await self._dialler.dial_pipe(cluster, host, address.path)
+            case SocketAddress() as address if tunnels(proxy, info):
+                upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
+            case PipeAddress() if tunnels(proxy, info):
+                raise UpstreamFailed("a tunnel needs a host with an IP address")
+            case SocketAddress() | PipeAddress() as address:
+                upstream = await self._dialler.dial(info, cluster, host, address, transport)
             case NamedAddress():
                 raise UpstreamFailed("endpoint has no address yet")
             case _:
@@ -204,7 +204,10 @@ class Connector:
         client: End | None,
     ) -> ClusterUpstream:
         """Continue at an internal listener; any failure behind it reads ``Invalid argument`` here, as in Envoy."""
+        if not isinstance(security_of(transport), RawBuffer):
+            raise UpstreamFailed("connections to an internal listener have no TLS")
         outer = hop.info
+        header = proxy_header(outer, transport)
         metadata = {}
         shared: tuple[tuple[str, bool], ...] = ()
         if isinstance(transport, InternalUpstream):
@@ -223,7 +226,8 @@ class Connector:
         proxy = inner.proxy
         proxy.cx_total.value += 1
         try:
-            upstream = await self.open(inner.hop, proxy, client)
+            # Early data would arrive before the header.
+            upstream = await self.open(inner.hop, proxy, None if header else client)
         except Refused as error:
             inner.hop.refused(error)
             inner.hop.life.close()
@@ -236,6 +240,9 @@ class Connector:
             inner.hop.life.close()
             counted.ended(by_peer=False, in_use=True)
             raise
+        if header:
+            upstream.end.write([memoryview(header)], len(header))
+            upstream.end.flush()
         upstream.hops.insert(0, inner.hop)
         upstream.on_close(inner.hop.life.close)
         account_connection(cluster, host, upstream, counted)
@@ -261,14 +268,16 @@ class Connector:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
         authority, headers = tunnel_request(proxy, info)
-        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
-        context = ready_context(cluster, inner)
-        local = await self._internal.shortcut(hop, context, address, authority, headers)
-        if local is not None:
-            self._account_request(cluster, host, local)
-            return local
+        context = ready_context(cluster, security_of(transport))
+        options = options_for(info, transport)
+        # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
+        if not options.first_bytes:
+            local = await self._internal.shortcut(hop, context, address, authority, headers)
+            if local is not None:
+                self._account_request(cluster, host, local)
+                return local
         generation = context.generation if context is not None else 0
-        key = PoolKey(address, context, generation, info.options)
+        key = PoolKey(address, context, generation, options)
         cluster.breaker.requests += 1
         try:
             tunnel = await self._pool(cluster).open(

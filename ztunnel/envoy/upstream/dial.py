@@ -17,10 +17,11 @@ from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import HboneError, PeerSilent, PoolClosed, TlsError, TunnelBroken
 from tproxy.aio import sockets
 from tproxy.errors import ConnectTimedOut, KernelRefused, TproxyError
-from xds.model.address import SocketAddress, canonical
-from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket
+from xds.model.address import PipeAddress, SocketAddress, canonical
+from xds.model.cluster import RawBuffer, TransportSocket, proxy_version_of, security_of
 from xds.model.tls import TlsContext as ContextModel
 from xds.model.weighted_cluster import WeightedCluster
+from ztunnel.dataplane.proxy_protocol import header_of_version
 from ztunnel.dataplane.upstream import Upstream
 from ztunnel.envoy.hop import Hop
 from ztunnel.envoy.outcome import Overflow, UpstreamFailed
@@ -64,10 +65,10 @@ class Dialler:
         info: StreamInfo,
         cluster: LiveCluster,
         host: Host,
-        address: SocketAddress,
+        address: SocketAddress | PipeAddress,
         transport: TransportSocket,
     ) -> ClusterUpstream:
-        """Open a TCP connection to a host, with TLS if the cluster has it.
+        """Open a connection to a host by TCP or a Unix socket, with its PROXY header and TLS.
 
         Raises:
             Overflow: the cluster has too many connections.
@@ -80,13 +81,12 @@ class Dialler:
         if breaker.pending_open:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
-        inner = transport.inner if isinstance(transport, InternalUpstream) else transport
         # Counted before the first await, so that a burst cannot exceed the limits.
         breaker.connections += 1
         breaker.pending += 1
         counted = CountedConnection(cluster, self._poller)
         try:
-            end = await self._open_socket(info, cluster, address, inner)
+            end = await self._open_socket(info, cluster, address, transport)
         except BaseException as error:
             counted.failed(error)
             raise
@@ -99,18 +99,23 @@ class Dialler:
         return upstream
 
     async def _open_socket(
-        self, info: StreamInfo, cluster: LiveCluster, address: SocketAddress, transport: RawBuffer | ContextModel
+        self,
+        info: StreamInfo,
+        cluster: LiveCluster,
+        address: SocketAddress | PipeAddress,
+        transport: TransportSocket,
     ) -> End:
-        context = ready_context(cluster, transport)
+        context = ready_context(cluster, security_of(transport))
+        options = options_for(info, transport)
         try:
             if context is None:
-                sock = await self.connect(cluster, address, info.options)
-                info.upstream_local = str(address_of(sock.getsockname()))
+                sock = await self.connect(cluster, address, options)
+                info.upstream_local = _local_text(sock)
                 return PlainSocket(sock, self._poller, fresh=True)
             assert context.current is not None
             async with asyncio.timeout(cluster.model.connect_timeout_s):
-                sock = await self.connect(cluster, address, info.options)
-                info.upstream_local = str(address_of(sock.getsockname()))
+                sock = await self.connect(cluster, address, options)
+                info.upstream_local = _local_text(sock)
                 end = TlsSocket(sock, context.current, self._poller)
                 try:
                     facts = await end.establish(cluster.model.connect_timeout_s)
@@ -128,13 +133,56 @@ class Dialler:
             raise failure_of(cluster, error) from error
 
     async def connect(
-        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+        self, cluster: LiveCluster, address: SocketAddress | PipeAddress, options: UpstreamOptions
     ) -> socket.socket:
-        """Connect by TCP with the cluster's socket options, and from the client's address if ``options`` say so.
+        """Connect a socket, and send the first bytes of ``options``.
+
+        By TCP it has the cluster's socket options, and the client's address if ``options`` have it.
 
         Raises:
-            TproxyError: refused, unreachable, not within the cluster's connect timeout.
+            TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
+            UpstreamFailed: likewise, of a Unix socket.
         """
+        if isinstance(address, PipeAddress):
+            sock = await self._connect_pipe(cluster, address.path)
+        else:
+            sock = await self._connect_tcp(cluster, address, options)
+        if options.first_bytes:
+            await self.send_first(sock, options.first_bytes)
+        return sock
+
+    async def send_first(self, sock: socket.socket, data: bytes) -> None:
+        """Send the first bytes of a connection; the socket is closed if that fails.
+
+        Raises:
+            KernelRefused: the peer has gone.
+        """
+        try:
+            await self._poller.loop.sock_sendall(sock, data)
+        except OSError as error:
+            sock.close()
+            raise KernelRefused("a PROXY header", error.errno or errno.ECONNRESET) from error
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _connect_pipe(self, cluster: LiveCluster, path: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(cluster.model.connect_timeout_s):
+                await self._poller.loop.sock_connect(sock, path)
+        except OSError as error:  # TimeoutError is one
+            sock.close()
+            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _connect_tcp(
+        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+    ) -> socket.socket:
         keepalive = cluster.model.keepalive
         # A pod that talks to itself cannot be impersonated: source and destination would be one address.
         source = options.source if options.source != address.host else None
@@ -152,31 +200,6 @@ class Dialler:
                 probes=keepalive.probes or 9,
             ),
         )
-
-    async def dial_pipe(self, cluster: LiveCluster, host: Host, path: str) -> ClusterUpstream:
-        """Open a connection to a host on a Unix socket.
-
-        Raises:
-            UpstreamFailed: it could not be opened.
-        """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        counted = CountedConnection(cluster, self._poller)
-        try:
-            async with asyncio.timeout(cluster.model.connect_timeout_s):
-                await self._poller.loop.sock_connect(sock, path)
-        except OSError as error:  # TimeoutError is one
-            sock.close()
-            counted.failed(error)
-            raise UpstreamFailed(f"{path}: {error.strerror or 'connection timeout'}") from error
-        except BaseException as error:
-            sock.close()
-            counted.failed(error)
-            raise
-        counted.connected()
-        upstream = ClusterUpstream(PlainSocket(sock, self._poller, fresh=True))
-        account_connection(cluster, host, upstream, counted)
-        return upstream
 
 
 class CountedConnection:
@@ -292,9 +315,25 @@ def pick_cluster(choices: tuple[WeightedCluster, ...], rng: random.Random) -> st
     return rng.choices(choices, [choice.weight for choice in choices])[0].name
 
 
+def options_for(info: StreamInfo, transport: TransportSocket) -> UpstreamOptions:
+    """Return what distinguishes a socket for a connection: its options, and the PROXY header of ``transport``."""
+    header = proxy_header(info, transport)
+    return info.options._replace(first_bytes=header) if header else info.options
+
+
+def proxy_header(info: StreamInfo, transport: TransportSocket) -> bytes:
+    """Return the PROXY header that a transport socket sends for a connection; empty: it sends none."""
+    version = proxy_version_of(transport)
+    return b"" if version is None else header_of_version(version, info.source, info.facts.destination)
+
+
 def address_of(name: tuple[str, int]) -> SocketAddress:
     """Return a socket's own or peer's name as an address."""
     return SocketAddress(canonical(name[0]), name[1])
+
+
+def _local_text(sock: socket.socket) -> str:
+    return "" if sock.family == socket.AF_UNIX else str(address_of(sock.getsockname()))
 
 
 def _reason(error: Exception) -> str:

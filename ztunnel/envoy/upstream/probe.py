@@ -23,12 +23,13 @@ from xds.aio.health import serves
 from xds.errors import XdsError
 from xds.grpc.status import RpcFailed, Status
 from xds.model.address import PipeAddress, SocketAddress
-from xds.model.cluster import InternalUpstream
+from xds.model.cluster import InternalUpstream, proxy_version_of, security_of
 from xds.model.health_check import GrpcCheck, HealthCheck, HttpCheck, TcpCheck
+from ztunnel.dataplane.proxy_protocol import LOCAL_HEADER, header_of_version
 from ztunnel.envoy.outcome import UpstreamFailed
 from ztunnel.envoy.stream_info import UpstreamOptions
 from ztunnel.envoy.upstream.cluster import LiveCluster
-from ztunnel.envoy.upstream.dial import Dialler, ready_context
+from ztunnel.envoy.upstream.dial import Dialler, address_of, ready_context
 from ztunnel.envoy.upstream.health_state import CheckResult
 from ztunnel.envoy.upstream.host import Host
 
@@ -83,7 +84,10 @@ class Prober:
         """Connect to a host; with TLS, what is said goes through a pair of sockets into it."""
         async with contextlib.AsyncExitStack() as stack:
             context = _context(cluster, host)
-            sock = await self._connect(cluster, host)
+            sock = await self._dialler.connect(cluster, checked_address(host), _NO_OPTIONS)
+            header = _header(cluster, host, sock)
+            if header:
+                await self._dialler.send_first(sock, header)
             if context is None:
                 plain = PlainSocket(sock, self._poller, fresh=True)
                 stack.callback(plain.close)
@@ -101,19 +105,6 @@ class Prober:
             running = relay(inner, sealed, ByteCounts())
             stack.callback(running.abort, "checked")
             yield plain
-
-    async def _connect(self, cluster: LiveCluster, host: Host) -> socket.socket:
-        address = checked_address(host)
-        if isinstance(address, SocketAddress):
-            return await self._dialler.connect(cluster, address, _NO_OPTIONS)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            await self._poller.loop.sock_connect(sock, address.path)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     async def _grpc(self, cluster: LiveCluster, host: Host, service: str, timeout_s: float) -> CheckResult:
         address = checked_address(host)
@@ -149,8 +140,24 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
     assert not isinstance(transport, InternalUpstream)
-    live = ready_context(cluster, transport)
+    live = ready_context(cluster, security_of(transport))
     return None if live is None else live.current
+
+
+def _header(cluster: LiveCluster, host: Host, sock: socket.socket) -> bytes:
+    """Return the PROXY header of a check; empty: none is sent.
+
+    A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.
+    """
+    _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
+    version = proxy_version_of(transport)
+    if version is None:
+        return b""
+    if version == 2:
+        return LOCAL_HEADER
+    if sock.family == socket.AF_UNIX:
+        return b"PROXY UNKNOWN\r\n"
+    return header_of_version(1, address_of(sock.getsockname()), address_of(sock.getpeername()))
 
 
 async def _tcp(connection: PlainSocket, check: TcpCheck) -> CheckResult:
