@@ -11,10 +11,16 @@ import contextlib
 import json
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import dns.message
+import dns.rcode
+import dns.rdatatype
+import dns.rrset
 
 from tests.interop.authorization import Certificates
 from tests.interop.loopback import Running, application, until
@@ -245,6 +251,14 @@ SCENARIOS |= {
     "PROXY header v2": Scenario(to(chain(tcp("header V2"))), (header(),)),
     "PROXY header v1 by IPv6": Scenario(to(chain(tcp("header V1"))), (header("::1"),), {"address": "::1"}),
     "PROXY header v2 by IPv6": Scenario(to(chain(tcp("header V2"))), (header("::1"),), {"address": "::1"}),
+    "dns typed": Scenario(to(chain(tcp("dns typed")))),
+    "dns typed by TCP": Scenario(to(chain(tcp("dns typed by TCP")))),
+    "dns config": Scenario(to(chain(tcp("dns config")))),
+    "dns config by TCP": Scenario(to(chain(tcp("dns config by TCP")))),
+    "dns resolvers": Scenario(to(chain(tcp("dns resolvers")))),
+    "dns resolvers by TCP": Scenario(to(chain(tcp("dns resolvers by TCP")))),
+    "dns getaddrinfo": Scenario(to(chain(tcp("dns getaddrinfo")))),
+    "dns of the bootstrap": Scenario(to(chain(tcp("dns of the bootstrap")))),
     "destination prefix": Scenario(
         to(matching({"prefix_ranges": [{"address_prefix": "127.0.0.1", "prefix_len": 32}]}), rest())
     ),
@@ -266,7 +280,7 @@ def _matched(value: Any, port: int) -> Json:
 
 def clusters(ports: dict[str, int]) -> list[Json]:
     """The clusters of all scenarios."""
-    found = [cluster(port, name=name)[1] for name, port in ports.items()]
+    found = [cluster(port, name=name)[1] for name, port in ports.items() if name != "dns"]
     _, dropping = cluster(ports["one"], name="dropping")
     share = {"category": "all", "drop_percentage": {"numerator": 100}}
     dropping["load_assignment"]["policy"] = {"drop_overloads": [share]}
@@ -296,6 +310,46 @@ def clusters(ports: dict[str, int]) -> list[Json]:
     return [*found, subsets, cluster(free_port(), name="refusing")[1]]
 
 
+def _resolving(name: str, port: int, host: str, **more: Any) -> Json:
+    address = {"socket_address": {"address": host, "port_value": port}}
+    load = {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address}}]}]}
+    more = {"dns_lookup_family": "V4_ONLY", "dns_refresh_rate": "60s", "dns_jitter": "1s"} | more
+    return {"name": name, "type": "STRICT_DNS", "load_assignment": load, **more}
+
+
+def _cares(server: Json, **more: Any) -> Json:
+    kind = f"{T}envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig"
+    return {"name": "cares", "typed_config": {"@type": kind, "resolvers": [server], **more}}
+
+
+def resolving_clusters(apps: dict[str, int]) -> list[Json]:
+    """Clusters of names, of which ``udp.test`` exists over UDP only and ``tcp.test`` over TCP only."""
+    server = {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
+    one = apps["one"]
+    by_tcp, query = {"use_tcp_for_dns_lookups": True}, {"query_tries": 2, "query_timeout_seconds": 1}
+    system = f"{T}envoy.extensions.network.dns_resolver.getaddrinfo.v3.GetAddrInfoDnsResolverConfig"
+    getaddrinfo = {"name": "getaddrinfo", "typed_config": {"@type": system}}
+    options = {"dns_resolver_options": by_tcp}
+    configured: Json = {"resolvers": [server]}
+    return [
+        _resolving("dns typed", one, "udp.test", typed_dns_resolver_config=_cares(server, **query)),
+        _resolving(
+            "dns typed by TCP",
+            one,
+            "tcp.test",
+            typed_dns_resolver_config=_cares(server, **options),
+            dns_resolvers=[server],
+        ),
+        _resolving("dns config", one, "udp.test", dns_resolution_config=configured),
+        _resolving("dns config by TCP", one, "tcp.test", dns_resolution_config={**configured, **options}),
+        _resolving("dns resolvers", one, "udp.test", dns_resolvers=[server]),
+        _resolving("dns resolvers by TCP", one, "tcp.test", dns_resolvers=[server], **by_tcp),
+        _resolving("dns getaddrinfo", one, "localhost", typed_dns_resolver_config=getaddrinfo),
+        # Without servers of the cluster's own this changes nothing.
+        _resolving("dns of the bootstrap", one, "udp.test", **by_tcp),
+    ]
+
+
 def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json:
     """One bootstrap of all scenarios."""
     log = {"text_format_source": {"inline_string": LOG + "\n"}}
@@ -314,7 +368,13 @@ def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json
         )
     return {
         "node": {"id": "n", "cluster": "c"},
-        "static_resources": {"listeners": listeners, "clusters": clusters(apps)},
+        "static_resources": {
+            "listeners": listeners,
+            "clusters": [*clusters(apps), *resolving_clusters(apps)],
+        },
+        "typed_dns_resolver_config": _cares(
+            {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
+        ),
     }
 
 
@@ -331,6 +391,47 @@ def _echo(sock: socket.socket) -> None:
         sock.sendall(data)
 
 
+def _resolved(wire: bytes, protocol: str) -> bytes:
+    query = dns.message.from_wire(wire)
+    response = dns.message.make_response(query)
+    question = query.question[0]
+    if question.name.to_text() != f"{protocol}.test.":
+        response.set_rcode(dns.rcode.NXDOMAIN)
+    elif question.rdtype == dns.rdatatype.A:
+        response.answer.append(dns.rrset.from_text(question.name, 60, "IN", "A", "127.0.0.1"))
+    return response.to_wire()
+
+
+def name_server(stack: contextlib.ExitStack) -> int:
+    """Answer for ``udp.test`` over UDP, and for ``tcp.test`` over TCP, until ``stack`` ends; the port of both."""
+
+    def over_tcp(sock: socket.socket) -> None:
+        size = int.from_bytes(sock.recv(2, socket.MSG_WAITALL), "big")
+        answer = _resolved(sock.recv(size, socket.MSG_WAITALL), "tcp")
+        sock.sendall(len(answer).to_bytes(2, "big") + answer)
+
+    port = application(over_tcp, stack)
+    datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    datagrams.bind(("127.0.0.1", port))
+
+    def over_udp() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                wire, peer = datagrams.recvfrom(4096)
+                if not wire:
+                    return
+                datagrams.sendto(_resolved(wire, "udp"), peer)
+
+    threading.Thread(target=over_udp, daemon=True).start()
+    stack.callback(_wake, port)
+    return port
+
+
+def _wake(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.sendto(b"", ("127.0.0.1", port))
+
+
 @contextlib.contextmanager
 def observed(kind: str) -> Iterator[dict[str, str]]:
     """Run all scenarios by one kind of proxy; yields what happened in each."""
@@ -338,6 +439,7 @@ def observed(kind: str) -> Iterator[dict[str, str]]:
         Certificates(running.folder)
         apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
         apps["echo"] = application(_echo, stack)
+        apps["dns"] = name_server(stack)
         ports = {name: free_port() for name in SCENARIOS}
         document = bootstrap(ports, apps, running.folder)
         v4 = [port for name, port in ports.items() if SCENARIOS[name].address["address"] == "127.0.0.1"]

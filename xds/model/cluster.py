@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model.address import EndpointAddress
+from xds.model.dns import DnsResolver
 from xds.model.health_check import EndpointCheck, HealthCheck
 from xds.model.http import Http2Settings
 from xds.model.metadata import Metadata, Struct, has_values
@@ -269,6 +270,8 @@ class Cluster:
         breakers: limits of priority DEFAULT and HIGH.
         dns_failure_backoff: base and maximum in seconds of the jittered wait after a name did not resolve; None:
             ``dns_refresh_s``.
+        dns_resolver: looks names up; ``None``: the bootstrap's does.
+        dns_jitter_s: names are looked up later by a random time below this.
         max_requests_per_connection: tunnels, after which a connection takes no more; 0: any number.
         connection_idle_timeout_s: of a connection without tunnels; 0: never.
         ignore_health_on_removal: endpoints that discovery takes away are gone at once; else, with a health check,
@@ -298,6 +301,8 @@ class Cluster:
     dns_failure_backoff: tuple[float, float] | None = None
     respect_dns_ttl: bool = False
     dns_family: str = "AUTO"
+    dns_resolver: DnsResolver | None = None
+    dns_jitter_s: float = 0.0
     max_requests_per_connection: int = 0
     connection_idle_timeout_s: float = 3600.0
     keepalive: Keepalive | None = None

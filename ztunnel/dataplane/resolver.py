@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from xds.model.address import canonical
+from xds.model.dns import HOSTS_RESOLVER, DnsResolver
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.watched_file import FileState, file_state
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 #: A hosts file has no times to live; this is how soon a change of it is noticed.
 _HOSTS_TTL_S: Final = 5.0
+#: As Envoy has it for answers of getaddrinfo(3).
+_NO_TTL_S: Final = 60.0
+#: As Envoy's documentation of ``CaresDnsResolverConfig`` has them; they matter where only one of both is set.
+_QUERY_TIMEOUT_S: Final = 5.0
+_TRIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,9 @@ class Resolver:
     Args:
         hosts: the file of names with fixed addresses; read again whenever it changes.
         resolv_conf: the file of name servers; read once.
-        port: of the name servers.
-        lifetime_s: for each candidate and family.
+        port: of the name servers in ``resolv_conf``.
+        lifetime_s: for each candidate and family, if the settings have no time for a query.
+        settings: what is done otherwise than by the rest of the host.
     """
 
     def __init__(
@@ -68,7 +75,9 @@ class Resolver:
         *,
         port: int = 53,
         lifetime_s: float = 5.0,
+        settings: DnsResolver = HOSTS_RESOLVER,
     ) -> None:
+        self._settings = settings
         self._loaded: AsyncResolver | None = None
         self._hosts = hosts
         self._hosts_state: FileState = None
@@ -76,6 +85,12 @@ class Resolver:
         self._resolv_conf = resolv_conf
         self._port = port
         self._lifetime_s = lifetime_s
+
+    def with_settings(self, settings: DnsResolver) -> Resolver:
+        """Return another resolver of the same host with settings of its own."""
+        return Resolver(
+            self._hosts, self._resolv_conf, port=self._port, lifetime_s=self._lifetime_s, settings=settings
+        )
 
     async def resolve(self, name: str, family: str) -> Answer:
         """Look up ``name``.
@@ -104,9 +119,7 @@ class Resolver:
         import dns.resolver
 
         if self._loaded is None:
-            self._loaded = dns.asyncresolver.Resolver(str(self._resolv_conf))
-            self._loaded.port = self._port
-            self._loaded.lifetime = self._lifetime_s
+            self._loaded = self._load()
         orders = {
             "V4_ONLY": (dns.rdatatype.A,),
             "V6_ONLY": (dns.rdatatype.AAAA,),
@@ -128,7 +141,30 @@ class Resolver:
                 break
         if not found:
             raise ResolveFailed(f"cannot resolve {name}: {reason}", absent=absent)
-        return Answer(tuple(found), min(ttls))
+        return Answer(tuple(found), min(ttls) if self._settings.has_ttls else _NO_TTL_S)
+
+    def _load(self) -> AsyncResolver:
+        import dns.asyncresolver
+        import dns.nameserver
+        import dns.resolver
+
+        settings = self._settings
+        servers = [dns.nameserver.Do53Nameserver(each.host, each.port) for each in settings.servers]
+        loaded = dns.asyncresolver.Resolver(configure=False)
+        try:
+            loaded.read_resolv_conf(str(self._resolv_conf))
+        except dns.resolver.NoResolverConfiguration:
+            if not servers:
+                raise ResolveFailed(f"{self._resolv_conf} has no name server") from None
+        loaded.port = self._port
+        if servers and not (settings.servers_are_fallback and loaded.nameservers):
+            loaded.nameservers = list(servers)
+        loaded.lifetime = self._lifetime_s
+        if settings.query_timeout_s is not None or settings.tries is not None:
+            loaded.timeout = settings.query_timeout_s or _QUERY_TIMEOUT_S
+            loaded.lifetime = loaded.timeout * (settings.tries or _TRIES)
+        loaded.rotate = settings.rotate
+        return loaded
 
     async def _first(self, name: str, kind: RdataType) -> DnsAnswer:
         """Return the answer to the first candidate that has one.
@@ -144,12 +180,15 @@ class Resolver:
         loaded = self._loaded
         assert loaded is not None
         asked = dns.name.from_text(name, None)
-        candidates = [asked] if asked.is_absolute() else _candidates(asked, loaded.search, loaded.ndots or 1)
+        candidates = [asked]
+        if not asked.is_absolute():
+            search = loaded.search if self._settings.search else ()
+            candidates = _candidates(asked, search, loaded.ndots or 1)
         failure: dns.exception.DNSException | OSError | None = None
         missing: dns.exception.DNSException | None = None
         for candidate in candidates:
             try:
-                return await loaded.resolve(candidate, kind, search=False)
+                return await loaded.resolve(candidate, kind, tcp=self._settings.tcp, search=False)
             except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer) as error:
                 missing = missing or error
             except (dns.exception.DNSException, OSError) as error:

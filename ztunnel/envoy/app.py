@@ -140,7 +140,7 @@ class Proxy:
             stats=self.stats,
             clock=self.clock,
             rng=rng,
-            resolver=Resolver(),
+            resolver=Resolver(settings=self.bootstrap.dns_resolver),
             prober=Prober(self.poller),
             strict_tls=switches.strict_tls,
         )

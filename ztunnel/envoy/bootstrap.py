@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from xds.dialects.envoy.dns import compile_bootstrap_resolver
 from xds.dialects.envoy.reading import (
     api_config_source,
     at,
@@ -22,6 +23,7 @@ from xds.dialects.envoy.reading import (
 from xds.errors import ConfigError, Unsupported
 from xds.grpc.address import host_and_port
 from xds.model.address import SocketAddress
+from xds.model.dns import HOSTS_RESOLVER, DnsResolver
 from xds.model.strings import StringMatch
 from xds.model.tls import AdsSource, ConfigSource, GrpcSource
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
@@ -53,11 +55,13 @@ class GrpcTarget:
         address: ``host:port`` or ``unix:/path``.
         index: its position among the static clusters.
         cluster: the whole cluster.
+        dns_resolver: of the bootstrap.
     """
 
     address: str
     index: int
     cluster: Cluster
+    dns_resolver: DnsResolver = HOSTS_RESOLVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class BootstrapConfig:
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap names one.
         admin_allow_paths: targets, queries included, that the admin server answers; empty: all.
+        dns_resolver: looks up names of clusters that have no resolver of their own.
         targets: static clusters that gRPC can reach, for streams that name one.
     """
 
@@ -80,6 +85,7 @@ class BootstrapConfig:
     admin: SocketAddress | None
     admin_allow_paths: tuple[StringMatch, ...]
     targets: Mapping[str, GrpcTarget]
+    dns_resolver: DnsResolver = HOSTS_RESOLVER
 
     def check(self, source: ConfigSource) -> None:
         """Refuse a source that this bootstrap does not define; a file may still appear.
@@ -177,11 +183,14 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
     for index, matcher in enumerate(message.admin.allow_paths):
         with noting("admin", "allow_paths", index):
             allow_paths.append(string_match(matcher))
+    dns_resolver = HOSTS_RESOLVER
+    with noting():
+        dns_resolver = compile_bootstrap_resolver(message)
     targets: dict[str, GrpcTarget] = {}
     for index, cluster in enumerate(message.static_resources.clusters):
         address = _target(cluster)
         if address is not None:
-            targets.setdefault(cluster.name, GrpcTarget(address, index, cluster))
+            targets.setdefault(cluster.name, GrpcTarget(address, index, cluster, dns_resolver))
     with noting():
         cds = _discovery(dynamic, "cds_config")
     with noting():
@@ -195,6 +204,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
         admin=admin,
         admin_allow_paths=tuple(allow_paths),
         targets=targets,
+        dns_resolver=dns_resolver,
     )
     if ads is not None and ads.cluster not in targets:
         with noting("dynamic_resources", "ads_config", "grpc_services", 0, "envoy_grpc", "cluster_name"):
@@ -216,6 +226,9 @@ _BOOTSTRAP = (
     "admin",
     "bootstrap_extensions",
     "layered_runtime",
+    "use_tcp_for_dns_lookups",
+    "dns_resolution_config",
+    "typed_dns_resolver_config",
     "stats_flush_interval",  # of sinks, which are refused
 )
 _ADMIN = (

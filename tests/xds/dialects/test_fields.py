@@ -14,6 +14,7 @@ from tests.xds.dialects.walked import RESOURCES
 from xds.proto import registry
 
 HCM = "envoy.extensions.filters.network.http_connection_manager.v3"
+DNS = "envoy.extensions.network.dns_resolver"
 TLS = "envoy.extensions.transport_sockets.tls.v3"
 _NO_HTTP1 = "of HTTP/1.1, which neither side of a tunnel speaks"
 _NO_ZONES = "needs a local cluster, which is refused; Envoy ignores it without one"
@@ -23,6 +24,8 @@ _ONLY_V3 = "v3 is the only version; v2 is refused"
 _NO_RESUMPTION = "sessions are never resumed"
 _LABEL = "a label; the type says what it is"
 _NO_MANAGER = "of limits across listeners, which are refused where they would be set"
+_NEWER_RESOLVER = "beside a newer field, or without name servers, as in Envoy"
+_ANY_PROTOCOL = "name servers are asked by UDP or TCP as the options of the resolver say, as in Envoy"
 _BY_PARTS = "says nothing without its parts, which are obeyed elsewhere"
 _OF_HTTP = "of HTTP traffic under use_downstream_protocol_config; the values are judged all the same"
 _SECOND_BEST = "protocol options in typed_extension_protocol_options win"
@@ -38,6 +41,10 @@ IGNORED = {
     "envoy.config.bootstrap.v3.Bootstrap.StaticResources.secrets": "compiled at the start, as those of SDS",
     "envoy.config.bootstrap.v3.RuntimeLayer.admin_layer": "begins empty, and no page changes it",
     "envoy.config.bootstrap.v3.RuntimeLayer.name": _LABEL,
+    "envoy.config.bootstrap.v3.Bootstrap.use_tcp_for_dns_lookups": _NEWER_RESOLVER,
+    "envoy.config.cluster.v3.Cluster.use_tcp_for_dns_lookups": _NEWER_RESOLVER,
+    f"{DNS}.cares.v3.CaresDnsResolverConfig.udp_max_queries": "of one socket; each query has its own",
+    f"{DNS}.getaddrinfo.v3.GetAddrInfoDnsResolverConfig.num_resolver_threads": "look-ups take no threads",
     "envoy.config.cluster.v3.Cluster.eds_cluster_config": "of another type of cluster",
     "envoy.config.cluster.v3.Cluster.http2_protocol_options": _SECOND_BEST,
     "envoy.config.cluster.v3.Cluster.lb_policy": "load_balancing_policy wins",
@@ -132,6 +139,8 @@ NOT_WALKED = {
 _OTHERS = ("envoy.admin.", "envoy.data.", "envoy.service.", "istio.", "google.", "udpa.", "felix.", "dikastes.")
 #: Sites of messages that are read elsewhere.
 IGNORED_SITES = {
+    "resolvers/socket_address": _ANY_PROTOCOL,
+    "dns_resolvers/socket_address": _ANY_PROTOCOL,
     "use_downstream_protocol_config/http2_protocol_options": _OF_HTTP,
     "session_ticket_keys/keys": _NO_RESUMPTION,
 }

@@ -418,6 +418,7 @@ CLUSTER = {
     "common_http_protocol_options": {"idle_timeout": "1s"},
     "http_protocol_options": {"accept_http_10": False},
     "lb_subset_config": {"subset_selectors": [{"keys": ["a"]}]},
+    "dns_resolution_config": {"resolvers": [socket(53)], "dns_resolver_options": {}},
     "dns_failure_refresh_rate": {"base_interval": "1s", "max_interval": "2s"},
     "typed_extension_protocol_options": {
         OPTIONS: {
@@ -428,6 +429,15 @@ CLUSTER = {
     },
     "metadata": STRUCT,
 }
+RESOLVERS = "envoy.extensions.network.dns_resolver."
+CARES = typed(
+    RESOLVERS + "cares.v3.CaresDnsResolverConfig",
+    resolvers=[socket(53)],
+    dns_resolver_options={},
+    query_tries=2,
+    query_timeout_seconds=3,
+)
+GETADDRINFO = typed(RESOLVERS + "getaddrinfo.v3.GetAddrInfoDnsResolverConfig")
 ORIGINAL = {
     "name": "o",
     "type": "ORIGINAL_DST",
@@ -448,6 +458,7 @@ BY_EDS = {
     },
 }
 BOOTSTRAP = {
+    "dns_resolution_config": {"resolvers": [socket(53)], "dns_resolver_options": {}},
     "node": {"id": "n", "locality": {"zone": "z"}},
     "admin": {
         "address": socket(),
@@ -507,6 +518,17 @@ RESOURCES: dict[str, tuple[Any, Compile]] = {
         )
         for check in CHECKS
     },
+    **{
+        f"cluster resolved by {kind}": (
+            parse_value({"name": "d", "typed_dns_resolver_config": config}, Cluster).message,
+            _with(compile_cluster),
+        )
+        for kind, config in {"cares": CARES, "getaddrinfo": GETADDRINFO}.items()
+    },
+    "cluster resolved by dns_resolvers": (
+        parse_value({"name": "d", "dns_resolvers": [socket(53)]}, Cluster).message,
+        _with(compile_cluster),
+    ),
     "original destination": (parse_value(ORIGINAL, Cluster).message, _with(compile_cluster)),
     "eds cluster": (parse_value(BY_EDS, Cluster).message, _with(compile_cluster)),
     "endpoints": (parse_value(ENDPOINTS, ClusterLoadAssignment).message, lambda m: compile_assignment(m)),  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import dns.message
@@ -9,6 +10,8 @@ import dns.rcode
 import pytest
 
 from tests.ztunnel.istio.dns.upstreams import Behaviour, Upstream, plain, silent
+from xds.model.address import SocketAddress
+from xds.model.dns import DnsResolver
 from ztunnel.dataplane.resolver import Answer, ResolveFailed, Resolver, addresses_in
 
 SEARCH = "search a.test b.test\noptions ndots:2 timeout:1 attempts:1\n"
@@ -16,6 +19,27 @@ SEARCH = "search a.test b.test\noptions ndots:2 timeout:1 attempts:1\n"
 
 def fails(code: int) -> Behaviour:
     return plain(code=code)
+
+
+def answered(folder: Path, name: str, settings: DnsResolver, resolv_conf: str = "") -> tuple[Answer, list[str]]:
+    """Resolve by a server that is not in resolv.conf; returns the answer, and each query's protocol and name."""
+    (folder / "resolv.conf").write_text(resolv_conf)
+
+    def server(query: dns.message.Message, protocol: str) -> list[bytes]:
+        asked = query.question[0].name.to_text()
+        return (plain(f"{asked} 7 A 192.0.2.1") if asked == "web.a.test." else fails(dns.rcode.NXDOMAIN))(
+            query, protocol
+        )
+
+    async def main() -> tuple[Answer, list[str]]:
+        async with Upstream("127.0.0.1", 0, server) as upstream:
+            servers = (SocketAddress("127.0.0.1", upstream.port),)
+            host = Resolver(folder / "hosts", folder / "resolv.conf", port=1, lifetime_s=0.3)
+            answer = await host.with_settings(replace(settings, servers=servers)).resolve(name, "V4_ONLY")
+            asked = [f"{protocol} {query.question[0].name}" for query, protocol, _ in upstream.queries]
+            return answer, asked
+
+    return asyncio.run(main())
 
 
 def resolved(
@@ -68,6 +92,54 @@ def test_a_failure_is_told_before_names_that_do_not_exist(tmp_path: Path) -> Non
 
     with pytest.raises(ResolveFailed, match="REFUSED"):
         resolved(tmp_path, "web", behave)
+
+
+@pytest.mark.parametrize("resolv_conf", ["", "nameserver 127.0.0.1\n"])
+def test_configured_servers_replace_those_of_the_host(tmp_path: Path, resolv_conf: str) -> None:
+    answer, asked = answered(tmp_path, "web.a.test", DnsResolver(), resolv_conf)
+    assert (answer, asked) == (Answer(("192.0.2.1",), 7.0), ["udp web.a.test."])
+
+
+def test_fallback_servers_are_for_hosts_without_one(tmp_path: Path) -> None:
+    settings = DnsResolver(servers_are_fallback=True)
+    assert answered(tmp_path, "web.a.test", settings)[1] == ["udp web.a.test."]
+    with pytest.raises(ResolveFailed):
+        answered(tmp_path, "web.a.test", settings, "nameserver 127.0.0.1\n")
+
+
+def test_queries_go_by_tcp_where_that_is_configured(tmp_path: Path) -> None:
+    assert answered(tmp_path, "web.a.test", DnsResolver(tcp=True))[1] == ["tcp web.a.test."]
+
+
+def test_names_are_completed_unless_the_search_list_is_off(tmp_path: Path) -> None:
+    assert answered(tmp_path, "web", DnsResolver(), "search a.test\n")[1] == ["udp web.a.test."]
+    with pytest.raises(ResolveFailed):
+        answered(tmp_path, "web", DnsResolver(search=False), "search a.test\n")
+
+
+def test_answers_of_getaddrinfo_hold_a_minute(tmp_path: Path) -> None:
+    assert answered(tmp_path, "web.a.test", DnsResolver(has_ttls=False))[0].ttl_s == 60.0
+
+
+def test_server_that_does_not_answer_is_asked_as_often_as_configured(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("")
+
+    async def main() -> int:
+        async with Upstream("127.0.0.1", 0, silent) as upstream:
+            servers = (SocketAddress("127.0.0.1", upstream.port),)
+            settings = DnsResolver(servers=servers, query_timeout_s=0.1, tries=3)
+            with pytest.raises(ResolveFailed):
+                await Resolver(tmp_path / "hosts", tmp_path / "resolv.conf", settings=settings).resolve(
+                    "web.", "V4_ONLY"
+                )
+            return len(upstream.queries)
+
+    assert asyncio.run(main()) in (2, 3)  # the library backs off between rounds within the same time
+
+
+def test_host_without_name_servers_is_a_failed_lookup(tmp_path: Path) -> None:
+    with pytest.raises(ResolveFailed, match="has no name server"):
+        asyncio.run(Resolver(tmp_path / "hosts", tmp_path / "none").resolve("web", "V4_ONLY"))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stats_config": {"use_all_default_tags": False}}, f"stats_config: {NOT}"),
     ({"cluster_manager": {"local_cluster_name": "c"}}, f"cluster_manager: {NOT}"),
     ({"header_prefix": "x-acme"}, f"header_prefix: {NOT}"),
-    ({"use_tcp_for_dns_lookups": True}, f"use_tcp_for_dns_lookups: {NOT}"),
     ({"default_config_source": {"ads": {}}}, f"default_config_source: {NOT}"),
     ({"admin": {"socket_options": [{"level": 1}]}}, f"admin.socket_options: {NOT}"),
     ({"admin": {"access_log_path": "/var/log/admin"}}, "admin.access_log_path: requests to the admin server are"),

@@ -5,6 +5,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from xds.dialects.envoy.balancing import compile_balancing
+from xds.dialects.envoy.dns import compile_cluster_resolver
 from xds.dialects.envoy.endpoint import compile_assignment
 from xds.dialects.envoy.filters import compile_http2
 from xds.dialects.envoy.health_check import compile_health_check
@@ -70,6 +71,11 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         "dns_refresh_rate",
         "dns_failure_refresh_rate",
         "dns_lookup_family",
+        "dns_resolvers",
+        "use_tcp_for_dns_lookups",
+        "dns_resolution_config",
+        "typed_dns_resolver_config",
+        "dns_jitter",
         "outlier_detection",
         "cleanup_interval",
         "upstream_bind_config",
@@ -134,6 +140,8 @@ def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model
         dns_failure_backoff=_dns_failure_backoff(message),
         respect_dns_ttl=message.respect_dns_ttl,
         dns_family=enum_name(message, "dns_lookup_family"),
+        dns_resolver=compile_cluster_resolver(message),
+        dns_jitter_s=seconds(message, "dns_jitter", 0.0),
         max_requests_per_connection=requests,
         connection_idle_timeout_s=idle_s,
         keepalive=_keepalive(message),

@@ -434,8 +434,11 @@ class LiveCluster:
         names = dict.fromkeys(each.address.name for each in endpoints if isinstance(each.address, NamedAddress))
         known: dict[str, tuple[str, ...] | None] = dict.fromkeys(names)
         self._resolved_names(known)
+        resolver = self._surround.resolver
+        if self.model.dns_resolver is not None:
+            resolver = resolver.with_settings(self.model.dns_resolver)
         for name in names:
-            self._run(self._resolve_for_ever(name, known), f"dns {name}")
+            self._run(self._resolve_for_ever(name, known, resolver), f"dns {name}")
 
     def _resolved_names(self, known: Mapping[str, tuple[str, ...] | None]) -> None:
         """Use the addresses of all names, once each has been looked up."""
@@ -444,7 +447,9 @@ class LiveCluster:
         if len(found) == len(known):
             self._assign(_resolved(self.model.assignment, found))
 
-    async def _resolve_for_ever(self, name: str, known: dict[str, tuple[str, ...] | None]) -> None:
+    async def _resolve_for_ever(
+        self, name: str, known: dict[str, tuple[str, ...] | None], resolver: Resolver
+    ) -> None:
         model = self.model
         backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
         while True:
@@ -452,7 +457,7 @@ class LiveCluster:
             before = known[name]
             self.updates.update_attempt += 1
             try:
-                answer = await self._surround.resolver.resolve(name, model.dns_family)
+                answer = await resolver.resolve(name, model.dns_family)
             except ResolveFailed as error:
                 log.debug("cluster %s: %s", model.name, error)
                 self.updates.update_failure += 1
@@ -472,6 +477,7 @@ class LiveCluster:
                 known[name] = addresses
                 if model.respect_dns_ttl:
                     wait_s = max(1.0, answer.ttl_s)
+                wait_s += self._surround.rng.random() * model.dns_jitter_s
                 if backoff is not None:
                     backoff.reset()
             self._resolved_names(known)

@@ -8,13 +8,17 @@ from hbone.settings import Role
 from xds.aio.channel import Channel, Keepalive
 from xds.dialects.envoy import Surroundings, compile_cluster
 from xds.errors import ConfigError, XdsError
+from xds.model.address import NamedAddress
 from xds.model.cluster import RawBuffer
+from xds.model.dns import HOSTS_RESOLVER, DnsResolver
 from xds.model.tls import AdsSource
 from xds.model.tls import TlsContext as ContextModel
 from ztunnel.envoy.bootstrap import GrpcTarget
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.secrets.store import SecretStore
 from ztunnel.envoy.telemetry.stats import Stats, cluster_scope
+
+_GETADDRINFO = DnsResolver(has_ttls=False)
 
 
 def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | None:
@@ -27,6 +31,11 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
         cluster = compile_cluster(target.cluster, surroundings)
         if cluster.socket_matches:
             raise ConfigError("a cluster of one endpoint has one transport_socket", "transport_socket_matches")
+        named = cluster.assignment is not None and any(
+            isinstance(each.address, NamedAddress) for each in cluster.assignment.endpoints
+        )
+        if named and (cluster.dns_resolver or target.dns_resolver) not in (HOSTS_RESOLVER, _GETADDRINFO):
+            raise ConfigError("names of gRPC servers are looked up as the host does", "typed_dns_resolver_config")
         transport = cluster.transport_socket
         if isinstance(transport, RawBuffer):
             return None

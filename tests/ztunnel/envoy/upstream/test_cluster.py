@@ -51,15 +51,17 @@ def found(cluster: LiveCluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("backoff", "waits"),
+    ("backoff", "jitter", "waits"),
     [
-        (None, [5.0] * 8),
+        (None, 0.0, [5.0] * 8),
+        # Half of it after each answer, and none after a failure.
+        (None, 2.0, [5.0, 5.0, 5.0, 5.0, 6.0, 5.0, 6.0, 6.0]),
         # Half of a ceiling that doubles from the base up to the maximum; an answer ends it.
-        ((1.0, 4.0), [0.5, 1.0, 2.0, 2.0, 5.0, 0.5, 5.0, 5.0]),
+        ((1.0, 4.0), 0.0, [0.5, 1.0, 2.0, 2.0, 5.0, 0.5, 5.0, 5.0]),
     ],
 )
 def test_a_name_that_does_not_resolve(
-    monkeypatch: pytest.MonkeyPatch, backoff: tuple[float, float] | None, waits: list[float]
+    monkeypatch: pytest.MonkeyPatch, backoff: tuple[float, float] | None, jitter: float, waits: list[float]
 ) -> None:
     async def main() -> None:
         endpoint = Endpoint(address=NamedAddress("db", 5432))
@@ -72,6 +74,7 @@ def test_a_name_that_does_not_resolve(
             discovery=Discovery.STRICT_DNS,
             assignment=assignment,
             dns_failure_backoff=backoff,
+            dns_jitter_s=jitter,
         )
         names = Names("", "", "", "", "10.0.0.1", "", "10.0.0.2")
         stats, slept = Stats(), Waits()

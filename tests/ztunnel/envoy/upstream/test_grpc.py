@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from xds.aio.file import FileSource
 from xds.aio.server import SnapshotServer
 from xds.dialects.envoy import Surroundings
 from xds.errors import ConfigError
+from xds.model.dns import DnsResolver
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
@@ -199,6 +201,17 @@ def test_tls_that_would_protect_nothing_is_refused_by_place(cluster: Json, words
         tls_of(target, SURROUNDINGS)
     assert str(refused.value).startswith("static_resources.clusters[0].transport_socket")
     assert words in str(refused.value)
+
+
+def test_resolver_that_streams_to_a_control_plane_would_ignore_is_refused() -> None:
+    servers = {"resolvers": [{"socket_address": {"address": "192.0.2.53", "port_value": 53}}]}
+    for own in ({"dns_resolution_config": servers}, {}):
+        target = Around("xds.test:1", type="STRICT_DNS", **own).targets["xds"]
+        if not own:
+            assert tls_of(target, SURROUNDINGS) is None
+            target = replace(target, dns_resolver=DnsResolver(tcp=True))
+        with pytest.raises(ConfigError, match="names of gRPC servers are looked up as the host does"):
+            tls_of(target, SURROUNDINGS)
 
 
 @pytest.mark.parametrize("keepalive", [None, {"interval": "7s", "timeout": "3s"}])

@@ -104,6 +104,7 @@ class Bootstrap(_message.Message):
     CONFIG_SOURCES_FIELD_NUMBER: _builtins.int
     DEFAULT_CONFIG_SOURCE_FIELD_NUMBER: _builtins.int
     DEFAULT_SOCKET_INTERFACE_FIELD_NUMBER: _builtins.int
+    DNS_RESOLUTION_CONFIG_FIELD_NUMBER: _builtins.int
     TYPED_DNS_RESOLVER_CONFIG_FIELD_NUMBER: _builtins.int
     flags_path: _builtins.str
     enable_dispatcher_stats: _builtins.bool
@@ -139,6 +140,8 @@ class Bootstrap(_message.Message):
     @_builtins.property
     def default_config_source(self) -> _core_pb2.ConfigSource: ...
     @_builtins.property
+    def dns_resolution_config(self) -> _core_pb2.DnsResolutionConfig: ...
+    @_builtins.property
     def typed_dns_resolver_config(self) -> _core_pb2.TypedExtensionConfig: ...
     def __init__(
         self,
@@ -162,11 +165,12 @@ class Bootstrap(_message.Message):
         config_sources: _abc.Iterable[_core_pb2.ConfigSource] | None = ...,
         default_config_source: _core_pb2.ConfigSource | None = ...,
         default_socket_interface: _builtins.str = ...,
+        dns_resolution_config: _core_pb2.DnsResolutionConfig | None = ...,
         typed_dns_resolver_config: _core_pb2.TypedExtensionConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "cluster_manager", b"cluster_manager", "default_config_source", b"default_config_source", "dynamic_resources", b"dynamic_resources", "layered_runtime", b"layered_runtime", "node", b"node", "overload_manager", b"overload_manager", "static_resources", b"static_resources", "stats_config", b"stats_config", "stats_flush_interval", b"stats_flush_interval", "stats_server_version_override", b"stats_server_version_override", "typed_dns_resolver_config", b"typed_dns_resolver_config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "cluster_manager", b"cluster_manager", "default_config_source", b"default_config_source", "dns_resolution_config", b"dns_resolution_config", "dynamic_resources", b"dynamic_resources", "layered_runtime", b"layered_runtime", "node", b"node", "overload_manager", b"overload_manager", "static_resources", b"static_resources", "stats_config", b"stats_config", "stats_flush_interval", b"stats_flush_interval", "stats_server_version_override", b"stats_server_version_override", "typed_dns_resolver_config", b"typed_dns_resolver_config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "bootstrap_extensions", b"bootstrap_extensions", "cluster_manager", b"cluster_manager", "config_sources", b"config_sources", "default_config_source", b"default_config_source", "default_socket_interface", b"default_socket_interface", "dynamic_resources", b"dynamic_resources", "enable_dispatcher_stats", b"enable_dispatcher_stats", "flags_path", b"flags_path", "header_prefix", b"header_prefix", "layered_runtime", b"layered_runtime", "node", b"node", "overload_manager", b"overload_manager", "static_resources", b"static_resources", "stats_config", b"stats_config", "stats_flush_interval", b"stats_flush_interval", "stats_server_version_override", b"stats_server_version_override", "stats_sinks", b"stats_sinks", "typed_dns_resolver_config", b"typed_dns_resolver_config", "use_tcp_for_dns_lookups", b"use_tcp_for_dns_lookups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin", b"admin", "bootstrap_extensions", b"bootstrap_extensions", "cluster_manager", b"cluster_manager", "config_sources", b"config_sources", "default_config_source", b"default_config_source", "default_socket_interface", b"default_socket_interface", "dns_resolution_config", b"dns_resolution_config", "dynamic_resources", b"dynamic_resources", "enable_dispatcher_stats", b"enable_dispatcher_stats", "flags_path", b"flags_path", "header_prefix", b"header_prefix", "layered_runtime", b"layered_runtime", "node", b"node", "overload_manager", b"overload_manager", "static_resources", b"static_resources", "stats_config", b"stats_config", "stats_flush_interval", b"stats_flush_interval", "stats_server_version_override", b"stats_server_version_override", "stats_sinks", b"stats_sinks", "typed_dns_resolver_config", b"typed_dns_resolver_config", "use_tcp_for_dns_lookups", b"use_tcp_for_dns_lookups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

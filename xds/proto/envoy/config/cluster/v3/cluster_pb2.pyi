@@ -756,6 +756,7 @@ class Cluster(_message.Message):
     HTTP2_PROTOCOL_OPTIONS_FIELD_NUMBER: _builtins.int
     DNS_REFRESH_RATE_FIELD_NUMBER: _builtins.int
     DNS_LOOKUP_FAMILY_FIELD_NUMBER: _builtins.int
+    DNS_RESOLVERS_FIELD_NUMBER: _builtins.int
     OUTLIER_DETECTION_FIELD_NUMBER: _builtins.int
     CLEANUP_INTERVAL_FIELD_NUMBER: _builtins.int
     UPSTREAM_BIND_CONFIG_FIELD_NUMBER: _builtins.int
@@ -777,9 +778,13 @@ class Cluster(_message.Message):
     LOAD_BALANCING_POLICY_FIELD_NUMBER: _builtins.int
     TRANSPORT_SOCKET_MATCHES_FIELD_NUMBER: _builtins.int
     DNS_FAILURE_REFRESH_RATE_FIELD_NUMBER: _builtins.int
+    USE_TCP_FOR_DNS_LOOKUPS_FIELD_NUMBER: _builtins.int
     UPSTREAM_CONFIG_FIELD_NUMBER: _builtins.int
     PRECONNECT_POLICY_FIELD_NUMBER: _builtins.int
     CONNECTION_POOL_PER_DOWNSTREAM_CONNECTION_FIELD_NUMBER: _builtins.int
+    DNS_RESOLUTION_CONFIG_FIELD_NUMBER: _builtins.int
+    TYPED_DNS_RESOLVER_CONFIG_FIELD_NUMBER: _builtins.int
+    DNS_JITTER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     type: Global___Cluster.DiscoveryType.ValueType
     lb_policy: Global___Cluster.LbPolicy.ValueType
@@ -788,6 +793,7 @@ class Cluster(_message.Message):
     close_connections_on_host_health_failure: _builtins.bool
     ignore_health_on_host_removal: _builtins.bool
     respect_dns_ttl: _builtins.bool
+    use_tcp_for_dns_lookups: _builtins.bool
     connection_pool_per_downstream_connection: _builtins.bool
     @_builtins.property
     def cluster_type(self) -> Global___Cluster.CustomClusterType: ...
@@ -809,6 +815,8 @@ class Cluster(_message.Message):
     def http2_protocol_options(self) -> _core_pb2.Http2ProtocolOptions: ...
     @_builtins.property
     def dns_refresh_rate(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def dns_resolvers(self) -> _containers.RepeatedCompositeFieldContainer[_core_pb2.Address]: ...
     @_builtins.property
     def outlier_detection(self) -> Global___OutlierDetection: ...
     @_builtins.property
@@ -847,6 +855,12 @@ class Cluster(_message.Message):
     def upstream_config(self) -> _core_pb2.TypedExtensionConfig: ...
     @_builtins.property
     def preconnect_policy(self) -> Global___Cluster.PreconnectPolicy: ...
+    @_builtins.property
+    def dns_resolution_config(self) -> _core_pb2.DnsResolutionConfig: ...
+    @_builtins.property
+    def typed_dns_resolver_config(self) -> _core_pb2.TypedExtensionConfig: ...
+    @_builtins.property
+    def dns_jitter(self) -> _duration_pb2.Duration: ...
     def __init__(
         self,
         *,
@@ -864,6 +878,7 @@ class Cluster(_message.Message):
         http2_protocol_options: _core_pb2.Http2ProtocolOptions | None = ...,
         dns_refresh_rate: _duration_pb2.Duration | None = ...,
         dns_lookup_family: Global___Cluster.DnsLookupFamily.ValueType = ...,
+        dns_resolvers: _abc.Iterable[_core_pb2.Address] | None = ...,
         outlier_detection: Global___OutlierDetection | None = ...,
         cleanup_interval: _duration_pb2.Duration | None = ...,
         upstream_bind_config: _core_pb2.BindConfig | None = ...,
@@ -885,13 +900,17 @@ class Cluster(_message.Message):
         load_balancing_policy: Global___LoadBalancingPolicy | None = ...,
         transport_socket_matches: _abc.Iterable[Global___Cluster.TransportSocketMatch] | None = ...,
         dns_failure_refresh_rate: Global___Cluster.RefreshRate | None = ...,
+        use_tcp_for_dns_lookups: _builtins.bool = ...,
         upstream_config: _core_pb2.TypedExtensionConfig | None = ...,
         preconnect_policy: Global___Cluster.PreconnectPolicy | None = ...,
         connection_pool_per_downstream_connection: _builtins.bool = ...,
+        dns_resolution_config: _core_pb2.DnsResolutionConfig | None = ...,
+        typed_dns_resolver_config: _core_pb2.TypedExtensionConfig | None = ...,
+        dns_jitter: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["circuit_breakers", b"circuit_breakers", "cleanup_interval", b"cleanup_interval", "cluster_discovery_type", b"cluster_discovery_type", "cluster_type", b"cluster_type", "common_http_protocol_options", b"common_http_protocol_options", "common_lb_config", b"common_lb_config", "connect_timeout", b"connect_timeout", "dns_failure_refresh_rate", b"dns_failure_refresh_rate", "dns_refresh_rate", b"dns_refresh_rate", "eds_cluster_config", b"eds_cluster_config", "http2_protocol_options", b"http2_protocol_options", "http_protocol_options", b"http_protocol_options", "lb_config", b"lb_config", "lb_subset_config", b"lb_subset_config", "least_request_lb_config", b"least_request_lb_config", "load_assignment", b"load_assignment", "load_balancing_policy", b"load_balancing_policy", "max_requests_per_connection", b"max_requests_per_connection", "metadata", b"metadata", "original_dst_lb_config", b"original_dst_lb_config", "outlier_detection", b"outlier_detection", "per_connection_buffer_limit_bytes", b"per_connection_buffer_limit_bytes", "preconnect_policy", b"preconnect_policy", "round_robin_lb_config", b"round_robin_lb_config", "transport_socket", b"transport_socket", "type", b"type", "upstream_bind_config", b"upstream_bind_config", "upstream_config", b"upstream_config", "upstream_connection_options", b"upstream_connection_options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["circuit_breakers", b"circuit_breakers", "cleanup_interval", b"cleanup_interval", "cluster_discovery_type", b"cluster_discovery_type", "cluster_type", b"cluster_type", "common_http_protocol_options", b"common_http_protocol_options", "common_lb_config", b"common_lb_config", "connect_timeout", b"connect_timeout", "dns_failure_refresh_rate", b"dns_failure_refresh_rate", "dns_jitter", b"dns_jitter", "dns_refresh_rate", b"dns_refresh_rate", "dns_resolution_config", b"dns_resolution_config", "eds_cluster_config", b"eds_cluster_config", "http2_protocol_options", b"http2_protocol_options", "http_protocol_options", b"http_protocol_options", "lb_config", b"lb_config", "lb_subset_config", b"lb_subset_config", "least_request_lb_config", b"least_request_lb_config", "load_assignment", b"load_assignment", "load_balancing_policy", b"load_balancing_policy", "max_requests_per_connection", b"max_requests_per_connection", "metadata", b"metadata", "original_dst_lb_config", b"original_dst_lb_config", "outlier_detection", b"outlier_detection", "per_connection_buffer_limit_bytes", b"per_connection_buffer_limit_bytes", "preconnect_policy", b"preconnect_policy", "round_robin_lb_config", b"round_robin_lb_config", "transport_socket", b"transport_socket", "type", b"type", "typed_dns_resolver_config", b"typed_dns_resolver_config", "upstream_bind_config", b"upstream_bind_config", "upstream_config", b"upstream_config", "upstream_connection_options", b"upstream_connection_options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alt_stat_name", b"alt_stat_name", "circuit_breakers", b"circuit_breakers", "cleanup_interval", b"cleanup_interval", "close_connections_on_host_health_failure", b"close_connections_on_host_health_failure", "cluster_discovery_type", b"cluster_discovery_type", "cluster_type", b"cluster_type", "common_http_protocol_options", b"common_http_protocol_options", "common_lb_config", b"common_lb_config", "connect_timeout", b"connect_timeout", "connection_pool_per_downstream_connection", b"connection_pool_per_downstream_connection", "dns_failure_refresh_rate", b"dns_failure_refresh_rate", "dns_lookup_family", b"dns_lookup_family", "dns_refresh_rate", b"dns_refresh_rate", "eds_cluster_config", b"eds_cluster_config", "health_checks", b"health_checks", "http2_protocol_options", b"http2_protocol_options", "http_protocol_options", b"http_protocol_options", "ignore_health_on_host_removal", b"ignore_health_on_host_removal", "lb_config", b"lb_config", "lb_policy", b"lb_policy", "lb_subset_config", b"lb_subset_config", "least_request_lb_config", b"least_request_lb_config", "load_assignment", b"load_assignment", "load_balancing_policy", b"load_balancing_policy", "max_requests_per_connection", b"max_requests_per_connection", "metadata", b"metadata", "name", b"name", "original_dst_lb_config", b"original_dst_lb_config", "outlier_detection", b"outlier_detection", "per_connection_buffer_limit_bytes", b"per_connection_buffer_limit_bytes", "preconnect_policy", b"preconnect_policy", "respect_dns_ttl", b"respect_dns_ttl", "round_robin_lb_config", b"round_robin_lb_config", "transport_socket", b"transport_socket", "transport_socket_matches", b"transport_socket_matches", "type", b"type", "typed_extension_protocol_options", b"typed_extension_protocol_options", "upstream_bind_config", b"upstream_bind_config", "upstream_config", b"upstream_config", "upstream_connection_options", b"upstream_connection_options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alt_stat_name", b"alt_stat_name", "circuit_breakers", b"circuit_breakers", "cleanup_interval", b"cleanup_interval", "close_connections_on_host_health_failure", b"close_connections_on_host_health_failure", "cluster_discovery_type", b"cluster_discovery_type", "cluster_type", b"cluster_type", "common_http_protocol_options", b"common_http_protocol_options", "common_lb_config", b"common_lb_config", "connect_timeout", b"connect_timeout", "connection_pool_per_downstream_connection", b"connection_pool_per_downstream_connection", "dns_failure_refresh_rate", b"dns_failure_refresh_rate", "dns_jitter", b"dns_jitter", "dns_lookup_family", b"dns_lookup_family", "dns_refresh_rate", b"dns_refresh_rate", "dns_resolution_config", b"dns_resolution_config", "dns_resolvers", b"dns_resolvers", "eds_cluster_config", b"eds_cluster_config", "health_checks", b"health_checks", "http2_protocol_options", b"http2_protocol_options", "http_protocol_options", b"http_protocol_options", "ignore_health_on_host_removal", b"ignore_health_on_host_removal", "lb_config", b"lb_config", "lb_policy", b"lb_policy", "lb_subset_config", b"lb_subset_config", "least_request_lb_config", b"least_request_lb_config", "load_assignment", b"load_assignment", "load_balancing_policy", b"load_balancing_policy", "max_requests_per_connection", b"max_requests_per_connection", "metadata", b"metadata", "name", b"name", "original_dst_lb_config", b"original_dst_lb_config", "outlier_detection", b"outlier_detection", "per_connection_buffer_limit_bytes", b"per_connection_buffer_limit_bytes", "preconnect_policy", b"preconnect_policy", "respect_dns_ttl", b"respect_dns_ttl", "round_robin_lb_config", b"round_robin_lb_config", "transport_socket", b"transport_socket", "transport_socket_matches", b"transport_socket_matches", "type", b"type", "typed_dns_resolver_config", b"typed_dns_resolver_config", "typed_extension_protocol_options", b"typed_extension_protocol_options", "upstream_bind_config", b"upstream_bind_config", "upstream_config", b"upstream_config", "upstream_connection_options", b"upstream_connection_options", "use_tcp_for_dns_lookups", b"use_tcp_for_dns_lookups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_cluster_discovery_type: _TypeAlias = _typing.Literal["type", "cluster_type"]  # noqa: Y015
     _WhichOneofArgType_cluster_discovery_type: _TypeAlias = _typing.Literal["cluster_discovery_type", b"cluster_discovery_type"]  # noqa: Y015

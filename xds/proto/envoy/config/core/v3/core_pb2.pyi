@@ -757,6 +757,52 @@ class TransportSocket(_message.Message):
 Global___TransportSocket: _TypeAlias = TransportSocket  # noqa: Y015
 
 @_typing.final
+class DnsResolverOptions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USE_TCP_FOR_DNS_LOOKUPS_FIELD_NUMBER: _builtins.int
+    NO_DEFAULT_SEARCH_DOMAIN_FIELD_NUMBER: _builtins.int
+    use_tcp_for_dns_lookups: _builtins.bool
+    no_default_search_domain: _builtins.bool
+    def __init__(
+        self,
+        *,
+        use_tcp_for_dns_lookups: _builtins.bool = ...,
+        no_default_search_domain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_default_search_domain", b"no_default_search_domain", "use_tcp_for_dns_lookups", b"use_tcp_for_dns_lookups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DnsResolverOptions: _TypeAlias = DnsResolverOptions  # noqa: Y015
+
+@_typing.final
+class DnsResolutionConfig(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESOLVERS_FIELD_NUMBER: _builtins.int
+    DNS_RESOLVER_OPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resolvers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
+    @_builtins.property
+    def dns_resolver_options(self) -> Global___DnsResolverOptions: ...
+    def __init__(
+        self,
+        *,
+        resolvers: _abc.Iterable[Global___Address] | None = ...,
+        dns_resolver_options: Global___DnsResolverOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dns_resolver_options", b"dns_resolver_options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dns_resolver_options", b"dns_resolver_options", "resolvers", b"resolvers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DnsResolutionConfig: _TypeAlias = DnsResolutionConfig  # noqa: Y015
+
+@_typing.final
 class TypedExtensionConfig(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,34 @@
+"""How names of hosts are looked up."""
+
+from dataclasses import dataclass
+
+from xds.model.address import SocketAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DnsResolver:
+    """``CaresDnsResolverConfig``, or what the host does with names; the defaults are the host's.
+
+    Attributes:
+        servers: name servers; empty: those of ``/etc/resolv.conf``.
+        servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
+        tcp: queries go by TCP.
+        search: names are completed by the search list of ``/etc/resolv.conf``.
+        query_timeout_s: of one query; ``None``: our default.
+        tries: queries for one name; ``None``: our default.
+        rotate: take the servers in turn.
+        has_ttls: answers tell their time to live; getaddrinfo(3) does not.
+    """
+
+    servers: tuple[SocketAddress, ...] = ()
+    servers_are_fallback: bool = False
+    tcp: bool = False
+    search: bool = True
+    query_timeout_s: float | None = None
+    tries: int | None = None
+    rotate: bool = False
+    has_ttls: bool = True
+
+
+HOSTS_RESOLVER = DnsResolver()
+"""Names are looked up as the rest of the host does."""
