@@ -66,6 +66,54 @@ def bootstrap(folder: Path, admin: int, port: int, check: Json, ports: list[int]
 BY_TCP = {**TCP, "tcp_health_check": {"send": {"text": "68656c6c6f"}, "receive": [{"text": "61"}]}}
 
 
+#: The requests of checks by method, without the headers that both proxies add of their own.
+REQUESTS = {
+    "GET": "GET /h HTTP/1.1, x-a: b, x-c: d e",
+    "HEAD": "HEAD /h HTTP/1.1, x-a: b, x-c: d e",
+    "POST": "POST /h HTTP/1.1, content-length: 0, x-a: b, x-c: d e",
+    "PUT": "PUT /h HTTP/1.1, content-length: 0, x-a: b, x-c: d e",
+    "DELETE": "DELETE /h HTTP/1.1, x-a: b, x-c: d e",
+    "OPTIONS": "OPTIONS /h HTTP/1.1, content-length: 0, x-a: b, x-c: d e",
+    "TRACE": "TRACE /h HTTP/1.1, x-a: b, x-c: d e",
+    "PATCH": "PATCH /h HTTP/1.1, content-length: 0, x-a: b, x-c: d e",
+}
+OF_EACH_PROXY = ("host", "user-agent", "connection", "x-envoy-", "transfer-encoding")
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
+@pytest.mark.parametrize("kind", ["envoy", "ours"])
+def test_method_and_headers_of_a_check_are_obeyed(kind: str, tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+
+    def serve(sock: socket.socket) -> None:
+        while data := sock.recv(65536):
+            first, *headers = data.decode().partition("\r\n\r\n")[0].split("\r\n")
+            own = sorted(each for each in map(str.lower, headers) if not each.startswith(OF_EACH_PROXY))
+            seen[first.split()[0]] = ", ".join([first, *own])
+            sock.sendall(b"HTTP/1.1 200 X\r\ncontent-length: 0\r\n\r\n")
+
+    headers = [{"header": {"key": "X-A", "value": "b"}}, {"header": {"key": "x-c", "value": "d e"}}]
+    with contextlib.ExitStack() as stack:
+        app, admin, port = application(serve, stack), free_port(), free_port()
+        checks = {}
+        for method in REQUESTS:
+            request = {"path": "/h", "method": method, "request_headers_to_add": headers}
+            checks[method] = {**HTTP, "http_health_check": request}
+        clusters = [cluster(app, name=method, health_checks=[check])[1] for method, check in checks.items()]
+        _, served = listener()
+        served["address"]["socket_address"]["port_value"] = port
+        clusters.append(cluster(app)[1])
+        document = {
+            "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
+            "static_resources": {"listeners": [served], "clusters": clusters},
+        }
+        path = tmp_path / "bootstrap.json"
+        path.write_text(json.dumps(document))
+        stack.enter_context(serving(kind, path, admin=True))
+        until(lambda: seen.keys() == REQUESTS.keys())
+    assert seen == REQUESTS
+
+
 @pytest.mark.skipif(not ENVOY.exists(), reason="NOT TESTED: no Envoy here")
 @pytest.mark.parametrize("kind", ["envoy", "ours"])
 @pytest.mark.parametrize(

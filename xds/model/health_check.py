@@ -15,9 +15,11 @@ class TcpCheck:
 
 @dataclass(frozen=True, slots=True)
 class HttpCheck:
-    """A GET.
+    """A request without a body.
 
     Attributes:
+        method: of the request.
+        headers: are added to it, in order.
         host: of the request; empty: the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.
         retriable: those that count as no answer, so that a single one does not decide.
@@ -25,6 +27,8 @@ class HttpCheck:
 
     path: str
     host: str = ""
+    method: str = "GET"
+    headers: tuple[tuple[str, str], ...] = ()
     expected: tuple[tuple[int, int], ...] = ((200, 201),)
     retriable: tuple[tuple[int, int], ...] = ()
 

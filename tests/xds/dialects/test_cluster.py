@@ -55,6 +55,24 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": ""}}]),
         "health_checks[0].http_health_check.path: Proto constraint",
     ),
+    *(
+        (
+            cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": "/", **more}}]),
+            f"health_checks[0].http_health_check.{words}",
+        )
+        for more, words in (
+            ({"method": "CONNECT"}, "method: Proto constraint"),
+            *(
+                ({"request_headers_to_add": [{"header": header}]}, f"request_headers_to_add[0].header.{why}")
+                for header, why in (
+                    ({"key": ":path", "value": "/"}, "key: cannot be added to a request"),
+                    ({"key": "Host", "value": "a"}, "key: cannot be added to a request"),
+                    ({"key": "a", "value": "b\r\nc: d"}, "value: cannot be written into a request"),
+                    ({"key": "a", "value": "%UPSTREAM_HOST%"}, "value: operators of format strings"),
+                )
+            ),
+        )
+    ),
     (
         cluster_document(health_checks=[{**CHECKED, "http_health_check": {"path": "/ x"}}]),
         "health_checks[0].http_health_check.path: cannot be written into a request: '/ x'",

@@ -381,7 +381,15 @@ BALANCED = {
 CHECKED = {"timeout": "1s", "interval": "2s", "unhealthy_threshold": 2, "healthy_threshold": 3}
 STATUSES = [{"start": 200, "end": 300}]
 CHECKS = [
-    {**CHECKED, "http_health_check": {"path": "/", "expected_statuses": STATUSES, "retriable_statuses": STATUSES}},
+    {
+        **CHECKED,
+        "http_health_check": {
+            "path": "/",
+            "request_headers_to_add": [{"header": {"key": "a", "value": "b"}}],
+            "expected_statuses": STATUSES,
+            "retriable_statuses": STATUSES,
+        },
+    },
     {**CHECKED, "tcp_health_check": {"send": {"text": "00"}, "receive": [{"text": "01"}]}},
     {**CHECKED, "grpc_health_check": {"service_name": "s"}},
 ]

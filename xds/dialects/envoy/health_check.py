@@ -1,11 +1,16 @@
 """Active health checks of clusters and endpoints."""
 
-from xds.dialects.envoy.reading import at, constraint, only, seconds, socket_address, wrapped
+import re
+
+from xds.dialects.envoy.reading import at, constraint, enum_name, only, seconds, socket_address, wrapped
 from xds.errors import ConfigError, Unsupported
 from xds.model.health_check import EndpointCheck, GrpcCheck, HealthCheck, HttpCheck, TcpCheck
 from xds.proto.envoy.config.cluster.v3 import cluster_pb2 as cluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as endpoint
+
+#: RFC 9110, 5.6.2, in lower case.
+_HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9a-z]+")
 
 
 def compile_health_check(message: cluster.Cluster) -> HealthCheck | None:
@@ -123,7 +128,7 @@ def _payload(message: core.HealthCheck.Payload) -> bytes:
 
 
 def _http(message: core.HealthCheck.HttpHealthCheck) -> HttpCheck:
-    only(message, "host", "path", "expected_statuses", "retriable_statuses")
+    only(message, "host", "path", "request_headers_to_add", "expected_statuses", "retriable_statuses", "method")
     if not message.path:
         raise constraint(message, "path", "value length must be at least 1 characters")
     for field in ("host", "path"):
@@ -133,9 +138,36 @@ def _http(message: core.HealthCheck.HttpHealthCheck) -> HttpCheck:
     return HttpCheck(
         path=message.path,
         host=message.host,
+        method=_method(message),
+        headers=_headers(message),
         expected=_statuses(message, "expected_statuses") or ((200, 201),),
         retriable=_statuses(message, "retriable_statuses"),
     )
+
+
+def _method(message: core.HealthCheck.HttpHealthCheck) -> str:
+    method = enum_name(message, "method")
+    if method == "CONNECT":
+        raise constraint(message, "method", "value must not be in list [6]")
+    return "GET" if method == "METHOD_UNSPECIFIED" else method
+
+
+def _headers(message: core.HealthCheck.HttpHealthCheck) -> tuple[tuple[str, str], ...]:
+    """Return the headers of a check, which are taken as they stand: operators have no connection to speak of."""
+    headers = []
+    for index, option in enumerate(message.request_headers_to_add):
+        with at("request_headers_to_add", index):
+            only(option, "header")
+            only(option.header, "key", "value")
+            name, value = option.header.key.lower(), option.header.value
+            if not _HEADER_NAME.fullmatch(name) or name == "host":
+                raise ConfigError(f"cannot be added to a request: {name!r}", "header.key")
+            if "%" in value:
+                raise Unsupported("operators of format strings are not evaluated", "header.value")
+            if not value.isascii() or not value.isprintable() or value != value.strip():
+                raise ConfigError(f"cannot be written into a request: {value!r}", "header.value")
+            headers.append((name, value))
+    return tuple(headers)
 
 
 def _statuses(message: core.HealthCheck.HttpHealthCheck, field: str) -> tuple[tuple[int, int], ...]:

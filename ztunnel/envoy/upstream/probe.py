@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 _READ: Final = 8 * 1024
 #: Bytes after which an answer that does not contain what is expected counts as none.
 _MOST_READ: Final = 1 << 20
+#: Methods whose requests say that they have no body, as Envoy's do.
+_WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
 #: What means that there was no answer.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, h11.RemoteProtocolError)
@@ -176,8 +178,10 @@ async def _tcp(connection: PlainSocket, check: TcpCheck) -> CheckResult:
 
 async def _http(connection: PlainSocket, check: HttpCheck, host: str) -> CheckResult:
     http = h11.Connection(h11.CLIENT)
-    headers = [("Host", host), ("User-Agent", "Envoy/HC"), ("Connection", "close")]
-    request = h11.Request(method="GET", target=check.path, headers=headers)
+    headers = [("Host", host), ("User-Agent", "Envoy/HC"), ("Connection", "close"), *check.headers]
+    if check.method in _WITH_BODY:
+        headers.append(("Content-Length", "0"))
+    request = h11.Request(method=check.method, target=check.path, headers=headers)
     connection.send_first((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
     while True:
         event = http.next_event()

@@ -1710,10 +1710,15 @@ class HealthCheck(_message.Message):
 
         HOST_FIELD_NUMBER: _builtins.int
         PATH_FIELD_NUMBER: _builtins.int
+        REQUEST_HEADERS_TO_ADD_FIELD_NUMBER: _builtins.int
         EXPECTED_STATUSES_FIELD_NUMBER: _builtins.int
         RETRIABLE_STATUSES_FIELD_NUMBER: _builtins.int
+        METHOD_FIELD_NUMBER: _builtins.int
         host: _builtins.str
         path: _builtins.str
+        method: Global___RequestMethod.ValueType
+        @_builtins.property
+        def request_headers_to_add(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderValueOption]: ...
         @_builtins.property
         def expected_statuses(self) -> _containers.RepeatedCompositeFieldContainer[_type_pb2.Int64Range]: ...
         @_builtins.property
@@ -1723,12 +1728,14 @@ class HealthCheck(_message.Message):
             *,
             host: _builtins.str = ...,
             path: _builtins.str = ...,
+            request_headers_to_add: _abc.Iterable[Global___HeaderValueOption] | None = ...,
             expected_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
             retriable_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
+            method: Global___RequestMethod.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_statuses", b"expected_statuses", "host", b"host", "path", b"path", "retriable_statuses", b"retriable_statuses"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_statuses", b"expected_statuses", "host", b"host", "method", b"method", "path", b"path", "request_headers_to_add", b"request_headers_to_add", "retriable_statuses", b"retriable_statuses"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
