@@ -97,7 +97,12 @@ def test_method_and_headers_of_a_check_are_obeyed(kind: str, tmp_path: Path) -> 
         app, admin, port = application(serve, stack), free_port(), free_port()
         checks = {}
         for method in REQUESTS:
-            request = {"path": "/h", "method": method, "request_headers_to_add": headers}
+            request = {
+                "path": "/h",
+                "method": method,
+                "request_headers_to_add": headers,
+                "codec_client_type": "HTTP1",
+            }
             checks[method] = {**HTTP, "http_health_check": request}
         clusters = [cluster(app, name=method, health_checks=[check])[1] for method, check in checks.items()]
         _, served = listener()

@@ -62,6 +62,7 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         )
         for more, words in (
             ({"method": "CONNECT"}, "method: Proto constraint"),
+            ({"codec_client_type": "HTTP2"}, "codec_client_type: checks are requests of HTTP/1.1"),
             *(
                 ({"request_headers_to_add": [{"header": header}]}, f"request_headers_to_add[0].header.{why}")
                 for header, why in (

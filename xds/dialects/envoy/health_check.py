@@ -128,7 +128,18 @@ def _payload(message: core.HealthCheck.Payload) -> bytes:
 
 
 def _http(message: core.HealthCheck.HttpHealthCheck) -> HttpCheck:
-    only(message, "host", "path", "request_headers_to_add", "expected_statuses", "retriable_statuses", "method")
+    only(
+        message,
+        "host",
+        "path",
+        "request_headers_to_add",
+        "expected_statuses",
+        "codec_client_type",
+        "retriable_statuses",
+        "method",
+    )
+    if enum_name(message, "codec_client_type") != "HTTP1":
+        raise Unsupported("checks are requests of HTTP/1.1", "codec_client_type")
     if not message.path:
         raise constraint(message, "path", "value length must be at least 1 characters")
     for field in ("host", "path"):

@@ -19,6 +19,23 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CodecClientType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CodecClientTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CodecClientType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HTTP1: _CodecClientType.ValueType  # 0
+    HTTP2: _CodecClientType.ValueType  # 1
+    HTTP3: _CodecClientType.ValueType  # 2
+
+class CodecClientType(_CodecClientType, metaclass=_CodecClientTypeEnumTypeWrapper): ...
+
+HTTP1: CodecClientType.ValueType  # 0
+HTTP2: CodecClientType.ValueType  # 1
+HTTP3: CodecClientType.ValueType  # 2
+Global___CodecClientType: _TypeAlias = CodecClientType  # noqa: Y015
+
 @_typing.final
 class Percent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor

@@ -1712,10 +1712,12 @@ class HealthCheck(_message.Message):
         PATH_FIELD_NUMBER: _builtins.int
         REQUEST_HEADERS_TO_ADD_FIELD_NUMBER: _builtins.int
         EXPECTED_STATUSES_FIELD_NUMBER: _builtins.int
+        CODEC_CLIENT_TYPE_FIELD_NUMBER: _builtins.int
         RETRIABLE_STATUSES_FIELD_NUMBER: _builtins.int
         METHOD_FIELD_NUMBER: _builtins.int
         host: _builtins.str
         path: _builtins.str
+        codec_client_type: _type_pb2.CodecClientType.ValueType
         method: Global___RequestMethod.ValueType
         @_builtins.property
         def request_headers_to_add(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderValueOption]: ...
@@ -1730,12 +1732,13 @@ class HealthCheck(_message.Message):
             path: _builtins.str = ...,
             request_headers_to_add: _abc.Iterable[Global___HeaderValueOption] | None = ...,
             expected_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
+            codec_client_type: _type_pb2.CodecClientType.ValueType = ...,
             retriable_statuses: _abc.Iterable[_type_pb2.Int64Range] | None = ...,
             method: Global___RequestMethod.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_statuses", b"expected_statuses", "host", b"host", "method", b"method", "path", b"path", "request_headers_to_add", b"request_headers_to_add", "retriable_statuses", b"retriable_statuses"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_client_type", b"codec_client_type", "expected_statuses", b"expected_statuses", "host", b"host", "method", b"method", "path", b"path", "request_headers_to_add", b"request_headers_to_add", "retriable_statuses", b"retriable_statuses"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
