@@ -128,6 +128,14 @@ class Scenario:
     address: Json = field(default_factory=lambda: {"address": "127.0.0.1"})
 
 
+def _reads_header(**more: Any) -> Json:
+    kind = f"{T}envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol"
+    return {"name": "proxy", "typed_config": {"@type": kind, **more}}
+
+
+NO_PANIC: Json = {"healthy_panic_threshold": {"value": 0}}
+
+
 def to(*chains: Json, **more: Any) -> Callable[[Path], Json]:
     """A listener without files."""
     return lambda _: {"filter_chains": list(chains), **more}
@@ -265,6 +273,122 @@ SCENARIOS |= {
 }
 
 
+LB = f"{T}envoy.extensions.load_balancing_policies"
+#: What a cluster has beside its name and one host; each is a scenario.
+OF_CLUSTERS: dict[str, Json] = {
+    "limits of priority HIGH": {"circuit_breakers": {"thresholds": [{"priority": "HIGH", "max_connections": 0}]}},
+    **{f"lb_policy {name}": {"lb_policy": name} for name in ("LEAST_REQUEST", "RANDOM", "RING_HASH", "MAGLEV")},
+    **{
+        f"load_balancing_policy {kind}": {
+            "load_balancing_policy": {
+                "policies": [
+                    {"typed_extension_config": {"name": kind, "typed_config": {"@type": f"{LB}.{kind}", **more}}}
+                ]
+            }
+        }
+        for kind, more in (
+            ("round_robin.v3.RoundRobin", {"slow_start_config": {"slow_start_window": "1s"}}),
+            ("least_request.v3.LeastRequest", {"choice_count": 3}),
+            ("ring_hash.v3.RingHash", {"minimum_ring_size": 8, "maximum_ring_size": 16}),
+            ("maglev.v3.Maglev", {"table_size": 101}),
+        )
+    },
+    "upstream_bind_config": {
+        "upstream_bind_config": {"source_address": {"address": "127.0.0.1", "port_value": 0}}
+    },
+    "tcp_keepalive": {
+        "upstream_connection_options": {
+            "tcp_keepalive": {"keepalive_time": 9, "keepalive_interval": 3, "keepalive_probes": 2}
+        }
+    },
+    "connect_timeout": {"connect_timeout": "1s", "cleanup_interval": "1s", "metadata": {"filter_metadata": {}}},
+}
+#: Groups of hosts, (priority, application, health), and settings of the cluster.
+OF_HOSTS: dict[str, tuple[list[tuple[int, str, str]], Json]] = {
+    "lower priority": ([(0, "one", "UNHEALTHY"), (1, "two", "HEALTHY")], {}),
+    "draining host": ([(0, "one", "DRAINING"), (0, "two", "UNKNOWN")], {}),
+    "timed out host": ([(0, "one", "TIMEOUT"), (0, "two", "HEALTHY")], {"common_lb_config": NO_PANIC}),
+    "panic": ([(0, "one", "UNHEALTHY")], {}),
+    "no panic": ([(0, "one", "UNHEALTHY")], {"common_lb_config": NO_PANIC}),
+}
+SCENARIOS |= {name: Scenario(to(chain(tcp(name)))) for name in (*OF_CLUSTERS, *OF_HOSTS)}
+SCENARIOS |= {
+    name: Scenario(to(chain(tcp("one")), **more))
+    for name, more in (
+        ("stat_prefix", {"stat_prefix": "p", "traffic_direction": "OUTBOUND"}),
+        ("tcp_backlog_size", {"tcp_backlog_size": 7, "enable_reuse_port": False, "freebind": True}),
+        (
+            "socket_options",
+            {"socket_options": [{"level": 1, "name": 9, "int_value": 1, "state": "STATE_LISTENING"}]},
+        ),
+        ("tcp_fast_open_queue_length", {"tcp_fast_open_queue_length": 5}),
+    )
+}
+SCENARIOS |= {
+    "upstream_port_override": Scenario(to(chain(tcp("upstream_port_override")))),
+    **{
+        f"fallback {policy}": Scenario(
+            to(chain(tcp(f"fallback {policy}", metadata_match={"filter_metadata": {"envoy.lb": {"v": "other"}}})))
+        )
+        for policy in ("NO_FALLBACK", "DEFAULT_SUBSET")
+    },
+    "filter_disabled": Scenario(
+        to(
+            matching({"transport_protocol": "tls"}),
+            rest(),
+            listener_filters=[
+                {
+                    **inspector("tls"),
+                    "filter_disabled": {
+                        "and_match": {
+                            "rules": [
+                                {"any_match": True},
+                                {"not_match": {"destination_port_range": {"start": 1, "end": 2}}},
+                            ]
+                        }
+                    },
+                }
+            ],
+        ),
+        (secured(), plain()),
+    ),
+    "without an allowed PROXY header": Scenario(
+        to(
+            chain(tcp("one")),
+            listener_filters=[_reads_header(allow_requests_without_proxy_protocol=True)],
+        ),
+        (plain(b"GET / HTTP/1.1\r\n\r\n"), plain(b"PROXY TCP4 192.0.2.1 192.0.2.2 1 2\r\n" + b"?" * 64)),
+    ),
+}
+
+
+def _grown(apps: dict[str, int]) -> list[Json]:
+    """The clusters of the scenarios that vary their settings or their hosts."""
+    found = [cluster(apps["one"], name=name, **more)[1] for name, more in OF_CLUSTERS.items()]
+    for name, (hosts, more) in OF_HOSTS.items():
+        _, made = cluster(name=name, **more)
+        made["load_assignment"]["endpoints"] = [
+            {"priority": priority, "lb_endpoints": [endpoint(apps[app], health_status=health)]}
+            for priority, app, health in hosts
+        ]
+        found.append(made)
+    override = {"upstream_port_override": apps["three"]}
+    original = {
+        "name": "upstream_port_override",
+        "type": "ORIGINAL_DST",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "original_dst_lb_config": override,
+    }
+    found.append(original)
+    for policy in ("NO_FALLBACK", "DEFAULT_SUBSET"):
+        subsets = {"subset_selectors": [{"keys": ["v"]}], "fallback_policy": policy, "default_subset": {"v": "x"}}
+        _, falling = cluster(name=f"fallback {policy}", lb_subset_config=subsets)
+        metadata = {"filter_metadata": {"envoy.lb": {"v": "x"}}}
+        falling["load_assignment"]["endpoints"] = [{"lb_endpoints": [endpoint(apps["two"], metadata=metadata)]}]
+        found.append(falling)
+    return found
+
+
 def _matched(value: Any, port: int) -> Json:
     kind = f"{T}envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
     match = {
@@ -370,7 +494,7 @@ def bootstrap(ports: dict[str, int], apps: dict[str, int], folder: Path) -> Json
         "node": {"id": "n", "cluster": "c"},
         "static_resources": {
             "listeners": listeners,
-            "clusters": [*clusters(apps), *resolving_clusters(apps)],
+            "clusters": [*clusters(apps), *resolving_clusters(apps), *_grown(apps)],
         },
         "typed_dns_resolver_config": _cares(
             {"socket_address": {"address": "127.0.0.1", "port_value": apps["dns"]}}
