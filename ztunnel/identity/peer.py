@@ -51,15 +51,18 @@ def is_one_of(identities: Sequence[str]) -> Callable[[Sequence[str]], bool]:
 
 def of_trust_domain(trust_domain: str) -> Verify:
     """Return a server's check: the peer has an identity of exactly this trust domain."""
-    accepts = is_of_trust_domain(trust_domain)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
-        names = uri_sans(chain[0])
-        if accepts(names):
-            return None
-        return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(names)}"
+        return foreign(trust_domain, uri_sans(chain[0]))
 
     return verify
+
+
+def foreign(trust_domain: str, names: Sequence[str]) -> str | None:
+    """Return why a server of this trust domain refuses a leaf with these URI names; ``None``: it accepts them."""
+    if is_of_trust_domain(trust_domain)(names):
+        return None
+    return f"{_REFUSED} trustdomain ({trust_domain}), got {_listed(names)}"
 
 
 def one_of(identities: Sequence[str]) -> Verify:

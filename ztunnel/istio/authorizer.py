@@ -10,7 +10,7 @@ from xds.model.workload import PolicyKey, Workload
 from ztunnel.dataplane.life import Verdict
 from ztunnel.istio.denial_lines import DenialLines
 from ztunnel.istio.node import Node
-from ztunnel.istio.outcome import POLICY_CHANGE, refusal
+from ztunnel.istio.outcome import POLICY_CHANGE, judgement
 from ztunnel.istio.policy_uses import NONE_MATCHED, Use
 from ztunnel.istio.record import Record
 from ztunnel.policy.engine import holds, judge
@@ -101,23 +101,20 @@ class Authorizer:
     ) -> str:
         """Return why not; empty: allowed. A refusal is counted as ``refused``, and of a new connection either."""
         node = self._node
-        if policies.missing:
-            self._count(workload, facts, refused, policies.missing[0])
-            return f"policy {policies.missing[0]} has not arrived"
-        if not policies.enforced.tiers:
-            return ""
-        decision = judge(policies.enforced, facts)
-        if not decision.allowed:
-            self._count(workload, facts, refused, decision.policy)
-        elif decision.policy and refused is Use.DENIED:
-            node.metrics.policy_uses.note(decision.policy, Use.ALLOWED, node.clock.wall())
-        if log.isEnabledFor(self._level):
-            if decision.allowed:
-                text = "allow policy match" if decision.policy else "no allow policies, allow"
+        if not policies.missing and not policies.enforced.tiers:
+            return ""  # most connections; nothing is noted of them
+        policy, refusal = judgement(policies, facts)
+        if refusal:
+            self._count(workload, facts, refused, policy)
+        elif policy and refused is Use.DENIED:
+            node.metrics.policy_uses.note(policy, Use.ALLOWED, node.clock.wall())
+        if not policies.missing and log.isEnabledFor(self._level):
+            if refusal:
+                text = "deny policy match" if policy else "no allow policies matched"
             else:
-                text = "deny policy match" if decision.policy else "no allow policies matched"
-            log.log(self._level, "%s policy=%s", text, decision.policy)
-        return "" if decision.allowed else refusal(decision)
+                text = "allow policy match" if policy else "no allow policies, allow"
+            log.log(self._level, "%s policy=%s", text, policy)
+        return refusal
 
     def _count(self, workload: Workload, facts: ConnectionFacts, refused: Use, policy: str) -> None:
         node = self._node

@@ -1,30 +1,43 @@
 """Explains what would become of a connection in an Istio mesh: the decisions of the data path, in words. Pure.
 
 Every decision is taken by the data path's own function (:func:`~ztunnel.istio.route.route_for`,
-:func:`~ztunnel.istio.inbound_target.inbound_target`, :func:`~ztunnel.policy.engine.judge`); what is here finds the
-parties of the question, asks again for each endpoint that a draw could give, and tells the results.
+:func:`~ztunnel.istio.inbound_target.inbound_target`, :func:`~ztunnel.istio.outcome.judgement`). This module finds
+the parties of the question, asks again for each endpoint that a draw could give, and reports the results.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, assert_never
 
+from hbone.errors import TlsError, TlsReason
 from xds.model.address import SocketAddress, canonical
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import Health, Protocol, Workload, WorkloadUid
+from ztunnel.identity.peer import foreign
 from ztunnel.istio.balance import fits, question_of, rank_of
-from ztunnel.istio.inbound_target import RequestRefused, inbound_target
-from ztunnel.istio.outcome import refusal
-from ztunnel.istio.route import Client, Direct, DoubleTunnel, Named, Route, RouteRefused, Tunnel, route_for
-from ztunnel.policy.engine import holds, judge
+from ztunnel.istio.inbound_target import RequestRefused, inbound_facts, inbound_target, plain_target
+from ztunnel.istio.outcome import RECURSIVE_CALL, judgement
+from ztunnel.istio.route import (
+    Client,
+    Direct,
+    DoubleTunnel,
+    Named,
+    Route,
+    RouteRefused,
+    Tunnel,
+    is_recursive,
+    route_for,
+    source_host,
+)
+from ztunnel.policy.engine import holds
 from ztunnel.policy.reasons import reason
 
 Answer = dict[str, Any]
@@ -33,6 +46,8 @@ Answer = dict[str, Any]
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 _NO_ZTUNNEL: Final = "no ztunnel stands before the workload: its policies are not enforced"
+_WAYPOINTS_OWN: Final = "the waypoint decides about what goes through it"
+_WAYPOINTS_DOOR: Final = f"{_WAYPOINTS_OWN}; these are for its own door"
 _CLUSTER_SUFFIX: Final = ".svc.cluster.local"
 
 
@@ -136,7 +151,7 @@ def explain(asked: Question, around: Surroundings) -> Answer:
         local = around.mesh.workload_at(around.network, asked.destination.host)
         if local is None:
             return answer | {"verdict": "not known here: neither end is a workload of the mesh"}
-        allowed, inbound = _inbound(asked, local, asked.destination, around)
+        allowed, inbound = _arriving(asked, local, around)
         return answer | {"inbound": inbound, "verdict": "allowed" if allowed else "refused by the destination"}
     if not asked.captured:
         return answer | _uncaptured(asked, asked.source, around)
@@ -264,28 +279,31 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
     dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
     at = dialled or mesh.workload_at(source.network, asked.destination.host)
     answer: Answer = {"dialled": _named(at)}
-    try:
-        routes = list(_routes(asked, source, around))
-    except RouteRefused as refused:
-        answer |= {"verdict": f"refused: {refused}"}
-        routes = []
-    else:
-        answer["because"] = _because(routes[0], at)
-    if dialled is not None and not (routes and isinstance(routes[0], Tunnel) and routes[0].waypoint):
+    if is_recursive(asked.destination, around.illegal_ports):
+        return answer | {"verdict": f"refused: {RECURSIVE_CALL}"}
+    routes = list(_routes(asked, source, around))
+    first = next((route for route in routes if not isinstance(route, RouteRefused)), None)
+    if first is not None:
+        answer["because"] = _because(first, at)
+    if dialled is not None and not (isinstance(first, Tunnel) and first.waypoint):
         left_out = list(_left_out(dialled, asked.destination.port, source, around))
         if left_out:
             answer["left_out"] = left_out[:_MOST_TOLD]
-    if not routes:
-        return answer
-    told = [_way(route, asked, around) for route in routes]
-    return answer | _told(told)
+    if first is not None or len(routes) > 1:
+        answer |= _told([_way(route, asked, around) for route in routes])
+    return answer if first is not None else answer | {"verdict": f"refused: {routes[0]}"}
 
 
 def _told(told: list[tuple[bool, Answer]]) -> Answer:
     """Return the ways, each with whether its far end would take the connection, and the verdict of all."""
-    allowed = [ok for ok, _ in told]
-    some = "" if not any(allowed) else f" by {allowed.count(False)} of {len(allowed)} endpoints"
-    verdict = "allowed" if all(allowed) else f"refused by the destination{some}"
+    refused = [way for ok, way in told if not ok]
+    if not refused:
+        verdict = "allowed"
+    elif not all("target" in way for way in refused):
+        verdict = f"refused for {len(refused)} of {len(told)} endpoints"
+    else:
+        some = "" if len(refused) == len(told) else f" by {len(refused)} of {len(told)} endpoints"
+        verdict = f"refused by the destination{some}"
     return {"ways": [way for _, way in told], "verdict": verdict}
 
 
@@ -321,31 +339,69 @@ def _plain_way(
     way |= {"workload": workload.uid, "node": workload.node or None}
     if workload.protocol is not Protocol.HBONE:
         return True, way | {"policies_because": _NO_ZTUNNEL}
-    allowed, way["inbound"] = _inbound(asked, workload, target, around)
+    allowed, way["inbound"] = _plain_inbound(asked, workload, target, around)
     return allowed, way
 
 
-def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route]:
+def _routes(asked: Question, source: Workload, around: Surroundings) -> Iterator[Route | RouteRefused]:
     """Return a route for each endpoint that a connection may get, in the order in which they are tried.
 
-    Endpoints that were drawn are avoided from then on, as after a failed attempt: what comes back is the next
-    best one, until only endpoints come that are known.
+    Of an endpoint that nothing leads to, the refusal: a connection that draws it ends with that.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
+    told: set[tuple[str, ...]] = set()
     for draw in _draws(asked, source, around.mesh):
-        avoid = set(around.avoided)
-        seen: set[WorkloadUid] = set()
-        while len(seen) < _MOST_TOLD:
-            route = route_for(client, asked.destination, around.mesh, _First(draw), avoid=avoid)
-            workload = route.workload
-            if workload is None:
+
+        def routed(avoid: Collection[WorkloadUid], draw: int = draw) -> Route | RouteRefused:
+            try:
+                return route_for(client, asked.destination, around.mesh, _First(draw), avoid=avoid)
+            except RouteRefused as refused:
+                return refused
+
+        # Endpoints that failed are drawn from only where every endpoint has failed, and then from all of them.
+        failed = set(around.avoided)
+        first = routed(failed)
+        avoid = failed if first.workload is None or first.workload.uid not in failed else set()
+        for route in _drawn(routed, avoid):
+            key = _key(route)
+            if key not in told:  # weighted waypoints draw for clients of theirs as well, who pass them by
+                told.add(key)
                 yield route
-                break
-            if workload.uid in seen:
-                break
+
+
+def _drawn(
+    routed: Callable[[Collection[WorkloadUid]], Route | RouteRefused], avoid: Collection[WorkloadUid]
+) -> Iterator[Route | RouteRefused]:
+    """Return every route that a draw can give.
+
+    Endpoints that were drawn are avoided from then on, as after a failed attempt: what comes back is the next
+    best one, until one comes that was drawn or is avoided.
+    """
+    drawn = set(avoid)
+    for _ in range(_MOST_TOLD):
+        route = routed(drawn)
+        workload = route.workload
+        if workload is None:
             yield route
-            seen.add(workload.uid)
-            avoid.add(workload.uid)
+            return
+        if workload.uid in drawn:
+            return
+        # Of a gateway's workloads one is drawn as well.
+        gateways = set(drawn)
+        if not isinstance(route, DoubleTunnel):
+            yield route
+        while isinstance(route, DoubleTunnel) and route.workload is workload and route.gateway.uid not in gateways:
+            yield route
+            gateways.add(route.gateway.uid)
+            route = routed(gateways)
+        drawn.add(workload.uid)
+
+
+def _key(route: Route | RouteRefused) -> tuple[str, ...]:
+    uid = route.workload.uid if route.workload is not None else ""
+    if isinstance(route, RouteRefused):
+        return (uid, str(route))
+    return (uid, route.gateway.uid) if isinstance(route, DoubleTunnel) else (uid,)
 
 
 class _First:
@@ -430,8 +486,13 @@ def _left_out(service: Service, port: int, client: Workload, around: Surrounding
 # One way
 
 
-def _way(route: Route, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the far end would take the connection, and the way there."""
+def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether the far end would take the connection, and the way there; none has no ``target``."""
+    if isinstance(route, RouteRefused):
+        nowhere: Answer = {"refused": str(route)}
+        if route.workload is not None:
+            nowhere |= {"workload": route.workload.uid, "node": route.workload.node or None}
+        return False, nowhere
     target = route.target
     shown = f"{target.hostname}:{target.port}, by its name" if isinstance(target, Named) else str(target)
     way: Answer = {"target": shown}
@@ -450,36 +511,74 @@ def _way(route: Route, asked: Question, around: Surroundings) -> tuple[bool, Ans
         way["policies_because"] = "they are the other network's"
         return True, way
     if route.waypoint:
-        way["policies_because"] = "the waypoint decides about what goes through it; these are for its own door"
+        way["policies_because"] = _WAYPOINTS_OWN if route.workload.native_tunnel else _WAYPOINTS_DOOR
+        if route.workload.native_tunnel:
+            return True, way
     if isinstance(target, Named):
         way["inbound_because"] = "known when the name is resolved"
         return True, way
+    allowed, inbound = _tunnel_inbound(asked, route.workload, route.authority, target.host, around)
+    return allowed, way | ({"inbound": inbound} if "workload" in inbound else inbound)
+
+
+def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a connection of a client whose own proxy is not asked, and why."""
+    destination = asked.destination
+    if not asked.identity:
+        return _plain_inbound(asked, workload, destination, around)
+    allowed, inbound = _tunnel_inbound(asked, workload, str(destination), destination.host, around)
+    return allowed, {"workload": workload.uid, "application": str(destination)} | inbound
+
+
+def _tunnel_inbound(
+    asked: Question, workload: Workload, authority: str, host: str, around: Surroundings
+) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a tunnel, and why: handshake, request, policies."""
+    if not asked.identity:
+        return False, {"refused": "tls handshake error: the client has no identity"}
+    refused = foreign(workload.trust_domain, (asked.identity,))
+    if refused is not None:
+        return False, {"refused": f"tls handshake error: {TlsError(TlsReason.SAN, refused)}"}
     try:
-        application = inbound_target(
-            route.authority,
-            route.workload,
-            target.host,
+        target = inbound_target(
+            authority,
+            workload,
+            host,
             around.mesh,
             network=around.network,
             illegal_ports=around.illegal_ports,
-        ).address
-    except RequestRefused as refused:
-        return False, way | {"refused": f"{refused.status}: {refused.reason}"}
-    allowed, way["inbound"] = _inbound(asked, route.workload, application, around)
-    return allowed, way
+        )
+    except RequestRefused as error:
+        return False, {"refused": f"{error.status}: {error.reason}"}
+    peer = PeerCertificate(uri_sans=(asked.identity,))
+    return _judged(workload, inbound_facts(_source_towards(asked, host), target.address, peer), around)
 
 
-def _inbound(
-    asked: Question, workload: Workload, application: SocketAddress, around: Surroundings
+def _plain_inbound(
+    asked: Question, workload: Workload, destination: SocketAddress, around: Surroundings
 ) -> tuple[bool, Answer]:
+    """Return whether a workload's proxy takes a plain connection, and why."""
+    try:
+        target = plain_target(destination, around.illegal_ports)
+    except RequestRefused as error:
+        return False, {"workload": workload.uid, "application": str(destination), "refused": error.reason}
+    source = _source_towards(asked, destination.host)
+    return _judged(workload, inbound_facts(source, target.address, None), around)
+
+
+def _source_towards(asked: Question, host: str) -> SocketAddress:
+    """Return the client's address as the next hop sees it; its family can differ from that of what was dialled."""
+    own = source_host(asked.source, asked.host, host) if asked.source is not None else None
+    return SocketAddress(own or asked.host, 0)
+
+
+def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) -> tuple[bool, Answer]:
     """Return whether the policies of a workload let a connection in, and why."""
-    peer = PeerCertificate(uri_sans=(asked.identity,)) if asked.identity else None
-    source = SocketAddress(asked.host, 0)
-    facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
     policies = around.mesh.policies_for(workload)
-    answer: Answer = {"workload": workload.uid, "application": str(application)}
+    answer: Answer = {"workload": workload.uid, "application": str(facts.destination)}
+    decided_by, refused = judgement(policies, facts)
     if policies.missing:
-        return False, answer | {"refused": f"policy {policies.missing[0]} has not arrived"}
+        return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
     # Those that hold decide; of the others the first are told.
@@ -491,11 +590,10 @@ def _inbound(
     dry_run = [_policy(policy, facts) for policy in (*policies.dry_run_deny, *policies.dry_run_allow)]
     if dry_run:
         answer["dry_run"] = dry_run[:_MOST_TOLD]
-    decision = judge(policies.enforced, facts)
-    if decision.allowed:
-        none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"
-        return True, answer | {"allowed_by": decision.policy or none}
-    return False, answer | {"refused": refusal(decision)}
+    if refused:
+        return False, answer | {"refused": refused}
+    none = "no policy denies it, and none allows only some" if listed else "no policy is for this workload"
+    return True, answer | {"allowed_by": decided_by or none}
 
 
 def _policy(policy: AuthorizationPolicy, facts: ConnectionFacts) -> Answer:

@@ -48,14 +48,20 @@ from ztunnel.istio.authorizer import Authorizer, Denied
 from ztunnel.istio.certificates.manager import IdentityError, WorkloadCertificate
 from ztunnel.istio.config import HBONE_PORT, PLAINTEXT_PORT
 from ztunnel.istio.connections import Carrier, Phase, PodConnection, is_listed
-from ztunnel.istio.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
+from ztunnel.istio.inbound_target import (
+    InboundTarget,
+    RequestRefused,
+    inbound_facts,
+    inbound_service,
+    inbound_target,
+    plain_target,
+)
 from ztunnel.istio.join import Joined, JoinRequest, TunnelRequest
 from ztunnel.istio.metrics import PeerLabels
 from ztunnel.istio.node import Node
 from ztunnel.istio.outcome import (
     DRAINED,
     POLICY_CHANGE,
-    RECURSIVE_CALL,
     REJECTED,
     REVOKED,
     EarlyDeny,
@@ -67,6 +73,7 @@ from ztunnel.istio.outcome import (
 )
 from ztunnel.istio.pod_context import PodContext
 from ztunnel.istio.record import Direction, Record
+from ztunnel.istio.route import source_host
 from ztunnel.istio.workload_labels import WorkloadLabels
 from ztunnel.runtime.half_open import Arrival
 from ztunnel.runtime.line_limit import LineLimit
@@ -404,13 +411,7 @@ class Inbound:
         record.hbone_authority = tunnel.authority
         record.service = inbound_service(target, labels.workload, node.mesh, tunnel.service)
         entry.original, entry.actual, entry.protocol = tunnel.service, target.address, "HBONE"
-        entry.facts = ConnectionFacts(
-            source=peer.source,
-            direct_source=peer.source,
-            destination=target.address,
-            transport_protocol="tls",
-            peer=peer.certificate,
-        )
+        entry.facts = inbound_facts(peer.source, target.address, peer.certificate)
         record.opened()
         await self._authorize(entry, entry.facts, labels.workload)
         try:
@@ -476,7 +477,7 @@ class Inbound:
         """
         pod, node = self._pod, self._node
         here, own = pod.local.current, request.certificate
-        host = _own_address(request.labels.workload, request.outer.record.source.host, request.target.host)
+        host = source_host(request.labels.workload, request.outer.record.source.host, request.target.host)
         if here is None or host is None:
             return None
         there = await pod.certificate(here)
@@ -588,16 +589,17 @@ class Inbound:
         self, entry: PodConnection, client: PlainSocket, source: SocketAddress, destination: SocketAddress
     ) -> Failed | None:
         node, sockets, record = self._node, self._pod.sockets, entry.record
-        if destination.port in node.config.illegal_ports:
-            raise EarlyDeny(RECURSIVE_CALL)
+        try:
+            target = plain_target(destination, node.config.illegal_ports)
+        except RequestRefused as refused:
+            raise EarlyDeny(refused.reason) from refused
         labels = await self._pod.local.get()
         workload = node.mesh.workload_at(node.config.network, source.host)
         if workload is not None:
             record.source_workload, record.source_labels = workload, node.labels_of(workload).plain
         record.destination_workload, record.destination_labels = labels.workload, labels.secured
-        target = InboundTarget(destination)
         record.service = inbound_service(target, labels.workload, node.mesh, None)
-        entry.facts = ConnectionFacts(source=source, direct_source=source, destination=destination)
+        entry.facts = inbound_facts(source, destination, None)
         record.opened()
         await self._authorize(entry, entry.facts, labels.workload)
         shown = sockets.application_source(PLAINTEXT_PORT, source.host, destination.host)
@@ -664,12 +666,6 @@ def _address(name: tuple[str, int]) -> SocketAddress:
     return SocketAddress(canonical(name[0]), name[1])
 
 
-def _own_address(workload: Workload, seen: str, towards: str) -> str | None:
-    """Return what the pod of a workload would dial from: never a loopback or foreign address of its client."""
-    same_family = [host for host in workload.addresses if (":" in host) == (":" in towards)]
-    return seen if seen in same_family else next(iter(same_family), None)
-
-
 def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAddress) -> SocketAddress:
     """Return the peer's address for a PROXY header, which has room for one family only.
 
@@ -682,7 +678,7 @@ def _of_one_family(peer: _Peer, workload: Workload | None, destination: SocketAd
         return source
     if workload is None or workload.identity != peer.identity:
         return source
-    host = _own_address(workload, source.host, destination.host)
+    host = source_host(workload, source.host, destination.host)
     return SocketAddress(host, source.port) if host is not None else source
 
 

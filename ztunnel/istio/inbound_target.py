@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from hbone.errors import InvalidHeader
 from hbone.headers import parse_authority
 from xds.model.address import SocketAddress, canonical
+from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import AppProtocol, GatewayAddress, NamespacedHostname, ServiceKey, Workload
+from ztunnel.istio.outcome import RECURSIVE_CALL
 
 
 class RequestRefused(Exception):
@@ -80,13 +82,40 @@ def inbound_target(
         target = InboundTarget(SocketAddress(host, wanted.port), address)
     # The port of an application tunnel is not checked: it is configuration, not something a request chose.
     if target.address.port in illegal_ports:
-        raise RequestRefused(503, "attempted recursive call to ourselves")
+        raise RequestRefused(503, RECURSIVE_CALL)
     tunnel = workload.application_tunnel
     port = tunnel.port if tunnel is not None and tunnel.port else target.address.port
     has_header = tunnel is not None and tunnel.protocol is AppProtocol.PROXY
     return InboundTarget(
         SocketAddress(host, port), target.proxy_destination if has_header else None, target.service
     )
+
+
+def plain_target(destination: SocketAddress, illegal_ports: Collection[int]) -> InboundTarget:
+    """Return where a captured plain connection goes: where it was going.
+
+    Raises:
+        RequestRefused: to the proxy's own port in the pod. Nothing is answered, so the status is not used.
+    """
+    if destination.port in illegal_ports:
+        raise RequestRefused(503, RECURSIVE_CALL)
+    return InboundTarget(destination)
+
+
+def inbound_facts(
+    source: SocketAddress, application: SocketAddress, peer: PeerCertificate | None
+) -> ConnectionFacts:
+    """Return what policies judge of a connection to a pod.
+
+    Args:
+        source: the client's address.
+        application: where it goes.
+        peer: what the client has shown in its tunnel's handshake; ``None``: it came in plain text.
+    """
+    facts = ConnectionFacts(source=source, direct_source=source, destination=application, peer=peer)
+    if peer is not None:
+        facts.transport_protocol = "tls"
+    return facts
 
 
 def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh, network: str) -> InboundTarget:

@@ -26,7 +26,7 @@ from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.events import Header, Headers
 from hbone.headers import format_forwarded, format_traceparent, parse_baggage
 from tproxy.errors import TproxyError
-from xds.model.address import SocketAddress, canonical, is_loopback
+from xds.model.address import SocketAddress, canonical
 from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
 from ztunnel.dataplane.attempts import ANSWER_TIMEOUT_S, RETRY_WINDOW_S, Attempts, GiveUp
@@ -62,6 +62,7 @@ from ztunnel.istio.route import (
     Route,
     RouteRefused,
     Tunnel,
+    is_recursive,
     route_for,
 )
 from ztunnel.istio.workload_labels import WorkloadLabels
@@ -196,7 +197,7 @@ class Outbound:
         return ALLOWED
 
     async def _carry(self, entry: PodConnection, client: PlainSocket, destination: SocketAddress) -> Failed | None:
-        if destination.port in self._node.config.illegal_ports and is_loopback(destination.host):
+        if is_recursive(destination, self._node.config.illegal_ports):
             raise EarlyDeny(RECURSIVE_CALL)
         record = entry.record
         labels = await self._pod.local.get()

@@ -3,6 +3,7 @@
 import errno
 import os
 from enum import StrEnum
+from typing import NamedTuple
 
 from hbone.errors import (
     ConnectionBroken,
@@ -17,8 +18,10 @@ from hbone.errors import (
     TunnelClosed,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh import WorkloadPolicies
 from ztunnel.istio.certificates.manager import IdentityError
-from ztunnel.policy.engine import Decision
+from ztunnel.policy.engine import judge
 
 POLICY_CHANGE = "connection closed due to policy change"
 REVOKED = "connection closed: peer certificate revoked by CRL"
@@ -181,8 +184,25 @@ def answered(status: int) -> str:
     return f"http status: {status} {_STATUS.get(status, '')}".rstrip()
 
 
-def refusal(decision: Decision) -> str:
-    """Return what an access line says of a decision that refuses, in the Rust ztunnel's words."""
+class Judgement(NamedTuple):
+    """What a workload's policies say of a connection.
+
+    Attributes:
+        policy: that decided, or that is missing; empty: none did.
+        refusal: what an access line says of a refusal, in the Rust ztunnel's words; empty: it is allowed.
+    """
+
+    policy: str
+    refusal: str
+
+
+def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
+    """Judge a connection; a policy that a workload names and that has not arrived refuses everything."""
+    if policies.missing:
+        return Judgement(policies.missing[0], f"policy {policies.missing[0]} has not arrived")
+    decision = judge(policies.enforced, facts)
+    if decision.allowed:
+        return Judgement(decision.policy, "")
     if decision.policy:
-        return f"explicitly denied by: {decision.policy}"
-    return "allow policies exist, but none allowed"
+        return Judgement(decision.policy, f"explicitly denied by: {decision.policy}")
+    return Judgement("", "allow policies exist, but none allowed")

@@ -12,7 +12,7 @@ service, whom to connect to the other way round.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from xds.model.address import SocketAddress
+from xds.model.address import SocketAddress, is_loopback
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import BalancerMode, IpFamilies, Service
@@ -110,7 +110,18 @@ Route = Direct | Tunnel | DoubleTunnel
 
 
 class RouteRefused(Exception):
-    """No route exists; the text is what the access log prints."""
+    """No route exists; the text is what the access log prints.
+
+    Attributes:
+        workload: to which none does, if one was found or drawn: a service's others may have one.
+    """
+
+    def __init__(self, text: str, workload: Workload | None = None) -> None:
+        super().__init__(text, workload)
+        self.workload = workload
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Missing(Exception):
@@ -128,6 +139,23 @@ class Client:
     workload: Workload
     host: str
     network: str = ""
+
+
+def is_recursive(destination: SocketAddress, illegal_ports: Collection[int]) -> bool:
+    """Return whether a pod dials the proxy's own port in itself."""
+    return destination.port in illegal_ports and is_loopback(destination.host)
+
+
+def source_host(workload: Workload, seen: str, towards: str) -> str | None:
+    """Return the address from which a workload's pod dials ``towards``; ``None``: it has none of that family.
+
+    Args:
+        workload: the pod's.
+        seen: the address that the application's own socket has; taken if it is the pod's and of the family.
+        towards: an address of the next hop.
+    """
+    same_family = [host for host in workload.addresses if _family(host) == _family(towards)]
+    return seen if seen in same_family else next(iter(same_family), None)
 
 
 def route_for(
@@ -178,7 +206,7 @@ def route_for(
     # Another network is reached through its gateway, and a gateway knows services only. Row 6.
     if found.workload.network != source.network:
         if found.service is None:
-            raise RouteRefused(f"no service for target address: {destination}")
+            raise RouteRefused(f"no service for target address: {destination}", found.workload)
         return search.through_gateway(found, found.service)
 
     # Services use their own waypoints only, so a workload's waypoint is for clients that dial the workload. Row 7.
@@ -186,7 +214,7 @@ def route_for(
     if found.service is None and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
         if waypoint.workload.network != source.network:
-            raise RouteRefused(f"no service for target address: {destination}")
+            raise RouteRefused(f"no service for target address: {destination}", waypoint.workload)
         return _to_waypoint(waypoint, destination, None)
 
     # The workload itself. Rows 8 and 9.
@@ -257,7 +285,13 @@ class _Upstream:
             return SocketAddress((same or allowed)[0], self.port)
         if workload.hostname:
             return Named(workload, workload.hostname, self.port, families)
-        raise RouteRefused(f"no valid routing destination for workload: {workload.name or workload.uid}")
+        raise _no_way(workload)
+
+
+def _no_way(workload: Workload) -> RouteRefused:
+    """Return the refusal of a connection to a workload that nothing leads to."""
+    shown = workload.name or workload.uid
+    return RouteRefused(f"no valid routing destination for workload: {shown}", workload)
 
 
 def _identities(names: Collection[str]) -> list[str]:
@@ -376,12 +410,17 @@ class _Search:
         """
         workload = remote.workload
         if workload.network_gateway is None:
-            raise RouteRefused(f"no valid routing destination for workload: {workload.name or workload.uid}")
+            raise _no_way(workload)
         gateway = self._resolved(workload.network_gateway, waypoint=False)
         if gateway is None:
-            raise RouteRefused(f"unknown network gateway: {workload.network_gateway.destination} not found")
+            shown = workload.network_gateway.destination
+            raise RouteRefused(f"unknown network gateway: {shown} not found", workload)
+        try:
+            target = gateway.target()
+        except RouteRefused as refused:
+            raise RouteRefused(str(refused), workload) from refused
         return DoubleTunnel(
-            target=gateway.target(),
+            target=target,
             authority=f"{service.hostname}:{self.destination.port}",
             identities=gateway.identities,
             inner_identities=remote.service_identities,

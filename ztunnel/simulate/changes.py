@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from xds.dialects.istio.local_file import LocalMesh
 from xds.model.address import SocketAddress
-from xds.model.facts import ConnectionFacts, PeerCertificate
+from xds.model.facts import PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload
-from ztunnel.istio.outcome import refusal
-from ztunnel.policy.engine import judge
+from ztunnel.istio.inbound_target import inbound_facts
+from ztunnel.istio.outcome import judgement
 from ztunnel.simulate.seen import Seen
 
 
@@ -58,9 +58,6 @@ class Simulation(NamedTuple):
         return sum(row.times for row in self.rows if row.change is change)
 
 
-_ALLOWED: Final = ""
-
-
 class Judge:
     """Answers for one state of a mesh, as the proxy of each destination would."""
 
@@ -79,12 +76,9 @@ class Judge:
         """Return why a connection would be refused, empty if it is allowed, and which policy allows it."""
         source = SocketAddress(seen.source, 0)
         peer = PeerCertificate(uri_sans=(seen.identity,)) if seen.identity else None
-        facts = ConnectionFacts(source=source, direct_source=source, destination=seen.destination, peer=peer)
-        policies = self.mesh.policies_for(workload)
-        if policies.missing:
-            return f"policy {policies.missing[0]} has not arrived", ""
-        decision = judge(policies.enforced, facts)
-        return (_ALLOWED, decision.policy) if decision.allowed else (refusal(decision), "")
+        facts = inbound_facts(source, seen.destination, peer)
+        policy, refusal = judgement(self.mesh.policies_for(workload), facts)
+        return refusal, "" if refusal else policy
 
 
 def simulate(before: LocalMesh, after: LocalMesh, seen: Mapping[Seen, int]) -> Simulation:

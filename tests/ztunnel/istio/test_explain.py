@@ -1,5 +1,6 @@
 """What would become of a connection: the answers against the data path's own decisions."""
 
+import dataclasses
 import ipaddress
 from typing import Any
 
@@ -218,6 +219,76 @@ def test_a_service_without_endpoints_says_what_became_of_them() -> None:
     answer = ask("shop/client", VIP, cart(), behind("sick", "10.0.1.2", status=Health.UNHEALTHY))
     assert answer["verdict"] == f"refused: no healthy upstream: {VIP}"
     assert answer["left_out"] == [{"workload": "sick", "because": "unhealthy"}]
+
+
+def test_each_endpoint_is_a_way_where_all_have_failed() -> None:
+    others = [behind(name, f"10.0.1.{number}") for number, name in enumerate("abc", 1)]
+    answer = ask("shop/client", VIP, cart(), *others, avoided=[each.uid for each in others])
+    assert {way["workload"] for way in answer["ways"]} == {"a", "b", "c"}
+
+
+def test_failed_endpoints_are_no_ways_where_another_is_left() -> None:
+    others = [behind(name, f"10.0.1.{number}") for number, name in enumerate("abc", 1)]
+    answer = ask("shop/client", VIP, cart(), *others, avoided=[others[0].uid, others[2].uid])
+    assert [way["workload"] for way in answer["ways"]] == ["b"]
+
+
+def test_an_endpoint_without_a_way_does_not_speak_for_the_others() -> None:
+    lost = behind("lost", "10.0.1.1", network="far")
+    for others in ((lost, BACK), (BACK, lost)):
+        answer = ask("shop/client", VIP, cart(), *others)
+        assert answer["verdict"] == "refused for 1 of 2 endpoints"
+        assert {way["workload"]: way.get("refused") for way in answer["ways"]} == {
+            "lost": "no valid routing destination for workload: lost",
+            "back": None,
+        }
+    answer = ask("shop/client", VIP, cart(), lost)
+    assert answer["verdict"] == "refused: no valid routing destination for workload: lost"
+
+
+def test_each_workload_of_a_gateway_is_a_way() -> None:
+    far = behind("far", "10.0.1.1", network="far", network_gateway=BY_NAME)
+    gates = [pod(f"gate{number}", f"10.0.3.{number}", services={wp().key: {15008: 15008}}) for number in (1, 2)]
+    service = cart(subject_alt_names=("spiffe://cluster.local/ns/shop/sa/far",))
+    answer = ask("shop/client", VIP, service, far, wp(), *gates)
+    assert [(way["gateway"], way["workload"]) for way in answer["ways"]] == [("gate1", "far"), ("gate2", "far")]
+
+
+def test_policies_see_the_address_that_the_client_has_towards_the_endpoint() -> None:
+    """A service of two families may be dialled by one, and its endpoint reached by the other."""
+    client = pod("client", "10.0.0.1", "fd00::1")
+    deny = policy("six", Action.DENY, SourceIp(ipaddress.ip_network("fd00::/16")))
+    answer = ask("10.0.0.1", VIP, client, cart(), behind("back", "fd00::2"), deny)
+    assert answer["ways"][0]["inbound"]["refused"] == "explicitly denied by: shop/six"
+
+
+def test_an_identity_of_another_trust_domain_is_refused_in_the_handshake() -> None:
+    there = around(BACK)
+    asked = question("10.0.0.1", "10.0.0.2:8080", "spiffe://other/ns/shop/sa/client", there, inbound=True)
+    answer = explain(asked, there)
+    assert answer["verdict"] == "refused by the destination"
+    assert "expected trustdomain (cluster.local)" in answer["inbound"]["refused"]
+    assert (answer["inbound"]["workload"], answer["inbound"]["application"]) == ("back", "10.0.0.2:8080")
+
+
+@pytest.mark.parametrize("source", ["10.0.0.1", "192.0.2.7"])
+def test_the_proxys_own_ports_are_refused(source: str) -> None:
+    answer = ask(source, "10.0.0.2:15001", BACK)
+    place = answer if "inbound" in answer else answer["ways"][0]
+    assert answer["verdict"] == "refused by the destination"
+    assert "attempted recursive call to ourselves" in str(place)
+    assert ask("10.0.0.1", "127.0.0.1:15001")["verdict"] == "refused: attempted recursive call to ourselves"
+
+
+def test_policies_of_a_waypoint_that_ends_tunnels_itself_are_its_own() -> None:
+    deny = policy("all", Action.DENY, ONLY_CLIENT)
+    own = dataclasses.replace(WAYPOINT, native_tunnel=True)
+    answer = ask("shop/client", VIP, cart(waypoint=BY_NAME), BACK, wp(), own, deny)
+    (way,) = answer["ways"]
+    assert (answer["verdict"], "inbound" in way) == ("allowed", False)
+    assert way["policies_because"] == "the waypoint decides about what goes through it"
+    behind_ztunnel = ask("shop/client", VIP, cart(waypoint=BY_NAME), BACK, wp(), WAYPOINT, deny)
+    assert behind_ztunnel["verdict"] == "refused by the destination"
 
 
 # Policies
