@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from xds.model.address import InternalAddress, SocketAddress, canonical
-from xds.model.cluster import Discovery, Endpoint, InternalUpstream, proxy_version_of, security_of
+from xds.model.address import InternalAddress, NamedAddress, SocketAddress, canonical
+from xds.model.cluster import (
+    Discovery,
+    Endpoint,
+    TransportSocket,
+    proxy_version_of,
+    security_of,
+)
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.http import RouteTable
 from xds.model.listener import OriginalDst, OriginalSrc, SetDstAddress, WorkloadMetadata
@@ -23,15 +29,16 @@ from xds.model.matcher import IpTree, Matcher, MatcherList, hits
 from xds.model.policy import PolicyList
 from xds.model.secret import Validation
 from xds.model.tls import SecretRef, TlsContext
+from ztunnel.envoy.internal import facts_behind, takes_internal
 from ztunnel.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.envoy.listeners.filters import annotate
 from ztunnel.envoy.listeners.listener import LiveListener
 from ztunnel.envoy.outcome import UpstreamFailed
 from ztunnel.envoy.secrets.contexts import LiveContext
 from ztunnel.envoy.stream_info import StreamInfo
-from ztunnel.envoy.terminate import route_for
+from ztunnel.envoy.terminate import NO_IP_ADDRESS, route_for
 from ztunnel.envoy.upstream.cluster import LiveCluster
-from ztunnel.envoy.upstream.connect import tunnel_request, tunnels
+from ztunnel.envoy.upstream.connect import NO_ADDRESS, NO_HTTP2, passed_on, tunnel_request, tunnels
 from ztunnel.envoy.upstream.host import Host
 from ztunnel.envoy.verdict import verdict_of
 from ztunnel.policy.engine import holds, judge
@@ -182,14 +189,18 @@ class _Explainer:
     def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
         """Explain one listener: its filters, its chain, its policies, its cluster."""
         answer: Answer = {"listener": listener.name, "address": listener.address_text}
-        notes = list(_run_filters(listener, info))
+        notes, missing_filter = _run_filters(listener, info)
         if notes:
             answer["listener_filters"] = notes
+        if missing_filter:
+            return answer | {"chain": None, "verdict": f"closed: {missing_filter}"}
         chain = listener.chain_for(info.facts)
         answer["chain"] = chain.name if chain is not None else None
         answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
         if chain is None:
             return answer | {"verdict": "closed: no filter chain takes it"}
+        if listener.model.internal and not takes_internal(chain):
+            return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
             # It may be a filter that denies: as in the data path, nothing is served without it.
@@ -254,8 +265,11 @@ class _Explainer:
             return answer | {"verdict": "closed: there is no such cluster (NC)"}
         model = cluster.model
         answer |= {"type": str(model.discovery), "lb_policy": str(model.balancing.policy)}
-        hosts, because = _candidates(cluster, info)
+        subset = proxy.subsets.get(name, proxy.model.metadata_match) if proxy is not None else None
+        hosts, left_out, because = _candidates(cluster, info, subset)
         answer["endpoints_because"] = because
+        if left_out:
+            answer["left_out"] = left_out
         answer["endpoints"] = [
             self._endpoint(cluster, host, priority, info, proxy, depth, own) for host, priority in hosts
         ]
@@ -287,10 +301,14 @@ class _Explainer:
         version = proxy_version_of(transport)
         if version is not None:
             answer["proxy_protocol"] = version
+        if proxy is None and not isinstance(endpoint.address, SocketAddress):
+            return answer | {"verdict": f"closed: {NO_IP_ADDRESS}"}
         if isinstance(endpoint.address, InternalAddress):
             return answer | self._inner(cluster, host, transport, info, depth)
-        if proxy is not None and tunnels(proxy, info):
-            answer |= _tunnel(proxy, info, str(endpoint.address))
+        if isinstance(endpoint.address, NamedAddress):
+            return answer | {"verdict": f"closed: {NO_ADDRESS}"}
+        if proxy is not None and isinstance(endpoint.address, SocketAddress) and tunnels(proxy, info):
+            answer |= _tunnel(cluster, proxy, info, str(endpoint.address))
         if isinstance(inner, TlsContext):
             answer["tls"] = _client_tls(cluster, inner, self._configuration)
         else:
@@ -324,7 +342,9 @@ class _Explainer:
                     return self.hop(listener, info, depth + 1)
         return None
 
-    def _inner(self, cluster: LiveCluster, host: Host, transport: object, outer: StreamInfo, depth: int) -> Answer:
+    def _inner(
+        self, cluster: LiveCluster, host: Host, transport: TransportSocket, outer: StreamInfo, depth: int
+    ) -> Answer:
         """Continue at an internal listener, as :meth:`ztunnel.envoy.internal.InternalListeners.enter` does."""
         address = host.endpoint.address
         assert isinstance(address, InternalAddress)
@@ -340,17 +360,7 @@ class _Explainer:
             return {"verdict": f"closed: there is no internal listener {address.listener}"}
         if depth >= _MOST_HOPS:
             return {"verdict": "more internal listeners than are followed here"}
-        metadata = {}
-        if isinstance(transport, InternalUpstream):
-            of_host, of_cluster = host.endpoint.metadata, cluster.model.metadata
-            metadata = {name: of_host[name] for name in transport.host if name in of_host}
-            metadata |= {name: of_cluster[name] for name in transport.cluster if name in of_cluster}
-        facts = ConnectionFacts(
-            source=outer.facts.source,
-            direct_source=outer.facts.direct_source,
-            destination=outer.facts.destination,
-            metadata=dict(metadata),
-        )
+        facts = facts_behind(outer.facts, *passed_on(outer.facts, cluster, host, transport))
         info = StreamInfo(connection_id=0, facts=facts, started=0.0, started_at=0.0, listener=listener.name)
         if self._configuration.keep_client_address:
             info.options = outer.options
@@ -360,19 +370,28 @@ class _Explainer:
 # Pieces
 
 
-def _run_filters(listener: LiveListener, info: StreamInfo) -> Iterator[str]:
-    for entry in listener.model.listener_filters:
-        found = listener.filter_of(entry)
+def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
+    """Run the filters that need no bytes; return what each does, and why one closes the connection."""
+    notes: list[str] = []
+    for entry, found in listener.filters:
+        port = info.destination.port
+        if not listener.model.internal and entry.disabled is not None and entry.disabled.holds(port):
+            notes.append(f"{entry.name}: disabled for port {port}")
+            continue
         if found is None:
-            yield f"{entry.name}: its configuration has not arrived; connections are closed"
+            notes.append(f"{entry.name}: its configuration has not arrived; connections are closed")
+            if not listener.model.internal:
+                return notes, f"the configuration of filter {entry.name} has not arrived"
         elif isinstance(found, _BYTELESS):
             annotate(found, info)
             if isinstance(found, OriginalSrc):
-                yield f"{entry.name}: upstream sockets leave from {info.options.source} with mark {found.mark}"
+                leaves = f"upstream sockets leave from {info.options.source} with mark {found.mark}"
+                notes.append(f"{entry.name}: {leaves}")
             elif not isinstance(found, OriginalDst) or listener.model.internal:
-                yield f"{entry.name}: destination is {info.facts.destination}"
+                notes.append(f"{entry.name}: destination is {info.facts.destination}")
         else:
-            yield f"{entry.name}: reads bytes, which a question has none of"
+            notes.append(f"{entry.name}: reads bytes, which a question has none of")
+    return notes, ""
 
 
 def chain_reasons(listener: LiveListener, facts: ConnectionFacts, chain: LiveChain | None) -> Iterator[str]:
@@ -456,16 +475,28 @@ def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
     return told
 
 
-def _candidates(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
-    """Return the hosts that may be chosen with their priority, and the reason."""
+def _candidates(
+    cluster: LiveCluster, info: StreamInfo, subset: Mapping[str, object] | None
+) -> tuple[list[tuple[Host, int]], list[Answer], str]:
+    """Return the hosts that can be chosen with their priority, why others cannot, and how one is."""
     if cluster.model.discovery is Discovery.ORIGINAL_DST:
-        return _original(cluster, info)
-    hosts = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
-    usable = sum(host.healthy for host, _ in hosts)
-    return (
-        hosts,
-        f"{len(hosts)} endpoint{'' if len(hosts) == 1 else 's'}, {usable} healthy, one is chosen per connection",
-    )
+        hosts, because = _original(cluster, info)
+        return hosts, [], because
+    every = [(host, priority) for priority, level in enumerate(cluster.hosts.levels) for host in level.hosts]
+    drawn = set(cluster.candidates(subset))
+    hosts = [each for each in every if each[0] in drawn]
+    left_out = [
+        {
+            "address": str(host.endpoint.address),
+            "because": "another priority, locality or subset is chosen" if host.healthy else host.flags,
+        }
+        for host, _ in every
+        if host not in drawn
+    ]
+    usable = sum(host.healthy for host, _ in every)
+    one = "one" if len(hosts) == len(every) else f"one of {len(hosts)}"
+    shown = f"{len(every)} endpoint{'' if len(every) == 1 else 's'}, {usable} healthy"
+    return hosts, left_out[:_MOST_TOLD], f"{shown}, {one} is chosen per connection"
 
 
 def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
@@ -481,7 +512,9 @@ def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, 
     return [(host, 0)], f"ORIGINAL_DST: the connection's own destination{port}"
 
 
-def _tunnel(proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
+def _tunnel(cluster: LiveCluster, proxy: LiveTcpProxy, info: StreamInfo, address: str) -> Answer:
+    if cluster.model.http2 is None:
+        return {"verdict": f"closed: {NO_HTTP2}"}
     try:
         authority, headers = tunnel_request(proxy, info)
     except UpstreamFailed as error:

@@ -84,14 +84,7 @@ class InternalListeners:
         listener = self.listeners.internal(address.listener)
         if listener is None or any(isinstance(each, ProxyProtocol) for _, each in listener.filters):
             return None  # no bytes pass here, so that a PROXY header could not be read
-        facts = ConnectionFacts(
-            source=outer.facts.source,
-            direct_source=outer.facts.direct_source,
-            destination=outer.facts.destination,
-            metadata=dict(metadata),
-            filter_state={key: outer.facts.filter_state[key] for key, _ in shared},
-            shared_state=tuple([entry for entry in shared if entry[1]]),
-        )
+        facts = facts_behind(outer.facts, metadata, shared)
         info = StreamInfo(
             connection_id=self.connections.next_id(),
             facts=facts,
@@ -112,7 +105,7 @@ class InternalListeners:
             if filter_ is not None:
                 annotate(filter_, info)
         chain = listener.chain_for(facts)
-        if chain is None or chain.proxy is None or chain.tls is not None:
+        if chain is None or chain.proxy is None or not takes_internal(chain):
             listener.no_filter_chain_match.value += chain is None
             life.close()
             return None
@@ -270,6 +263,31 @@ class InternalListeners:
         upstream.hops.append(hop)
         upstream.on_close(life.close)
         return upstream
+
+
+def facts_behind(
+    outer: ConnectionFacts, metadata: Mapping[str, Mapping[str, Any]], shared: tuple[tuple[str, bool], ...]
+) -> ConnectionFacts:
+    """Return what is known of a connection when an internal listener has accepted it.
+
+    Args:
+        outer: the same of the hop that connects.
+        metadata: what its transport socket passes on.
+        shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+    """
+    return ConnectionFacts(
+        source=outer.source,
+        direct_source=outer.direct_source,
+        destination=outer.destination,
+        metadata=dict(metadata),
+        filter_state={key: outer.filter_state[key] for key, _ in shared},
+        shared_state=tuple([entry for entry in shared if entry[1]]),
+    )
+
+
+def takes_internal(chain: LiveChain) -> bool:
+    """Return whether a chain can carry a connection of an internal listener: bytes, without TLS."""
+    return chain.proxy is not None and chain.tls is None
 
 
 def _discard(upstream: ClusterUpstream) -> None:

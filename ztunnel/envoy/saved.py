@@ -221,8 +221,7 @@ class _Reader:
             # The dump's come first: of names that DNS resolved it has the addresses.
             assignment = assignments.get(model.eds_name) or assignments.get(model.name) or model.assignment
             if assignment is not None and model.discovery is not Discovery.ORIGINAL_DST:
-                cluster.hosts.assign(assignment, self._clock.monotonic())
-                cluster.hosts.refresh()
+                cluster.preset(assignment)
             found[model.name] = cluster
         return found
 

@@ -23,6 +23,7 @@ from ztunnel.envoy.upstream.manager import ClusterManager
 #: HTTP/2 error code CONNECT_ERROR, with which Envoy resets after a failed CONNECT.
 CONNECT_ERROR = 10
 
+NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
 #: The body that Envoy's RBAC filter answers with.
 DENIED = b"RBAC: access denied"
 _RESET = b"upstream connect error or disconnect/reset before headers. reset reason: "
@@ -145,7 +146,7 @@ class Terminator:
         info.attempts += 1
         address = host.endpoint.address
         if not isinstance(address, SocketAddress):
-            raise UpstreamFailed("a tunnel can only lead to an IP address")
+            raise UpstreamFailed(NO_IP_ADDRESS)
         if self.judges_ports:
             hop.life.application = address
             hop.life.current_chain().judge_port(info, address)

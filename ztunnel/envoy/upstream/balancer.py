@@ -97,6 +97,23 @@ class Balancer:
             return self._rng.choice(others) if others else host
         return host
 
+    def candidates(self) -> list[Host]:
+        """Return every host that :meth:`choose` can give to a connection's first attempt."""
+        found: dict[Host, None] = {}
+        for index, load in enumerate(self._level_loads):
+            for kind, share in (("healthy", load.healthy), ("degraded", load.degraded)):
+                if share:
+                    found |= dict.fromkeys(self._drawn_from(index, "hosts" if load.panic else kind))
+        return list(found)
+
+    def _drawn_from(self, index: int, kind: str) -> Sequence[Host]:
+        level = self._hosts.levels[index]
+        weights = self._locality_weights(level, kind) if self._settings.locality_weighted else []
+        if not any(weights):
+            found: Sequence[Host] = getattr(level, kind)
+            return found
+        return [host for place, weight in enumerate(weights) if weight for host in _usable(level, place, kind)]
+
     def _choose_level(self, hash_key: int | None) -> tuple[int, str] | None:
         point = (hash_key if hash_key is not None else self._rng.getrandbits(32)) % 100
         loads = self._loads if self._loads is not None else self._level_loads
@@ -121,12 +138,8 @@ class Balancer:
         return picker
 
     def _choose_locality(self, level: PriorityLevel, kind: str) -> int:
-        """Return the index of a random locality, by its weight reduced in proportion to its unusable hosts."""
-        weights = []
-        for index, group in enumerate(level.groups):
-            usable = len(_usable(level, index, kind))
-            share = usable / len(group.hosts) * self._hosts.overprovisioning if group.hosts else 0.0
-            weights.append(group.weight * min(1.0, share))
+        """Return the index of a random locality, or -1: localities do not matter."""
+        weights = self._locality_weights(level, kind)
         total = sum(weights)
         if total <= 0:
             return -1
@@ -136,6 +149,15 @@ class Balancer:
                 return index
             point -= weight
         return len(weights) - 1
+
+    def _locality_weights(self, level: PriorityLevel, kind: str) -> list[float]:
+        """Return the weight of each locality, reduced in proportion to its unusable hosts."""
+        weights = []
+        for index, group in enumerate(level.groups):
+            usable = len(_usable(level, index, kind))
+            share = usable / len(group.hosts) * self._hosts.overprovisioning if group.hosts else 0.0
+            weights.append(group.weight * min(1.0, share))
+        return weights
 
 
 def in_subset(host: Host, subset: Mapping[str, object]) -> bool:

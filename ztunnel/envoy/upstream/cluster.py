@@ -412,6 +412,11 @@ class LiveCluster:
         self._health_changed()
         self._have_endpoints.set()
 
+    def preset(self, assignment: LoadAssignment) -> None:
+        """Take the hosts of a saved dump; nothing is discovered or checked."""
+        self.hosts.assign(assignment, self._surround.clock.monotonic())
+        self._health_changed()
+
     def _health_changed(self) -> None:
         self.hosts.refresh()
         self._balancer.update()
@@ -557,6 +562,11 @@ class LiveCluster:
         if balancer.panics != panics:
             self.stats.lb_healthy_panic.value += 1
         return host
+
+    def candidates(self, subset: Mapping[str, object] | None) -> list[Host]:
+        """Return every host that :meth:`choose` can give to a connection, of another cluster than ORIGINAL_DST."""
+        balancer = self._balancer_for(subset)
+        return balancer.candidates() if balancer is not None else []
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
         """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from hbone.aio.connection import Connection, ConnectionSettings, default_client
 from hbone.aio.end import End
@@ -26,6 +26,7 @@ from hbone.pool import PoolFull, PoolSettings
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
 from xds.model.cluster import InternalUpstream, RawBuffer, TransportSocket, security_of
+from xds.model.facts import ConnectionFacts
 from xds.model.listener import AppendAction
 from ztunnel.dataplane.attempts import Attempts, GiveUp, Reason
 from ztunnel.dataplane.pool_key import PoolKey, dial_connection
@@ -56,6 +57,8 @@ from ztunnel.envoy.upstream.outlier import Result
 log = logging.getLogger(__name__)
 
 INVALID_ARGUMENT = "Invalid argument"
+NO_ADDRESS = "endpoint has no address yet"
+NO_HTTP2 = "tunnels need HTTP/2, which the cluster does not speak"
 CLUSTER_OVERRIDE = "envoy.tcp_proxy.cluster"
 DISABLE_TUNNELING = "envoy.tcp_proxy.disable_tunneling"
 RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
@@ -179,7 +182,7 @@ class Connector:
             case SocketAddress() | PipeAddress() as address:
                 upstream = await self._dialler.dial(info, cluster, host, address, transport)
             case NamedAddress():
-                raise UpstreamFailed("endpoint has no address yet")
+                raise UpstreamFailed(NO_ADDRESS)
             case _:
                 assert_never(endpoint.address)
         cluster.report(host, Result.SUCCESS)
@@ -208,13 +211,7 @@ class Connector:
             raise UpstreamFailed("connections to an internal listener have no TLS")
         outer = hop.info
         header = proxy_header(outer, transport)
-        metadata = {}
-        shared: tuple[tuple[str, bool], ...] = ()
-        if isinstance(transport, InternalUpstream):
-            shared = outer.facts.shared_state
-            host_metadata, cluster_metadata = host.endpoint.metadata, cluster.model.metadata
-            metadata = {name: host_metadata[name] for name in transport.host if name in host_metadata}
-            metadata |= {name: cluster_metadata[name] for name in transport.cluster if name in cluster_metadata}
+        metadata, shared = passed_on(outer.facts, cluster, host, transport)
         outer.upstream_local = _CLIENT_ADDRESS
         inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
         counted = CountedConnection(cluster, self._poller)
@@ -263,7 +260,7 @@ class Connector:
         """Open a CONNECT stream, and wait for its 200."""
         info = hop.info
         if cluster.model.http2 is None:
-            raise UpstreamFailed("tunnels need HTTP/2, which the cluster does not speak")
+            raise UpstreamFailed(NO_HTTP2)
         if cluster.breaker.requests_open:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
@@ -403,6 +400,18 @@ def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSett
         ping_interval_s=wanted.keepalive_interval_s or settings.ping_interval_s,
         ping_timeout_s=wanted.keepalive_timeout_s or settings.ping_timeout_s,
     )
+
+
+def passed_on(
+    outer: ConnectionFacts, cluster: LiveCluster, host: Host, transport: TransportSocket
+) -> tuple[dict[str, Mapping[str, Any]], tuple[tuple[str, bool], ...]]:
+    """Return what a transport socket passes on to an internal listener: metadata, and shared filter state."""
+    if not isinstance(transport, InternalUpstream):
+        return {}, ()
+    of_host, of_cluster = host.endpoint.metadata, cluster.model.metadata
+    metadata = {name: of_host[name] for name in transport.host if name in of_host}
+    metadata |= {name: of_cluster[name] for name in transport.cluster if name in of_cluster}
+    return metadata, outer.shared_state
 
 
 def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
