@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class Wanted:
     crl: bytes = b""
 
 
-class Held:
+class Held(ABC):
     """One connection, held in a state."""
 
     secured = False
@@ -110,9 +111,9 @@ class Held:
             ("extension", extension),
         ]
 
+    @abstractmethod
     def listeners(self, filters: list[Json], more: Json) -> list[tuple[str, Json]]:
         """The listeners, with these filters before their last one."""
-        raise NotImplementedError
 
     async def publish(self) -> None:
         """Publish it, and wait until all of it is active."""
@@ -130,9 +131,9 @@ class Held:
 
     # Its way
 
+    @abstractmethod
     async def hold(self) -> None:
         """Bring it into its state."""
-        raise NotImplementedError
 
     async def release(self) -> None:
         """Let it go on."""
@@ -222,7 +223,7 @@ class Held:
             return Outcome.CLOSED if reset else Outcome.FINISHED
         return Outcome.REFUSED
 
-    async def finish(self) -> None:
+    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
         """Close what the test has opened besides the client."""
 
 
@@ -296,7 +297,7 @@ class Wire(Held):
         await super().release()
         await self._opening
 
-    async def finish(self) -> None:
+    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
         if self._connection is not None:
             self._connection.close()
         if self.state is State.HANDSHAKE:

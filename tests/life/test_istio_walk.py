@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -46,7 +47,7 @@ GRACE_S = 3.0
 FAR = workload("far", OTHER, node=ELSEWHERE)
 
 
-class Held:
+class Held(ABC):
     """One connection, held in a state.
 
     Attributes:
@@ -66,9 +67,9 @@ class Held:
         self.shown: WorkloadCertificate | None = None
         self._gate = asyncio.Event()
 
+    @abstractmethod
     async def hold(self) -> None:
         """Bring it into its state."""
-        raise NotImplementedError
 
     async def release(self) -> None:
         """Let it go on, and wait for its application's end if there is to be one."""
@@ -76,7 +77,7 @@ class Held:
             self.cluster.mesh.apply([ALLOW])
         self._gate.set()
 
-    async def finish(self) -> None:
+    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
         """Close what the test has opened besides the client."""
 
     async def works(self) -> bool:
@@ -205,7 +206,7 @@ class Wire(Held):
             self._start(self._open())
         await self._tasks[-1]
 
-    async def finish(self) -> None:
+    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
         if self._connection is not None:
             self._connection.close()
 
