@@ -297,7 +297,7 @@ class Wire(Held):
         await super().release()
         await self._opening
 
-    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
+    async def finish(self) -> None:
         if self._connection is not None:
             self._connection.close()
         if self.state is State.HANDSHAKE:

@@ -206,7 +206,7 @@ class Wire(Held):
             self._start(self._open())
         await self._tasks[-1]
 
-    async def finish(self) -> None:  # noqa: B027  most kinds open nothing else
+    async def finish(self) -> None:
         if self._connection is not None:
             self._connection.close()
 
