@@ -42,7 +42,8 @@ def test_the_engines_own_tests_pass_compiled(tmp_path: Path) -> None:
     for name in ("hbone", "tests/hbone", "docs"):
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "tests/selection.py"):
+    support = ("tests/conftest.py", "tests/generated.py", "tests/selection.py")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *support):
         shutil.copy(ROOT / name, tmp_path / name)
     env = {**os.environ, "ZTUNNEL_COMPILE": "1", "PYTHONPATH": str(tmp_path)}
     for command in (

@@ -156,9 +156,14 @@ class PolicyDemo:
         Demo.wait("the edit", lambda: self.status("frontend", "GET", "/public") == 403)
         print(f"  the answer changed after {time.monotonic() - began:.2f} s")
         self.check("frontend", "POST", "/public", 200)
-        _replace(path, text.replace("action: Allow", "action: Perhaps"))
+        _replace(path, text.replace("action: Allow", "action: [Allow"))
         time.sleep(0.5)  # long enough for a file that is read to have had an effect
-        self.check("frontend", "POST", "/public", 200, note="the file is unusable: the last good policies answer")
+        self.check(
+            "frontend", "POST", "/public", 200, note="the file is unreadable: the last good policies answer"
+        )
+        _replace(path, text.replace("action: Allow", "action: Perhaps"))
+        Demo.wait("the faulty rule", lambda: self.status("frontend", "POST", "/public") == 403)
+        self.check("frontend", "GET", "/public", 403, note="a rule with an unknown action lets nothing in")
         _replace(path, text)
         Demo.wait("the edit", lambda: self.status("frontend", "GET", "/public") == 200)
 

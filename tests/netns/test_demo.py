@@ -89,7 +89,7 @@ def test_the_demo_of_a_cluster_comes_out_as_expected(folder: Path) -> None:
     output, _ = demo.communicate(timeout=120)
     assert demo.returncode == 0, output
     assert "FAIL" not in output
-    assert output.count("  ok  ") == 20
+    assert output.count("\n  ok  ") == 21
     assert left_behind(demo.pid, folder) == []
 
 
