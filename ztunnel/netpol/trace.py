@@ -15,8 +15,8 @@ from tproxy.render import nf_tables as nf
 from tproxy.render import nftables
 from tproxy.render.nftables_dump import read_rule
 from tproxy.render.text import rule_text
+from tproxy.render.trace import GROUP, TraceEvent, handles, read_event, verdict_text
 from tproxy.resources import Chain, Hook, HookPoint, Rule, Table
-from tproxy.trace import GROUP, TraceEvent, handles, read_event, verdict_text
 from tproxy.wire import text
 from xds.model import calico as c
 from ztunnel.netpol.table import TABLE

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tproxy.expressions import Verdict, VerdictCode
-from tproxy.trace import Header, read_event, verdict_text
+from tproxy.render.trace import Header, read_event, verdict_text
 from tproxy.wire import MalformedDump, attribute, be32, nest, text
 
 TRACE = 10 << 8 | 17
